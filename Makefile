@@ -44,6 +44,8 @@ lock: $(VENV)/.dev
 		pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra broker --group dev -o requirements-dev.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra bench -o requirements-bench.lock
 
 $(VENV)/.run: requirements.lock requirements-demo.lock pyproject.toml
 	.ci/setup.sh $(PYTHON) $(VENV) requirements.lock requirements-demo.lock

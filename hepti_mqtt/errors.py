@@ -100,3 +100,9 @@ class RemoteError(HeptiError):
     """Another process of the site failed; the text carries its words."""
 
     code = "remote"
+
+
+class LabError(HeptiError):
+    """A host of a lab does not answer, a tool is missing, or the machine cannot give what the lab asks for."""
+
+    code = "lab"

@@ -25,6 +25,8 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "simulate": ("hepti_mqtt.cli.simulate", "simulate"),
     "model": ("hepti_mqtt.cli.model", "model"),
     "demo": ("hepti_mqtt.cli.demo", "demo"),
+    "bench": ("hepti_mqtt.cli.bench", "bench"),
+    "lab": ("hepti_mqtt.cli.lab", "lab"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hepti_mqtt import __version__
+from hepti_mqtt.cli import bench, lab
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -178,5 +179,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "price all strategies for devices described in a file", _simulate),
     ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
+    ("bench", "run an experiment, or the kernels' benchmark", bench.arguments),
+    ("lab", "make hosts to measure on: emulated ones, boards, or this machine", lab.arguments),
     ("broker", "run a broker here until interrupted", _broker),
 )

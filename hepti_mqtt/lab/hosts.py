@@ -1,0 +1,71 @@
+"""What a host of a lab is, whatever stands behind it: a namespace with quotas, a board by SSH, or this machine.
+
+Experiments know hosts by these two protocols alone, so the same file runs on emulated hosts and on boards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A command that has ended: its exit code (negative: the signal) and what it printed, as text."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Running(Protocol):
+    """A process on a host, with its children."""
+
+    name: str
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        ...
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit code; raises LabError if it still runs after `timeout_s`."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its children; one that has ended already is no error."""
+        ...
+
+    def log(self) -> str:
+        """Return what it has printed so far on stdout and stderr."""
+        ...
+
+
+class Host(Protocol):
+    """A computer of the lab.
+
+    name: as in topics. address: where the other hosts reach it. python: the interpreter there that has Hepti.
+    """
+
+    name: str
+    address: str
+    python: str
+
+    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
+        """Start a process (no shell); its output goes to a log named `name` under the lab's directory."""
+        ...
+
+    def run(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    ) -> Completed:
+        """Run a command to its end; raises LabError if the host does not answer or the time is over."""
+        ...
+
+    def provide(self, path: Path) -> str:
+        """Make a file or directory of this machine readable there; return its path there (the same where shared)."""
+        ...
+
+    def throttle(self, on: bool) -> None:
+        """Turn the host's CPU quota on or off, where it has one: programs start at full speed, and run throttled."""
+        ...
