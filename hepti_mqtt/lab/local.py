@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import IO, Final, Self
 
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.hosts import Completed
@@ -118,20 +118,20 @@ class LocalProcess:
 
 
 def run_command(
-    name: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float, stdin: bytes | None = None
+    name: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float, stdin: IO[bytes] | None = None
 ) -> Completed:
     """Run a command of this machine to its end; raises LabError for no such program, or if the time is over."""
     try:
         with subprocess.Popen(
             list(command),
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(environment),
             start_new_session=True,
         ) as process:
             try:
-                out, err = process.communicate(stdin, timeout_s)
+                out, err = process.communicate(timeout=timeout_s)
             except BaseException as error:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
