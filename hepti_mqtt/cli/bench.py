@@ -3,15 +3,85 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
 
-from hepti_mqtt.errors import LabError
+from hepti_mqtt.cli import output
+from hepti_mqtt.errors import ConfigError
 
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
-    sub.add_argument("experiment")
+    sub.add_argument("what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or report, or compare")
+    sub.add_argument("results", nargs="*", type=Path, metavar="RESULTS", help="of report (one) and compare (two)")
+    sub.add_argument("--list", action="store_true", help="list the experiments that come with Hepti")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: a new directory in ./results)")
+    sub.add_argument("--resume", action="store_true", help="go on with what --out has not got yet")
+    sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's")
+    sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
+    sub.add_argument("--quick", action="store_true", help="the experiment with its `quick:` values")
 
 
 def bench(args: argparse.Namespace) -> int:
     """Run `hepti bench`."""
-    raise LabError(f"hepti bench {args.experiment} is being built")
+    if args.list:
+        return _list(args)
+    action, count = {"report": (_report, 1), "compare": (_compare, 2)}.get(args.what, (_run, 0))
+    if args.what is None or len(args.results) != count:
+        raise ConfigError("use `hepti bench EXPERIMENT`, `bench report RESULTS`, `bench compare A B` or `bench --list`")
+    return action(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from hepti_mqtt.bench.experiment import cells, load, names
+
+    rows = [(name, len(cells(load(name))), len(cells(load(name, quick=True)))) for name in names()]
+    if args.json:
+        output.print_json({"experiments": [{"name": n, "cells": c, "quick_cells": q} for n, c, q in rows]})
+    else:
+        output.print_table("experiments", ("name", "cells", "with --quick"), rows)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from hepti_mqtt.bench.experiment import load
+    from hepti_mqtt.bench.runner import run
+
+    experiment = load(args.what, args.quick, args.lab, args.rate)
+    if args.resume and args.out is None:
+        raise ConfigError("--resume goes on with a directory: name it with --out")
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    out = args.out or Path("results") / f"{experiment.name}-{stamp}"
+    run(experiment, out, shlex.join(["hepti", *sys.argv[1:]]), resume=args.resume, console=output.err)
+    return _written(args, out)
+
+
+def _report(args: argparse.Namespace) -> int:
+    return _written(args, args.results[0])
+
+
+def _written(args: argparse.Namespace, directory: Path) -> int:
+    from hepti_mqtt.bench.report import write
+
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory of results")
+    files = write(directory)
+    if args.json:
+        output.print_json({"files": [str(path) for path in files]})
+    else:
+        output.print_lines([f"wrote {path}" for path in files])
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from hepti_mqtt.bench.report import compare
+    from hepti_mqtt.bench.results import read
+
+    same, lines = compare(*(read(path) for path in args.results))
+    if args.json:
+        output.print_json({"agree": same, "cells": lines})
+    else:
+        output.print_lines(lines)
+    return 0 if same else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt import models
+from hepti_mqtt.bench.inputs import random_input, reference
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.site import PLANNER_S, require_broker
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.errors import ConfigError, PlanError, RequestError
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.spec import ModelSpec
 
 PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
@@ -90,25 +88,6 @@ def request_body(args: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
     return random_input(spec, args.tokens, args.seed)
 
 
-def random_input(spec: ModelSpec, count: int, seed: int) -> dict[str, Any]:
-    """Return `count` seeded random token ids, or `count` seeded random pictures for an image model."""
-    rng = np.random.default_rng(seed)
-    if spec.text is not None:
-        if count > spec.max_tokens:
-            raise RequestError(f"--tokens {count} is more than the {spec.max_tokens} that the model reads")
-        return {"ids": rng.integers(0, spec.text.vocab, count).tolist()}
-    from PIL import Image
-
-    assert spec.image is not None
-    pictures = []
-    for _ in range(count):
-        pixels = rng.integers(0, 256, (spec.image.size, spec.image.size, 3)).astype(np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        pictures.append(base64.b64encode(buffer.getvalue()).decode())
-    return {"images": pictures} if count > 1 else {"image": pictures[0]}
-
-
 def run(
     hepti: Hepti,
     model: str,
@@ -137,9 +116,7 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
 
 def max_abs_err(checkpoint: Checkpoint, body: Mapping[str, Any], hidden: NDArray[np.float32]) -> float:
     """Return the largest |difference| between `hidden` and the reference's final hidden states for a request."""
-    prepared = prepare(checkpoint, {**body, "want": "hidden"})
-    expected, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
-    return float(np.abs(hidden - expected).max())
+    return float(np.abs(hidden - reference(checkpoint, body)).max())
 
 
 def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[str, Any]:

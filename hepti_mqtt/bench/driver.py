@@ -1,0 +1,87 @@
+"""`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
+
+stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy} or {"do": "measure", "key", "strategy",
+"options", "devices" (or null), "wire", "warmup", "repetitions"}. stdout: one line for each, {"ok": true, ...} or
+{"ok": false, "code", "message"}. The broker and the site are those of HEPTI_BROKER and HEPTI_SITE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.bench.inputs import BOUNDS, relative_error
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.errors import HeptiError, RemoteError
+
+TIMEOUT_S: Final = 300.0
+
+
+@dataclass
+class Driver:
+    """Inputs by key, and the connection that asks."""
+
+    hepti: Hepti
+    inputs: dict[str, tuple[str, dict[str, Any], NDArray[np.float32]]] = field(default_factory=dict)
+
+    def load(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Remember a request's input and the hidden states that it must give."""
+        self.inputs[order["key"]] = (order["model"], order["body"], np.load(order["reference"]))
+        return {}
+
+    def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Bring the plan up, check the answer, warm up, and time; raises RemoteError for an answer that is wrong."""
+        model, body, expected = self.inputs[order["key"]]
+        pins = {key: order[key] for key in ("strategy", "options", "devices", "wire") if order[key] is not None}
+        hidden = self.hepti.infer(model, **body, **pins, want="hidden", timeout_s=TIMEOUT_S).hidden
+        error, bound = relative_error(hidden, expected), BOUNDS[order["wire"]]
+        if not error <= bound:
+            raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
+        for _ in range(order["warmup"]):
+            self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
+        begun = time.time()
+        answers = [self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"])]
+        last = answers[-1].raw
+        return {
+            "unix_s": begun,
+            "latency_ms": [a.latency_ms for a in answers],
+            "epochs": sorted({a.plan["id"] for a in answers}),
+            "error": error,
+            "plan": last["plan"],
+            "bytes": last["bytes_on_wire"],
+            **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
+            **self._active(model, order),
+        }
+
+    def _active(self, model: str, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the time line of the planner's own choice is drawn from; empty for pinned strategies."""
+        if order["strategy"] != "auto":
+            return {}
+        shown = self.hepti.plan(model)
+        return {"active": shown["active"], "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
+
+
+def main() -> int:
+    """Answer every line of stdin until it ends."""
+    with Hepti.connect() as hepti:
+        driver = Driver(hepti)
+        actions = {"load": driver.load, "measure": driver.measure}
+        for line in sys.stdin:
+            order = json.loads(line)
+            try:
+                answer = {"ok": True, **actions[order["do"]](order)}
+            except HeptiError as error:
+                answer = {"ok": False, "code": error.code, "message": str(error)}
+            print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What an experiment file says, checked before anything starts, and the cells that it stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
+from hepti_mqtt.config import load_yaml
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.lab.changes import Change, load_script
+from hepti_mqtt.lab.spec import LabSpec
+from hepti_mqtt.lab.spec import load as load_lab
+from hepti_mqtt.strategies import STRATEGIES
+
+AUTO: Final = "auto"
+ALL: Final = "all"
+WIRES: Final = ("f32", "f16", "i8")
+KINDS: Final = ("infer",)
+CONFIGS: Final = Path(__file__).parents[2] / "configs"
+STRATEGY_NAMES: Final = (
+    AUTO,
+    *("/".join([s.name, *options.values()]) for s in STRATEGIES.values() for options in s.options),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to time. rate: Mbit/s, None as the lab file has it. tokens: None for pictures. copy: of an A/A pair."""
+
+    lab: str
+    rate: float | None
+    model: str
+    tokens: int | None
+    strategy: str
+    devices: tuple[str, ...]
+    wire: str
+    copy: int = 0
+
+    @property
+    def id(self) -> str:
+        """Return a name that depends on the content alone."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def group(self) -> tuple[str, float | None, str, int | None]:
+        """Return what cells that take turns have in common."""
+        return self.lab, self.rate, self.model, self.tokens
+
+    @property
+    def label(self) -> str:
+        """Return a name for people, unique in its group."""
+        wire = "" if self.wire == "f32" else f" {self.wire}"
+        return f"{self.strategy} x{len(self.devices)}{wire}{' again' * self.copy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """An experiment file. models: name -> kind of `hepti model make`, or directory. layers: fewer than the kind has."""
+
+    name: str
+    kind: str
+    labs: Mapping[str, LabSpec]
+    rates: tuple[float, ...]
+    models: Mapping[str, str | Path]
+    lengths: tuple[int, ...]
+    strategies: tuple[str, ...]
+    devices: tuple[int | tuple[str, ...], ...]
+    wire: tuple[str, ...]
+    repetitions: int
+    warmup: int
+    rounds: int
+    seed: int
+    layers: int | None
+    changes: tuple[Change, ...]
+    source: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of what is measured: the file and every lab in it."""
+        content = {"file": self.source, "labs": {name: asdict(spec) for name, spec in self.labs.items()}}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def names() -> dict[str, Path]:
+    """Return the experiments that come with Hepti."""
+    return {path.stem: path for path in sorted((CONFIGS / "experiments").glob("*.yaml"))}
+
+
+def load(
+    experiment: str, quick: bool = False, lab: str | None = None, rates: Sequence[float] | None = None
+) -> Experiment:
+    """Return the experiment of a file or a name in configs/experiments; raises ConfigError that names file and key.
+
+    quick: with the changes of its `quick:`. lab, rates: instead of those in the file.
+    """
+    known = names()
+    path = known.get(experiment, Path(experiment))
+    if not path.is_file():
+        raise ConfigError(f"there is no experiment {experiment!r}; give a file, or one of {', '.join(known)}")
+    data = load_yaml(path)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: an experiment is a mapping of keys, not {type(data).__name__}")
+    own = data.get("quick") or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{path}: `quick` is a mapping of the keys that a quick run changes")
+    given = {"lab": str(Path(lab).resolve()) if lab and Path(lab).is_file() else lab, "rates": rates or None}
+    chosen = {key: value for key, value in {**data, "quick": None}.items() if value is not None}
+    chosen.update(own if quick else {})
+    chosen.update({key: value for key, value in given.items() if value is not None})
+    try:
+        parse({**chosen, **own, **{k: v for k, v in given.items() if v is not None}}, path.parent)
+        return parse(chosen, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(data: Mapping[str, Any], base: Path) -> Experiment:
+    """Return the experiment of a mapping; `base`: where its paths begin. Raises ConfigError that names the key."""
+    for key in data:
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key {key!r}; known are {', '.join(_KEYS)}")
+    for key in ("name", "lab", "models", "strategies", "devices"):
+        if key not in data:
+            raise ConfigError(f"an experiment needs `{key}:`")
+    labs = {spec.name: spec for spec in (_lab(each, base) for each in _list("lab", data["lab"]))}
+    rates = tuple(_number("rates", rate) for rate in _list("rates", data.get("rates", [])))
+    for spec in labs.values():
+        for rate in rates:
+            spec.with_rate(rate)
+    given = _list("strategies", data["strategies"])
+    strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in _strategy(name))
+    changes: tuple[Change, ...] = ()
+    if data.get("changes") is not None:
+        script = _path(data["changes"], base)
+        for spec in labs.values():
+            changes = load_script(script, spec)
+    made = Experiment(
+        name=str(data["name"]),
+        kind=_one_of("kind", data.get("kind", "infer"), KINDS),
+        labs=labs,
+        rates=rates,
+        models=dict(_model(each, base) for each in _list("models", data["models"])),
+        lengths=tuple(_whole("lengths", n, 1) for n in _list("lengths", data.get("lengths", [128]))),
+        strategies=strategies,
+        devices=tuple(_devices(each, labs) for each in _list("devices", data["devices"])),
+        wire=tuple(_one_of("wire", each, WIRES) for each in _list("wire", data.get("wire", ["f32"]))),
+        repetitions=_whole("repetitions", data.get("repetitions", 3), 1),
+        warmup=_whole("warmup", data.get("warmup", 1), 0),
+        rounds=_whole("rounds", data.get("rounds", 6), 1),
+        seed=_whole("seed", data.get("seed", 0), 0),
+        layers=None if data.get("layers") is None else _whole("layers", data["layers"], 1),
+        changes=changes,
+        source=dict(data),
+    )
+    if not cells(made):
+        raise ConfigError("`strategies` and `devices` leave nothing to measure; `single` needs 1, the others 2 or more")
+    return made
+
+
+def cells(experiment: Experiment) -> list[Cell]:
+    """Return every cell, those of a group beside each other."""
+    found: dict[Cell, None] = {}
+    for lab, spec in experiment.labs.items():
+        for rate in experiment.rates or (None,):
+            for model, kind in experiment.models.items():
+                for tokens in (None,) if _reads_pictures(kind) else experiment.lengths:
+                    found.update(dict.fromkeys(_group(experiment, spec, (lab, rate, model, tokens))))
+    return list(found)
+
+
+def _group(experiment: Experiment, spec: LabSpec, group: tuple[str, float | None, str, int | None]) -> Iterator[Cell]:
+    for place, strategy in enumerate(experiment.strategies):
+        copy = experiment.strategies[:place].count(strategy)
+        known = STRATEGIES.get(strategy.partition("/")[0])
+        alone = known is not None and known.most_devices == 1
+        for count in experiment.devices:
+            devices = tuple(h.name for h in spec.hosts[:count]) if isinstance(count, int) else count
+            if (len(devices) == 1) == alone:
+                for wire in experiment.wire[:1] if alone else experiment.wire:
+                    yield Cell(*group, strategy, devices, wire, copy)
+
+
+def _reads_pictures(kind: str | Path) -> bool:
+    if isinstance(kind, str):
+        return MODEL_KINDS[kind].architecture.startswith("ViT")
+    from hepti_mqtt.checkpoint import Checkpoint
+
+    with Checkpoint.open(kind, kind.name) as checkpoint:
+        return checkpoint.spec.text is None
+
+
+def _lab(value: Any, base: Path) -> LabSpec:
+    if not isinstance(value, str):
+        raise ConfigError(f"`lab` is {value!r}; it needs the name of a file in configs/lab, or a path")
+    own = CONFIGS / "lab" / f"{value}.yaml"
+    if own.is_file():
+        return load_lab(own)
+    path = _path(value, base)
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in (CONFIGS / "lab").glob("*.yaml")))
+        raise ConfigError(f"`lab`: there is no {value!r}; give a file, or one of {known}")
+    return load_lab(path)
+
+
+def _strategy(value: Any) -> list[str]:
+    """Return the names that one entry stands for: a strategy without a variant is all of its variants."""
+    found = [name for name in STRATEGY_NAMES if value in (name, name.partition("/")[0])]
+    if not found:
+        raise ConfigError(f"`strategies`: there is no {value!r}; choose from {', '.join((ALL, *STRATEGY_NAMES))}")
+    return found
+
+
+def _model(value: Any, base: Path) -> tuple[str, str | Path]:
+    if value in MODEL_KINDS:
+        return value, value
+    if isinstance(value, str) and (_path(value, base) / "config.json").is_file():
+        return _path(value, base).name, _path(value, base)
+    raise ConfigError(
+        f"`models`: {value!r} is neither a directory with a config.json nor one of {', '.join(MODEL_KINDS)}"
+    )
+
+
+def _devices(value: Any, labs: Mapping[str, LabSpec]) -> int | tuple[str, ...]:
+    for spec in labs.values():
+        if isinstance(value, list) and value:
+            for name in value:
+                try:
+                    spec.host(name)
+                except ConfigError as error:
+                    raise ConfigError(f"`devices`: {error}") from error
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= len(spec.hosts):
+            raise ConfigError(f"`devices` has {value!r}; lab {spec.name} allows 1 to {len(spec.hosts)}, or its names")
+    return tuple(sorted(set(value))) if isinstance(value, list) else int(value)
+
+
+def _path(value: Any, base: Path) -> Path:
+    if not isinstance(value, str):
+        raise ConfigError(f"{value!r} is not a path")
+    return (base / value).resolve()
+
+
+def _list(key: str, value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        raise ConfigError(f"`{key}` is a mapping; it needs a value or a list of values")
+    return [value]
+
+
+def _whole(key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"`{key}` is {value!r}; it needs a whole number from {least}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"`{key}` has {value!r}; it needs Mbit/s as numbers")
+    return float(value)
+
+
+def _one_of(key: str, value: Any, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"`{key}` is {value!r}; it is one of {', '.join(allowed)}")
+    return str(value)
+
+
+_KEYS: Final = (
+    *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "devices", "wire", "repetitions"),
+    *("warmup", "rounds", "seed", "layers", "changes"),
+)

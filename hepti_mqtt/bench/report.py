@@ -1,0 +1,142 @@
+"""What results say, as markdown: medians with intervals, ratios within rounds, Hepti's own choice, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from hepti_mqtt.bench import statistics
+from hepti_mqtt.bench.experiment import AUTO, Cell
+from hepti_mqtt.bench.results import FILE, Results, read, write_csv
+from hepti_mqtt.lab.calibrate import Calibration
+from hepti_mqtt.lab.calibrate import markdown as calibration_table
+
+_HEAD: Final = "| cell | median ms | interval | this / single | predicted ms | bytes | error | Hepti's plan |"
+
+
+def write(directory: Path) -> list[Path]:
+    """Write report.md, results.csv and time lines beside the results of a directory; return the files."""
+    results = read(directory)
+    table, text = directory / "results.csv", directory / "report.md"
+    write_csv(results, table)
+    drawn = _time_lines(results, directory)
+    text.write_text(markdown(results, [path.name for path in drawn]), encoding="utf-8")
+    return [directory / FILE, table, text, *drawn]
+
+
+def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
+    """Return the whole report."""
+    h = results.header
+    lines = [f"# {h['experiment']}", "", f"{h['machine']}; Python {h['python']}; "]
+    lines[-1] += ", ".join(f"{k} {v}" for k, v in h["versions"].items())
+    lines += [f"revision {h['revision']}, seed {h['seed']}, experiment {h['digest']}, `{h['command']}`", ""]
+    for r in (r for r in results.records if r["record"] == "lab"):
+        rate = r["lab"]["rate_mbit"]
+        lines += [f"## Lab {r['lab']['name']}, {'links as they are' if rate is None else f'{rate:g} Mbit/s'}", ""]
+        lines += [calibration_table(Calibration.from_dict(r["calibration"])), ""]
+        lines += [f"- off target: {miss}" for miss in r["misses"]] + [""]
+    found = results.cells()
+    groups = sorted(found.values(), key=lambda cell: repr(cell.group))
+    for group, part in groupby(groups, key=lambda cell: cell.group):
+        lines += [f"## {_title(group)}", "", *_table(results, list(part)), ""]
+    lines += _changes(results)
+    lines += [f"![{name}]({name})" for name in pictures]
+    return "\n".join(lines) + "\n"
+
+
+def intervals(results: Results) -> dict[str, statistics.Interval]:
+    """Return the median of every cell that has times, over its rounds, in ms."""
+    medians = {cell: results.medians(cell) for cell in results.cells()}
+    return {cell: statistics.median_interval(list(m.values())) for cell, m in medians.items() if m}
+
+
+def compare(a: Results, b: Results) -> tuple[bool, list[str]]:
+    """Return whether two runs agree within their intervals in every cell that both have, and a line per cell."""
+    one, two, cells = intervals(a), intervals(b), a.cells()
+    verdicts = statistics.agree(one, two)
+    lines = [
+        f"{'agrees ' if same else 'DIFFERS'} {_title(cells[cell].group)}, {cells[cell].label}: "
+        f"{_range(one[cell])} and {_range(two[cell])} ms"
+        for cell, same in verdicts.items()
+    ]
+    return bool(verdicts) and all(verdicts.values()), lines or ["the two runs have no cell in common"]
+
+
+def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
+    times = {cell: results.medians(cell.id) for cell in group}
+    turns = {cell: [r for r in results.turns() if r["cell"] == cell.id] for cell in group}
+    single = next((cell for cell in group if cell.strategy == "single" and times[cell]), None)
+    for cell in group:
+        original = next((c for c in group if cell.copy and (c.id != cell.id) and _pinned(c) == _pinned(cell)), None)
+        if original is not None and times[cell] and times[original]:
+            both = statistics.ratio(times[cell], times[original])
+            yield f"A/A {original.label}: {both.median:.3f} [{both.low:.3f}, {both.high:.3f}] ({both.level:.0%})\n"
+    yield _HEAD
+    yield "|---|---:|---|---:|---:|---:|---:|---|"
+    for cell in sorted(group, key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.copy)):
+        good = [r for r in turns[cell] if r["ok"]]
+        if not good:
+            yield f"| {cell.label} | - | {turns[cell][-1]['message'].splitlines()[0]} | | | | | |"
+            continue
+        median, last = statistics.median_interval(list(times[cell].values())), good[-1]
+        against = ""
+        if single is not None and times[cell].keys() & times[single].keys():
+            r = statistics.ratio(times[cell], times[single])
+            against = f"{r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
+        failed = f" ({len(turns[cell]) - len(good)} turns failed)" if len(good) < len(turns[cell]) else ""
+        predicted = f"{last['predicted_ms']:.1f}"
+        yield (
+            f"| {cell.label}{failed} | {median.median:.1f} | {_range(median)} | {against} | {predicted} | "
+            f"{last['bytes']} | {max(r['error'] for r in good):.0e} | {_choice(cell, last['plan'])} |"
+        )
+
+
+def _pinned(cell: Cell) -> tuple[Any, ...]:
+    return (*cell.group, cell.strategy, cell.devices, cell.wire)
+
+
+def _choice(cell: Cell, plan: Any) -> str:
+    """Return, for Hepti's own choice, which pinned cell it equals."""
+    if cell.strategy != AUTO:
+        return ""
+    return f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
+
+
+def _range(i: statistics.Interval) -> str:
+    return f"{i.low:.1f} to {i.high:.1f} ({i.level:.0%})"
+
+
+def _title(group: tuple[str, float | None, str, int | None]) -> str:
+    lab, rate, model, tokens = group
+    size = "one picture" if tokens is None else f"{tokens} tokens"
+    return f"{model}, {size}, {lab}" + ("" if rate is None else f" at {rate:g} Mbit/s")
+
+
+def _changes(results: Results) -> list[str]:
+    asked = [r for r in results.records if r["record"] == "under_change"]
+    stamps = [r for r in results.records if r["record"] == "change"]
+    if not stamps:
+        return []
+    lines = ["## Under changes", "", "| s | what | ms | plan |", "|---:|---|---:|---|"]
+    start = stamps[0]["unix_s"] - stamps[0]["begun_s"]
+    rows = []
+    for r in asked:
+        if r["ok"]:
+            plan = f"{r['plan']['strategy']} on {', '.join(r['plan']['devices'])}"
+            rows.append((r["unix_s"], "request", f"{r['latency_ms'][0]:.0f}", plan))
+    for r in stamps:
+        what = " ".join(str(r[k]) for k in ("do", "host", "mbit", "gflops", "share") if k in r)
+        rows.append((r["unix_s"], f"**{what}**", "", r.get("error", "")))
+    lines += [f"| {t - start:.1f} | {what} | {ms} | {plan} |" for t, what, ms, plan in sorted(rows)]
+    failed = [r["message"].splitlines()[0] for r in asked if not r["ok"]]
+    return [*lines, "", f"{len(failed)} requests failed" + (f", the first: {failed[0]}" if failed else ""), ""]
+
+
+def _time_lines(results: Results, directory: Path) -> list[Path]:
+    """Draw the simulated time line of every plan that Hepti chose itself; one per cell, as it last was."""
+    from hepti_mqtt.bench.timeline import draw
+
+    last = {r["cell"]: r for r in results.turns() if r.get("active")}
+    return [draw(r, directory / f"timeline-{cell}.svg") for cell, r in last.items()]

@@ -1,0 +1,193 @@
+"""Runs an experiment: a lab and a site per network, cells in turns, every turn written down at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hepti_mqtt.bench.experiment import AUTO, Cell, Experiment, cells
+from hepti_mqtt.bench.inputs import random_input, reference
+from hepti_mqtt.bench.provenance import provenance
+from hepti_mqtt.bench.results import Writer
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.lab.calibrate import calibrate
+from hepti_mqtt.lab.calibrate import markdown as calibration_table
+from hepti_mqtt.lab.changes import Script
+from hepti_mqtt.lab.hosts import Talking
+from hepti_mqtt.lab.lab import Lab
+from hepti_mqtt.lab.site import Device, LabSite
+from hepti_mqtt.lab.spec import LabSpec
+from hepti_mqtt.strategies import STRATEGIES
+
+ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
+FOR_WEIGHTS: Final = 0.75  # of a host's memory; the rest is the interpreter's
+AFTERWARDS: Final = 5  # turns after the last change of a script
+
+
+def run(experiment: Experiment, out: Path, command: str, *, resume: bool, console: Console) -> None:
+    """Measure what is missing in `out` and write it there; raises the error of a lab, a site or a driver."""
+    wanted = cells(experiment)
+    header = {
+        **provenance(),
+        "experiment": experiment.name,
+        "digest": experiment.digest,
+        "seed": experiment.seed,
+        "command": command,
+        "file": experiment.source,
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        Writer(out, json.loads(json.dumps(header, default=str)), resume=resume) as writer,
+        Progress(*columns, console=console) as bar,
+    ):
+        done = writer.results.done()
+        todo = {cell: [r for r in range(experiment.rounds) if (cell.id, r) not in done] for cell in wanted}
+        total = experiment.rounds * len(wanted)
+        task = bar.add_task(experiment.name, total=total, completed=total - sum(map(len, todo.values())))
+        models = prepare_models(experiment, out, wanted)
+        replay = bool(experiment.changes) and not any(r["record"] == "change" for r in writer.results.records)
+        for (lab, rate), part in groupby(wanted, key=lambda cell: (cell.lab, cell.rate)):
+            own = [cell for cell in part if todo[cell] or replay]
+            if own:
+                spec = experiment.labs[lab] if rate is None else experiment.labs[lab].with_rate(rate)
+                _Measuring(experiment, out, writer, bar, task, models).network(spec, own, todo)
+
+
+def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) -> dict[str, Path]:
+    """Make the models, seeded inputs and references that are not in `out` yet; return each model's directory."""
+    found = {}
+    for name, kind in experiment.models.items():
+        directory = kind if isinstance(kind, Path) else out / "models" / name
+        if isinstance(kind, str) and not (directory / "config.json").exists():
+            make_model(kind, directory, experiment.seed, experiment.layers)
+        found[name] = directory
+        with Checkpoint.open(directory, name) as checkpoint:
+            for tokens in dict.fromkeys(cell.tokens for cell in wanted if cell.model == name):
+                limit = checkpoint.spec.max_tokens
+                if tokens is not None and tokens > limit:
+                    raise ConfigError(f"`lengths` has {tokens}, and {name} reads at most {limit} tokens")
+                place = _reference(out, name, tokens)
+                if not place.exists():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    body = random_input(checkpoint.spec, tokens or 1, experiment.seed)
+                    place.with_suffix(".json").write_text(json.dumps(body))
+                    np.save(place, reference(checkpoint, body))
+    return found
+
+
+def order(cell: Cell, spec: LabSpec, warmup: int, repetitions: int) -> dict[str, Any]:
+    """Return what the driver is told to measure; the planner's own choice among all hosts pins no devices."""
+    name, _, variant = cell.strategy.partition("/")
+    options = next(
+        (dict(o) for s in STRATEGIES.values() if s.name == name for o in s.options if variant in o.values()), {}
+    )
+    free = cell.strategy == AUTO and len(cell.devices) == len(spec.hosts)
+    return {
+        "do": "measure",
+        "key": _key(cell),
+        "strategy": name,
+        "options": options,
+        "devices": None if free else list(cell.devices),
+        "wire": cell.wire,
+        "warmup": warmup,
+        "repetitions": repetitions,
+    }
+
+
+class _Measuring:
+    def __init__(
+        self,
+        experiment: Experiment,
+        out: Path,
+        writer: Writer,
+        bar: Progress,
+        task: TaskID,
+        models: Mapping[str, Path],
+    ) -> None:
+        self.experiment, self.out, self.writer = experiment, out, writer
+        self.bar, self.task, self.models = bar, task, models
+
+    def network(self, spec: LabSpec, own: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]) -> None:
+        """Measure the cells of one lab at one rate."""
+        with ExitStack() as stack:
+            lab = stack.enter_context(Lab(spec, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
+            figures = calibrate(spec, lab.hub, lab.hosts, self.out / "calibration", self._say)
+            self._say(calibration_table(figures))
+            for miss in figures.misses():
+                self._say(f"warning: {miss}")
+            devices = [Device(lab.hosts[h.name], h.threads, _budget(h.memory_bytes)) for h in spec.hosts]
+            used = {cell.model: self.models[cell.model] for cell in own}
+            site = stack.enter_context(LabSite(lab.hub, devices, used))
+            lab.restart = site.restart
+            self.writer.add("lab", lab=asdict(spec), calibration=figures.to_dict(), misses=figures.misses())
+            driver = site.talk("driver", ["-m", "hepti_mqtt.bench.driver"])
+            for _, part in groupby(own, key=lambda cell: cell.group):
+                self._group(driver, lab, spec, list(part), todo)
+
+    def _group(
+        self, driver: Talking, lab: Lab, spec: LabSpec, group: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]
+    ) -> None:
+        place = _reference(self.out, group[0].model, group[0].tokens)
+        body = json.loads(place.with_suffix(".json").read_text())
+        load = {"do": "load", "key": _key(group[0]), "model": group[0].model, "body": body}
+        _ask(driver, {**load, "reference": lab.hub.provide(place.resolve())})
+        e = self.experiment
+        for number in range(e.rounds):
+            for cell in turns(group, number, e.seed):
+                if number in todo[cell]:
+                    self.bar.update(self.task, description=f"{cell.model} {cell.tokens or ''} {cell.label}")
+                    self.writer.turn(cell, number, _ask(driver, order(cell, spec, e.warmup, e.repetitions)))
+                    self.bar.advance(self.task)
+        own = next((cell for cell in group if cell.strategy == AUTO), None)
+        if e.changes and own is not None:
+            self._under_changes(driver, lab, spec, own)
+
+    def _under_changes(self, driver: Talking, lab: Lab, spec: LabSpec, cell: Cell) -> None:
+        """Ask without a pause while the script changes the lab, and a few times more."""
+        one = order(cell, spec, 0, 1)
+        with Script(self.experiment.changes, lab.apply) as script:
+            left = AFTERWARDS
+            while left:
+                left -= script.finished()
+                self.writer.add("under_change", cell=cell.id, **_ask(driver, one))
+        for stamp in script.stamps:
+            self.writer.add("change", cell=cell.id, **stamp.record())
+
+    def _say(self, line: str) -> None:
+        self.bar.console.print(line, markup=False)
+
+
+def turns(group: Sequence[Cell], number: int, seed: int) -> list[Cell]:
+    """Return a round's order: shuffled by seed and round, so that no cell always follows the same one."""
+    shuffled = sorted(group, key=lambda cell: cell.id)
+    random.Random(f"{seed}/{number}").shuffle(shuffled)
+    return shuffled
+
+
+def _ask(driver: Talking, question: Mapping[str, Any]) -> dict[str, Any]:
+    driver.send(json.dumps(question))
+    answer: dict[str, Any] = json.loads(driver.receive(ANSWER_S))
+    return answer
+
+
+def _key(cell: Cell) -> str:
+    return f"{cell.model}-{cell.tokens or 'picture'}"
+
+
+def _reference(out: Path, model: str, tokens: int | None) -> Path:
+    return out / "references" / f"{model}-{tokens or 'picture'}.npy"
+
+
+def _budget(memory_bytes: int | None) -> str | None:
+    return None if memory_bytes is None else str(int(memory_bytes * FOR_WEIGHTS))

@@ -1,0 +1,50 @@
+"""Medians and ratios with confidence intervals from rounds, and whether two runs agree."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+LEVEL: Final = 0.95
+
+
+class Interval(NamedTuple):
+    """A median with its confidence interval; level: the coverage that it really has."""
+
+    median: float
+    low: float
+    high: float
+    level: float
+
+
+def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Return the median of independent values with the order-statistic interval of at least `level`.
+
+    The interval is [x(k), x(n+1-k)] with the largest k whose coverage 1 - 2 P(Binomial(n, 1/2) < k) reaches `level`;
+    below six values no k does, and it is [min, max] with the coverage that this has. No distribution is assumed but a
+    continuous one. Raises ValueError without values. Source: David, Nagaraja, Order Statistics, 7.1.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    if not n:
+        raise ValueError("a median needs at least one value")
+    k, below = 1, 2.0**-n  # below: P(Binomial(n, 1/2) < k)
+    while k < (n + 1) // 2 and 1 - 2 * (following := below + math.comb(n, k) * 2.0**-n) >= level:
+        k, below = k + 1, following
+    return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k], max(1 - 2 * below, 0.0))
+
+
+def ratio(a: Mapping[int, float], b: Mapping[int, float], level: float = LEVEL) -> Interval:
+    """Return a / b from the rounds that both have: slow drift of the machine hits both sides of a round alike.
+
+    a, b: round -> median time in it. Raises ValueError if they share no round.
+    """
+    shared = sorted(a.keys() & b.keys())
+    return median_interval([a[r] / b[r] for r in shared], level)
+
+
+def agree(a: Mapping[str, Interval], b: Mapping[str, Interval]) -> dict[str, bool]:
+    """Return for every cell that two runs share whether their intervals overlap."""
+    return {cell: a[cell].low <= b[cell].high and b[cell].low <= a[cell].high for cell in a if cell in b}
