@@ -47,6 +47,11 @@ class LocalProcess:
         if self._reader is not None:
             self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        """Return its number, which is that of its process group."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
         return self._process.poll()
@@ -146,13 +151,12 @@ def run_command(
 class LocalHost:
     """This machine under a name of the lab; a `Host`, and a context manager that ends what it started.
 
-    directory: of logs and whatever the host's programs keep; it is made and not removed.
+    directory: of logs and whatever the host's programs keep; it is made and not removed. address: where boards of the
+    lab reach it; the loopback address if there are none.
     """
 
-    address = "127.0.0.1"
-
-    def __init__(self, name: str, directory: Path, python: str = sys.executable) -> None:
-        self.name, self.python = name, python
+    def __init__(self, name: str, directory: Path, python: str = sys.executable, address: str = "127.0.0.1") -> None:
+        self.name, self.python, self.address = name, python, address
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = str(directory.resolve())
         self._started: list[LocalProcess] = []

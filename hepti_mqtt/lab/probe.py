@@ -19,8 +19,9 @@ from itertools import cycle
 from statistics import median
 from typing import Any, Final
 
+THREADS: Final = int(os.environ.get("HEPTI_PROBE_THREADS", "1"))
 for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
-    os.environ[_name] = "1"  # before NumPy loads its BLAS, which reads them once
+    os.environ[_name] = str(THREADS)  # before NumPy loads its BLAS, which reads them once
 
 import numpy as np  # noqa: E402
 
@@ -80,7 +81,7 @@ def kernel_speed() -> dict[str, Any]:
         weights.append(buffer.finish())
     op = Compute("linear", (0,), (1,), refs, {"bias": True, "activation": None, "residual": False})
     x, out = rng.standard_normal((m, k), np.float32), np.empty((m, n), np.float32)
-    workers = Workers(1)
+    workers = Workers(THREADS)
     try:
         run = KERNELS["linear"].bind(op, (SlotSpec((m, k)), SlotSpec((m, n))), weights, workers)
         return _giga(rate(lambda: run([x], [out]), 2.0 * m * k * n), "gflops_per_s")
@@ -196,10 +197,18 @@ WHATS: Final[Mapping[str, tuple[int, Callable[..., dict[str, Any]]]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Do what the arguments say, or every line of stdin; return the exit code."""
+    if list(arguments) != ["serve"]:
+        return answer(arguments)
+    print("ready", flush=True)
+    return next((code for line in sys.stdin if (code := answer(line.split()))), 0)
+
+
+def answer(arguments: Sequence[str]) -> int:
     """Measure what the first argument names and print it as one line of JSON; return the exit code."""
     arity, measure = WHATS.get(arguments[0] if arguments else "", (-1, dict))
     if len(arguments) - 1 != arity:
-        print(f"usage: python -m hepti_mqtt.lab.probe {'|'.join(WHATS)} [ADDRESS [PORT]]", file=sys.stderr)
+        print(f"usage: python -m hepti_mqtt.lab.probe {'|'.join(WHATS)}|serve [ADDRESS [PORT]]", file=sys.stderr)
         return 2
     try:
         print(json.dumps(measure(*arguments[1:])), flush=True)
