@@ -155,7 +155,7 @@ class LocalHost:
     lab reach it; the loopback address if there are none.
     """
 
-    def __init__(self, name: str, directory: Path, *, python: str = sys.executable, address: str = "127.0.0.1") -> None:
+    def __init__(self, name: str, directory: Path, python: str = sys.executable, address: str = "127.0.0.1") -> None:
         self.name, self.python, self.address = name, python, address
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = str(directory.resolve())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from hepti_mqtt.errors import ConfigError, LabError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.lab.hosts import Completed, Host, Running, Talking
+from hepti_mqtt.lab.spec import HUB, LabSpec
 
 SITE: Final = "lab"
 BROKER: Final = "broker"
@@ -21,6 +22,7 @@ PLANNER: Final = "planner"
 COMPILE_S: Final = 180.0  # a Pi compiles every kernel in about two minutes, once
 ONLINE_S: Final = 120.0
 STOP_S: Final = 10.0
+IDLE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,17 @@ class Device:
 class LabSite:
     """Hepti's processes on the hosts of a lab; a context manager: up on entry, everything ended on exit.
 
-    hub: the host of the broker, the planner and the clients. devices: the agents. models: name -> directory on this
-    machine. Agents start and compile at full speed; then every host is throttled, and only then they measure
-    themselves, so that the planner plans with what the hosts will have.
+    hub: the host of the clients, and of broker and planner unless others are named. devices: the agents. models:
+    name -> directory on this machine. Agents start and compile at full speed; then every host is throttled, and only
+    then they measure themselves, so that the planner plans with what the hosts will have.
     """
 
     hub: Host
     devices: Sequence[Device]
     models: Mapping[str, Path]
     planner_arguments: Sequence[str] = ()
+    broker_host: Host | None = None
+    planner_host: Host | None = None
     url: str = field(init=False, default="")
     _running: dict[str, Running] = field(init=False, default_factory=dict)
 
@@ -54,6 +58,26 @@ class LabSite:
             raise ConfigError(
                 f"a site needs devices with names of their own, none of them {BROKER} or {PLANNER}; got {names}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        spec: LabSpec,
+        hub: Host,
+        hosts: Mapping[str, Host],
+        models: Mapping[str, Path],
+        planner_arguments: Sequence[str] = (),
+    ) -> Self:
+        """Return the site that a lab file describes. hub, hosts: the lab's, by the names in `spec`."""
+        everywhere = {**hosts, HUB: hub}
+        return cls(
+            hub,
+            [Device(hosts[h.name], h.threads, agent_memory(h.memory_bytes)) for h in spec.hosts],
+            models,
+            planner_arguments,
+            everywhere[spec.broker or HUB],
+            everywhere[spec.planner or spec.broker or HUB],
+        )
 
     def start(self) -> None:
         """Start everything and return when all agents are online and every model has a plan; raises LabError."""
@@ -100,9 +124,13 @@ class LabSite:
             "OPENBLAS_NUM_THREADS": "1",
         }
 
-    def check(self) -> None:
-        """Raise LabError with the last words of every process that has ended by itself."""
-        ended = [(name, p.poll(), p.log()) for name, p in self._running.items() if p.poll() is not None]
+    def check(self, besides: Collection[str] = ()) -> None:
+        """Raise LabError with the last words of every process that has ended by itself.
+
+        besides: names that may have ended, since their host was killed or their work is done.
+        """
+        there = [(name, p) for name, p in self._running.items() if name not in besides]
+        ended = [(name, p.poll(), p.log()) for name, p in there if p.poll() is not None]
         if ended:
             words = [f"{name} (exit code {code}): {_last(log)}" for name, code, log in ended]
             raise LabError("ended by itself: " + "; ".join(words))
@@ -165,21 +193,30 @@ class LabSite:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _broker_host(self) -> Host:
+        return self.broker_host or self.hub
+
+    @property
+    def _planner_host(self) -> Host:
+        return self.planner_host or self._broker_host
+
     def _throttle(self, on: bool) -> None:
-        for host in {id(h): h for h in (self.hub, *(d.host for d in self.devices))}.values():
+        hosts = (self.hub, self._broker_host, self._planner_host, *(d.host for d in self.devices))
+        for host in {id(h): h for h in hosts}.values():
             host.throttle(on)
 
     def _start_broker(self, port: int) -> None:
-        hub = self.hub
-        broker = hub.talk(BROKER, [hub.python, "-m", "hepti_mqtt.lab.broker", hub.address, str(port)])
+        host = self._broker_host
+        broker = host.talk(BROKER, [host.python, "-m", "hepti_mqtt.lab.broker", host.address, str(port)])
         self._running[BROKER] = broker
         self.url = json.loads(broker.receive(COMPILE_S))["url"]
 
     def _start_planner(self) -> Running:
-        hub = self.hub
-        models = [a for n, path in self.models.items() for a in ("--model", f"{n}={hub.provide(path)}")]
-        arguments = [hub.python, "-m", "hepti_mqtt.service", "--broker", self.url, "--site", SITE, *models]
-        return hub.start(PLANNER, [*arguments, *self.planner_arguments], self.environment(hub))
+        host = self._planner_host
+        models = [a for n, path in self.models.items() for a in ("--model", f"{n}={host.provide(path)}")]
+        arguments = [host.python, "-m", "hepti_mqtt.service", "--broker", self.url, "--site", SITE, *models]
+        return host.start(PLANNER, [*arguments, *self.planner_arguments], self.environment(host))
 
     def _start_agent(self, device: Device) -> Talking:
         host = device.host
@@ -203,6 +240,14 @@ class LabSite:
         if name not in (BROKER, PLANNER):
             self._device(name)
         raise LabError(f"{name} does not run; restart it first")
+
+
+def agent_memory(host_bytes: int | None) -> str | None:
+    """Return an agent's budget on a host with a limit: what is left beside its idle process, which takes 200 MB.
+
+    Without it the agent would take 80 % of what the whole machine has free.
+    """
+    return None if host_bytes is None else str(max(host_bytes - IDLE_BYTES, host_bytes // 2))
 
 
 def _await_compiled(agent: Talking) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.errors import ConfigError, LabError
 from hepti_mqtt.lab.local import LocalHost
 from hepti_mqtt.lab.site import Device, LabSite
+from hepti_mqtt.lab.spec import HostSpec, LabSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 
@@ -63,6 +65,7 @@ def test_a_process_that_dies_by_itself_is_named_with_its_last_words(site):
     site._running["c"].wait(10)
     with pytest.raises(LabError, match=r"c \(exit code -9\)"):
         site.check()
+    site.check(besides=["c"])
     site.restart("c")
     site.wait_ready()
 
@@ -78,6 +81,17 @@ def test_a_driver_on_the_hub_speaks_lines_and_knows_the_site(site):
 def test_names_that_the_site_does_not_have(site):
     with pytest.raises(ConfigError, match="no 'z' on this site"):
         site.kill("z")
+
+
+def test_a_lab_file_says_where_everything_runs(tmp_path: Path):
+    spec = LabSpec("x", "emulated", (HostSpec("a", memory_bytes=1 << 30), HostSpec("b", threads=2)), broker="a")
+    with ExitStack() as stack:
+        hub, a, b = (stack.enter_context(LocalHost(n, tmp_path / n)) for n in ("hub", "a", "b"))
+        site = LabSite.of(spec, hub, {"a": a, "b": b}, {})
+        assert (site.hub, site.broker_host, site.planner_host) == (hub, a, a)
+        assert site.devices == [Device(a, 1, str((1 << 30) - (256 << 20))), Device(b, 2, None)]
+        assert LabSite.of(replace(spec, planner="hub"), hub, {"a": a, "b": b}, {}).planner_host is hub
+        assert LabSite.of(replace(spec, broker=None), hub, {"a": a, "b": b}, {}).broker_host is hub
 
 
 def test_devices_need_names_of_their_own(tmp_path: Path):
