@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types imports format parity bench-overhead bench-split lock clean
+.PHONY: demo test check lint types imports format parity bench-overhead bench-split bench-quick lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -37,6 +37,15 @@ bench-overhead: $(VENV)/.dev
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
+
+# A sample of every experiment that comes with Hepti, on emulated hosts: Linux, root.
+QUICK ?= aa strategies wire replanning
+OUT ?= results/quick-$(shell date +%Y%m%d-%H%M%S)
+
+bench-quick:
+	.ci/bench-venv.sh $(PYTHON)
+	for name in $(QUICK); do .cache/bench-venv/bin/hepti bench $$name --quick --out $(OUT)/$$name || exit 1; done
+	@echo "reports: $(OUT)/*/report.md"
 
 lock: $(VENV)/.dev
 	$(BIN)/pip install --quiet uv

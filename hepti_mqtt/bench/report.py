@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.bench import statistics
+from hepti_mqtt.bench import plots, statistics
 from hepti_mqtt.bench.experiment import AUTO, Cell
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
@@ -21,7 +21,7 @@ def write(directory: Path) -> list[Path]:
     results = read(directory)
     table, text = directory / "results.csv", directory / "report.md"
     write_csv(results, table)
-    drawn = _time_lines(results, directory)
+    drawn = [*_time_lines(results, directory), *plots.draw(results, directory)]
     text.write_text(markdown(results, [path.name for path in drawn]), encoding="utf-8")
     return [directory / FILE, table, text, *drawn]
 
@@ -46,15 +46,9 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def intervals(results: Results) -> dict[str, statistics.Interval]:
-    """Return the median of every cell that has times, over its rounds, in ms."""
-    medians = {cell: results.medians(cell) for cell in results.cells()}
-    return {cell: statistics.median_interval(list(m.values())) for cell, m in medians.items() if m}
-
-
 def compare(a: Results, b: Results) -> tuple[bool, list[str]]:
     """Return whether two runs agree within their intervals in every cell that both have, and a line per cell."""
-    one, two, cells = intervals(a), intervals(b), a.cells()
+    one, two, cells = a.intervals(), b.intervals(), a.cells()
     verdicts = statistics.agree(one, two)
     lines = [
         f"{'agrees ' if same else 'DIFFERS'} {_title(cells[cell].group)}, {cells[cell].label}: "
@@ -67,7 +61,7 @@ def compare(a: Results, b: Results) -> tuple[bool, list[str]]:
 def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
     times = {cell: results.medians(cell.id) for cell in group}
     turns = {cell: [r for r in results.turns() if r["cell"] == cell.id] for cell in group}
-    single = next((cell for cell in group if cell.strategy == "single" and times[cell]), None)
+    single = next((cell for cell in group if (cell.strategy, cell.copy) == ("single", 0) and times[cell]), None)
     for cell in group:
         original = next((c for c in group if cell.copy and (c.id != cell.id) and _pinned(c) == _pinned(cell)), None)
         if original is not None and times[cell] and times[original]:
@@ -89,7 +83,7 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
         predicted = f"{last['predicted_ms']:.1f}"
         yield (
             f"| {cell.label}{failed} | {median.median:.1f} | {_range(median)} | {against} | {predicted} | "
-            f"{last['bytes']} | {max(r['error'] for r in good):.0e} | {_choice(cell, last['plan'])} |"
+            f"{last['bytes']} | {max(r['error'] for r in good):.0e} | {_choice(cell, last['plan'], group)} |"
         )
 
 
@@ -97,11 +91,14 @@ def _pinned(cell: Cell) -> tuple[Any, ...]:
     return (*cell.group, cell.strategy, cell.devices, cell.wire)
 
 
-def _choice(cell: Cell, plan: Any) -> str:
-    """Return, for Hepti's own choice, which pinned cell it equals."""
+def _choice(cell: Cell, plan: Any, group: Sequence[Cell]) -> str:
+    """Return, for Hepti's own choice, what it is and which pinned cell it equals, as far as one was measured."""
     if cell.strategy != AUTO:
         return ""
-    return f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
+    name, devices = "/".join([plan["strategy"], *plan["options"].values()]), tuple(sorted(plan["devices"]))
+    same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire) == (name, devices, plan["wire"])]
+    equals = f" (= {same[0].label})" if same else ""
+    return f"{name} on {', '.join(devices)}{equals}"
 
 
 def _range(i: statistics.Interval) -> str:

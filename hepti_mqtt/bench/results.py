@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.statistics import Interval, median_interval
 from hepti_mqtt.errors import ConfigError
 
 FORMAT: Final = 1
@@ -39,6 +40,11 @@ class Results:
     def medians(self, cell: str) -> dict[int, float]:
         """Return round -> median latency in ms of a cell, without rounds that failed."""
         return {r["round"]: statistics.median(r["latency_ms"]) for r in self.turns() if r["cell"] == cell and r["ok"]}
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return the median of every cell that has times, over its rounds, in ms."""
+        medians = {cell: self.medians(cell) for cell in self.cells()}
+        return {cell: median_interval(list(m.values())) for cell, m in medians.items() if m}
 
     def done(self) -> set[tuple[str, int]]:
         """Return (cell, round) of every turn."""

@@ -26,12 +26,11 @@ from hepti_mqtt.lab.calibrate import markdown as calibration_table
 from hepti_mqtt.lab.changes import Script
 from hepti_mqtt.lab.hosts import Talking
 from hepti_mqtt.lab.lab import Lab
-from hepti_mqtt.lab.site import Device, LabSite
+from hepti_mqtt.lab.site import LabSite
 from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.strategies import STRATEGIES
 
 ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
-FOR_WEIGHTS: Final = 0.75  # of a host's memory; the rest is the interpreter's
 AFTERWARDS: Final = 5  # turns after the last change of a script
 
 
@@ -126,9 +125,8 @@ class _Measuring:
             self._say(calibration_table(figures))
             for miss in figures.misses():
                 self._say(f"warning: {miss}")
-            devices = [Device(lab.hosts[h.name], h.threads, _budget(h.memory_bytes)) for h in spec.hosts]
             used = {cell.model: self.models[cell.model] for cell in own}
-            site = stack.enter_context(LabSite(lab.hub, devices, used))
+            site = stack.enter_context(LabSite.of(spec, lab.hub, lab.hosts, used))
             lab.restart = site.restart
             self.writer.add("lab", lab=asdict(spec), calibration=figures.to_dict(), misses=figures.misses())
             driver = site.talk("driver", ["-m", "hepti_mqtt.bench.driver"])
@@ -187,7 +185,3 @@ def _key(cell: Cell) -> str:
 
 def _reference(out: Path, model: str, tokens: int | None) -> Path:
     return out / "references" / f"{model}-{tokens or 'picture'}.npy"
-
-
-def _budget(memory_bytes: int | None) -> str | None:
-    return None if memory_bytes is None else str(int(memory_bytes * FOR_WEIGHTS))

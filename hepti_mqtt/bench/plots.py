@@ -1,0 +1,98 @@
+"""Pictures of results: latency and speed-up by strategy and devices, over the rate, predicted against measured."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.results import Results
+from hepti_mqtt.bench.statistics import Interval, ratio
+
+
+def draw(results: Results, directory: Path) -> list[Path]:
+    """Write the pictures that the results give; return their paths, none (and a word on stderr) without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        sys.stderr.write("no plots: matplotlib is missing; install the extra: pip install 'hepti[bench]'\n")
+        return []
+    mpl.use("Agg")
+    found, timed = results.cells(), results.intervals()
+    cells = sorted((c for c in found.values() if c.id in timed), key=lambda c: (repr(c.group), c.label))
+    files = []
+    for place, (_, part) in enumerate(groupby(cells, key=lambda c: c.group)):
+        files.append(_latency(results, list(part), timed, directory / f"latency-{place + 1}.svg"))
+    if cells:
+        files.append(_predicted(results, cells, timed, directory / "predicted.svg"))
+    if len({c.rate for c in cells}) > 1:
+        files += _rates(cells, timed, directory)
+    return files
+
+
+def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
+    single = next((c for c in group if (c.strategy, c.copy) == ("single", 0)), None)
+    figure, axes = _subplots(2 if single else 1)
+    names, own = [c.label for c in group], [timed[c.id] for c in group]
+    _bars(axes[0], names, own, "ms")
+    if single is not None:
+        base = results.medians(single.id)
+        both = [(c, results.medians(c.id)) for c in group]
+        shared = [(c.label, ratio(base, m)) for c, m in both if m.keys() & base.keys()]
+        _bars(axes[1], [n for n, _ in shared], [i for _, i in shared], "times as fast as one device")
+        axes[1].axvline(1.0, color="black", linewidth=0.8)
+    lab, rate, model, tokens = group[0].group
+    figure.suptitle(f"{model}, {tokens or 'picture'}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s"))
+    return _save(figure, file)
+
+
+def _bars(axis: Any, names: Sequence[str], found: Sequence[Interval], unit: str) -> None:
+    spread = [[i.median - i.low for i in found], [i.high - i.median for i in found]]
+    axis.barh(names, [i.median for i in found], xerr=spread, capsize=2)
+    axis.set_xlabel(f"{unit} (median, interval)")
+
+
+def _predicted(results: Results, cells: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
+    figure, (axis,) = _subplots(1)
+    last = {r["cell"]: r["predicted_ms"] for r in results.turns() if r["ok"]}
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.strategy].append(cell)
+    for name, own in groups.items():
+        axis.scatter([last[c.id] for c in own], [timed[c.id].median for c in own], label=name, s=14)
+    ends = [f(*(last[c.id] for c in cells), *(timed[c.id].median for c in cells)) for f in (min, max)]
+    axis.plot(ends, ends, color="black", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
+    axis.legend(fontsize="small")
+    return _save(figure, file)
+
+
+def _rates(cells: Sequence[Cell], timed: dict[str, Interval], directory: Path) -> list[Path]:
+    files = []
+    shaped = sorted((c for c in cells if c.rate is not None), key=lambda c: (c.lab, c.model, c.tokens or 0, c.label))
+    for place, (key, part) in enumerate(groupby(shaped, key=lambda c: (c.lab, c.model, c.tokens))):
+        figure, (axis,) = _subplots(1)
+        for label, line in groupby(part, key=lambda c: c.label):
+            points = sorted(((c.rate or 0.0, timed[c.id]) for c in line), key=lambda p: p[0])
+            spread = [[i.median - i.low for _, i in points], [i.high - i.median for _, i in points]]
+            axis.errorbar([r for r, _ in points], [i.median for _, i in points], spread, label=label, capsize=2)
+        axis.set(xscale="log", xlabel="Mbit/s", ylabel="ms", title=f"{key[1]}, {key[2] or 'picture'}, {key[0]}")
+        axis.legend(fontsize="small")
+        files.append(_save(figure, directory / f"rates-{place + 1}.svg"))
+    return files
+
+
+def _subplots(count: int) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * count, 4.8), layout="constrained")
+    return figure, [figure.add_subplot(1, count, place + 1) for place in range(count)]
+
+
+def _save(figure: Any, file: Path) -> Path:
+    figure.savefig(file)
+    return file

@@ -1,0 +1,105 @@
+"""Experiment files: what cannot be is refused with its key, the rest becomes cells."""
+
+from pathlib import Path
+
+import pytest
+
+from hepti_mqtt.bench.experiment import STRATEGY_NAMES, cells, load, names, parse
+from hepti_mqtt.bench.runner import order, turns
+from hepti_mqtt.errors import ConfigError
+
+GOOD = {
+    "name": "x",
+    "lab": "four-pi4",
+    "rates": [940, 100],
+    "models": ["tiny-bert", "tiny-vit"],
+    "lengths": [8, 16],
+    "strategies": ["auto", "single", "row"],
+    "devices": [1, 2, ["pi1", "pi4"]],
+}
+
+
+def made(**changes):
+    return parse({**GOOD, **changes}, Path())
+
+
+def test_cells_are_what_the_file_says():
+    found = cells(made())
+    # single on 1; auto and both variants of row on 2 and on pi1+pi4; 3 inputs at 2 rates
+    assert len(found) == (1 + 3 * 2) * 3 * 2
+    assert len({c.id for c in found}) == len(found)
+    assert {c.tokens for c in found if c.model == "tiny-vit"} == {None}
+    assert {c.devices for c in found if c.strategy == "single"} == {("pi1",)}
+
+
+def test_ids_depend_on_the_content_alone():
+    assert [c.id for c in cells(made())] == [c.id for c in cells(made(rounds=9, name="y"))]
+    assert made().digest != made(rounds=9).digest
+
+
+def test_the_same_strategy_twice_is_an_a_a_pair():
+    found = cells(made(strategies=["single", "single"], rates=[], models=["tiny-bert"], lengths=[8]))
+    assert [c.label for c in found] == ["single x1", "single x1 again"]
+
+
+def test_all_means_every_strategy():
+    assert made(strategies="all").strategies == STRATEGY_NAMES
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"kind": "race"}, "`kind` is 'race'; it is one of infer"),
+        ({"lab": "moon"}, "there is no 'moon'"),
+        ({"rates": [-5]}, "rate"),
+        ({"rates": ["fast"]}, "`rates` has 'fast'"),
+        ({"models": ["gpt-9"]}, "'gpt-9' is neither"),
+        ({"strategies": ["diagonal"]}, "there is no 'diagonal'; choose from all, auto"),
+        ({"devices": [5]}, "allows 1 to 4"),
+        ({"devices": [["pi1", "pi9"]]}, "no host 'pi9'"),
+        ({"wire": ["f64"]}, "`wire` is 'f64'"),
+        ({"rounds": 0}, "`rounds` is 0"),
+        ({"repetitions": True}, "`repetitions`"),
+        ({"lengths": [0]}, "`lengths`"),
+        ({"devices": [1], "strategies": ["row"]}, "nothing to measure"),
+        ({"lab": "this-machine", "devices": [2]}, "only emulated links"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        made(**changes)
+
+
+@pytest.mark.parametrize("key", ["name", "lab", "models", "strategies", "devices"])
+def test_what_is_missing_is_named(key):
+    with pytest.raises(ConfigError, match=f"needs `{key}:`"):
+        parse({k: v for k, v in GOOD.items() if k != key}, Path())
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_experiments_that_come_with_hepti_can_be_read(name):
+    assert cells(load(name))
+    assert cells(load(name, quick=True))
+
+
+def test_a_file_that_is_not_there_names_those_that_are():
+    with pytest.raises(ConfigError, match="there is no experiment 'nothing'; give a file, or one of aa"):
+        load("nothing")
+
+
+def test_rounds_are_shuffled_by_seed_and_nothing_is_lost():
+    group = cells(made(rates=[], models=["tiny-bert"], lengths=[8]))
+    rounds = [turns(group, r, 0) for r in range(4)]
+    assert all(set(r) == set(group) and len(r) == len(group) for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert rounds == [turns(group[::-1], r, 0) for r in range(4)]
+
+
+def test_the_planners_own_choice_is_free_only_among_all_hosts():
+    spec = made().labs["four-pi4"]
+    by_count = {len(c.devices): c for c in cells(made(strategies=["auto"], devices=[2, 4]))}
+    assert order(by_count[4], spec, 1, 1)["devices"] is None
+    assert order(by_count[2], spec, 1, 1)["devices"] == ["pi1", "pi2"]
+    heads = next(c for c in cells(made()) if c.strategy == "row/heads")
+    assert order(heads, spec, 1, 1)["options"] == {"variant": "heads"}

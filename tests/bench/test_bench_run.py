@@ -1,0 +1,87 @@
+"""A small experiment on this machine, from its file to its report: cut off, gone on with, compared."""
+
+import json
+
+import pytest
+
+from hepti_mqtt.bench.results import Writer, cell_of, read
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.errors import ConfigError
+
+TINY = """
+name: tiny
+lab: {lab}
+models: [tiny-bert]
+lengths: [12]
+strategies: [auto, single, single, row/kv]
+devices: [1, 2]
+repetitions: 2
+rounds: 2
+"""
+LAB = "{name: pair, kind: local, defaults: {threads: 1, memory: 600MiB}, hosts: {one: {}, two: {}}}"
+HEADER = {"experiment": "x", "digest": "d", "machine": "m", "versions": {}, "revision": "r"}
+
+
+@pytest.mark.processes
+def test_run_cut_off_resume_report_compare(tmp_path, capsys):
+    (tmp_path / "pair.yaml").write_text(LAB)
+    file, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    file.write_text(TINY.format(lab="pair.yaml"))
+    assert main(["bench", str(file), "--out", str(out)]) == 0
+    whole = (out / "results.jsonl").read_text().splitlines()
+    turns = read(out).turns()
+    assert len(turns) == 4 * 2
+    assert all(t["ok"] and t["error"] < 1e-4 and len(t["latency_ms"]) == 2 for t in turns)
+    assert {t["plan"]["strategy"] for t in turns if t["of"]["strategy"] == "row/kv"} == {"row"}
+
+    kept = whole[:4]
+    (out / "results.jsonl").write_text("\n".join([*kept, whole[4][:30]]))  # cut off within a line
+    assert main(["bench", str(file), "--out", str(out)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["bench", str(file), "--out", str(out), "--resume"]) == 0
+    again = read(out)
+    assert (out / "results.jsonl").read_text().splitlines()[:4] == kept
+    assert again.done() == {(t["cell"], t["round"]) for t in turns}
+    assert len(again.turns()) == len(turns)
+
+    report = (out / "report.md").read_text()
+    assert "A/A single x1" in report
+    assert "| row/kv x2 |" in report
+    assert len((out / "results.csv").read_text().splitlines()) == 1 + 4 * 2 * 2
+    assert main(["bench", "report", str(out)]) == 0
+    assert main(["bench", "compare", str(out), str(out)]) == 0
+    assert "agrees" in capsys.readouterr().out
+
+
+def test_other_versions_and_other_experiments_are_refused(tmp_path):
+    with Writer(tmp_path, HEADER, resume=False) as writer:
+        writer.add("note")
+    with pytest.raises(ConfigError, match="another digest"):
+        Writer(tmp_path, {**HEADER, "digest": "e"}, resume=True)
+    with pytest.raises(ConfigError, match="another revision"):
+        Writer(tmp_path, {**HEADER, "revision": "s"}, resume=True)
+    (tmp_path / "results.jsonl").write_text(json.dumps({"record": "header", "format": 99}) + "\n")
+    with pytest.raises(ConfigError, match="format 99"):
+        read(tmp_path)
+    (tmp_path / "results.jsonl").write_text("[]\n")
+    with pytest.raises(ConfigError, match="no result"):
+        read(tmp_path)
+
+
+def test_a_cell_survives_json():
+    turn = {"lab": "l", "rate": None, "model": "m", "tokens": 3, "strategy": "row/kv", "devices": ["a", "b"]}
+    cell = cell_of({**turn, "wire": "f32", "copy": 0})
+    assert cell.devices == ("a", "b")
+    assert cell_of(json.loads(json.dumps({**turn, "wire": "f32", "copy": 0}))).id == cell.id
+
+
+def test_mistakes_are_told_without_a_traceback(capsys):
+    for words in (
+        ["bench"],
+        ["bench", "nothing"],
+        ["bench", "report"],
+        ["bench", "compare", "a"],
+        ["bench", "report", "x"],
+    ):
+        assert main(words) == 2
+        assert "Traceback" not in capsys.readouterr().err
