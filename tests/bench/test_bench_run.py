@@ -85,3 +85,22 @@ def test_mistakes_are_told_without_a_traceback(capsys):
     ):
         assert main(words) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+def results_of(directory, milliseconds):
+    cell = cell_of(
+        {"lab": "l", "rate": None, "model": "m", "tokens": 3, "strategy": "single", "devices": ["a"], "wire": "f32"}
+    )
+    with Writer(directory, HEADER, resume=False) as writer:
+        for number, ms in enumerate(milliseconds):
+            writer.turn(cell, number, {"ok": True, "latency_ms": [ms, ms, 99 * ms]})
+        writer.turn(cell, len(milliseconds), {"ok": False, "code": "no_plan", "message": "too little memory"})
+    return read(directory)
+
+
+def test_runs_that_differ_are_told_apart_and_failed_turns_are_no_times(tmp_path, capsys):
+    one, two = results_of(tmp_path / "a", [10.0, 11.0]), results_of(tmp_path / "b", [20.0, 21.0])
+    assert next(iter(one.intervals().values())).high == 11.0
+    assert len(two.done()) == 3
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
