@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.plan import Range
+from hepti_mqtt.plan import Range, Storage
 
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
@@ -58,13 +58,14 @@ class WeightRef(NamedTuple):
     """A range of one tensor in [in, out] orientation, as a kernel uses it.
 
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
-    [columns] for a tensor of one dimension (rows is (0, 1) there).
+    [columns] for a tensor of one dimension (rows is (0, 1) there). storage: of a packed matrix.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
+    storage: Storage = "f32"
 
 
 @dataclass(frozen=True, slots=True)

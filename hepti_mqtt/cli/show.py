@@ -123,7 +123,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
         return
     epoch = ".".join(map(str, active["epoch"]))
     output.print_lines(
-        [f"active: epoch {epoch}, head {active['head']}, wire {active['wire']}, route {active['route']}"]
+        [f"active: epoch {epoch}, head {active['head']}, wire {active['wire']}, weights {active['storage']}, route {active['route']}"]
     )
     output.print_lines([f"why: {active['reason']}"])
 
