@@ -31,7 +31,7 @@ _GELU, _GELU_TANH, _RELU, _TANH = 1, 2, 3, 4
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the first-level cache while the tiles pass over
 # them; the rows of x stay in the second level.
 ROWS: Final = 384
-DEPTH: Final = 256
+DEPTH: Final = min(256, 8192 // NR)
 
 _ADDRESS, _COLUMN, _VALID = 0, 1, 2
 
