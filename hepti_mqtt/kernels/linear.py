@@ -24,7 +24,7 @@ from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
-from hepti_mqtt.kernels.matmul import MR, NR, narrow_tile_of_rows
+from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
@@ -36,7 +36,10 @@ _NONE, _GELU, _GELU_TANH, _RELU, _TANH, _SILU, _SILU_GATE = range(7)
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the first-level cache while the tiles pass over
 # them; the rows of x stay in the second level.
 ROWS: Final = 384
-DEPTH: Final = min(256, 8192 // NR)
+DEPTH: Final = 256
+
+# Tiles that share the fetching of the next piece, so that few rows compute and read memory at once.
+FETCHERS: Final = 4
 
 # Columns of the table of panels; _GATE is the address of the panel that gates this one, or 0.
 _ADDRESS, _COLUMN, _VALID, _GATE = 0, 1, 2, 3
@@ -126,6 +129,7 @@ def _linear(
     for block in range(first_row, last_row, ROWS):
         rows = min(ROWS, last_row - block)
         tiles = -(-rows // MR)
+        fetchers = min(tiles, FETCHERS)
         for p in range(first_panel, last_panel):
             column, valid = panels[p, _COLUMN], panels[p, _VALID]
             vectors = -(-valid // _LANES)
@@ -147,7 +151,13 @@ def _linear(
                         start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
                         if final and direct:
                             place, stride = out.ctypes.data + 4 * ((block + i) * width + out_column + column), width
-                        narrow_tile_of_rows(count, vectors, left, k, depth, right, start, start_stride, place, stride)
+                        # The last tiles of a piece fetch the next one, each its share.
+                        share = t - tiles + fetchers
+                        fetch = -(-4 * NR // fetchers) if share >= 0 else 0
+                        ahead = right + 4 * NR * depth + share * depth * fetch
+                        panel_tile(
+                            count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch
+                        )
                         if final and not direct:
                             tile = sums[i * NR : (i + count) * NR]
                             _activate(tile, gates[i * NR : (i + count) * NR], activation, scale)
