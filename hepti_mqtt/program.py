@@ -23,6 +23,7 @@ from hepti_mqtt.plan import Range
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
 Layout = Literal["packed", "plain"]
+Storage = Literal["f32", "f16", "w8a8", "w8a32"]
 
 ITEMSIZE: Final[Mapping[str, int]] = {"f32": 4, "f16": 2, "i8": 1, "u8": 1, "i32": 4}
 NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
@@ -59,12 +60,16 @@ class WeightRef(NamedTuple):
 
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
     [columns] for a tensor of one dimension (rows is (0, 1) there).
+
+    storage: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32 as they
+    are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
+    storage: Storage = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +275,7 @@ __all__ = [
     "Slot",
     "SlotDtype",
     "SlotSpec",
+    "Storage",
     "WeightRef",
     "check",
     "destinations",

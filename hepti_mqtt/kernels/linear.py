@@ -16,11 +16,11 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import elementary, references
+from hepti_mqtt.kernels import elementary, linear_storage, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, tile_of_rows
-from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
@@ -140,6 +140,8 @@ def _parts(panels: int, rows: int, k: int, pool: Workers) -> list[Part]:
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    if any(isinstance(w, NarrowMatrix) for w in weights):
+        return linear_storage.bind(op, slots, weights, pool)
     check = Check(op, slots)
     has_residual, has_bias = int(bool(op.attrs["residual"])), bool(op.attrs["bias"])
     check.count(2 if has_residual else 1)
