@@ -21,7 +21,7 @@ from hepti_mqtt.kernels import elementary
 from hepti_mqtt.kernels.base import Array, Check, Run, nothing
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.isa import DOT
-from hepti_mqtt.kernels.jit import INT, TABLE, exact, fills, kernel, reads
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
 from hepti_mqtt.kernels.weights import PANELS, NarrowMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
@@ -54,8 +54,8 @@ _FLIP: Final = 0x7FFFFFFF
 _OFFSET: Final = 128 if DOT.signed else 0
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
-# Activations by the number that the compiled code knows them by.
-_ACTIVATIONS: Final = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4}
+_NONE, _GELU, _GELU_TANH, _RELU, _TANH = range(5)
+_ACTIVATIONS: Final = {None: _NONE, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "tanh": _TANH}
 
 
 @kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 1), fills(int32, 1), INT, INT)
@@ -87,10 +87,20 @@ def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last
         codes[row, k:] = 0
 
 
-@exact
-def _scaled(total: Any, of_column: Any, of_row: Any, bias: Any) -> Any:
-    # In this order: the product of two small scales alone could be 0, that of two large ones infinite.
-    return total * of_column * of_row + bias
+@helper
+def _activate(tile: Any, activation: int) -> None:
+    if activation == _GELU:
+        for i in range(tile.size):
+            tile[i] = _gelu(tile[i])
+    elif activation == _GELU_TANH:
+        for i in range(tile.size):
+            tile[i] = _gelu_tanh(tile[i])
+    elif activation == _RELU:
+        for i in range(tile.size):
+            tile[i] = _relu(tile[i])
+    elif activation == _TANH:
+        for i in range(tile.size):
+            tile[i] = _tanh(tile[i])
 
 
 @kernel(
@@ -137,46 +147,36 @@ def _linear_storage(
     most = _MR_DOT if storage == _W8A8 else _MR
     width = _NR_DOT if storage == _W8A8 else _NR
     scratch = np.empty(_WIDEST, np.float32)
-    c = scratch.ctypes.data
     for start in range(first_row, last_row, block):
         rows = min(block, last_row - start)
         # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
         tiles = -(-rows // most)
         for p in range(first_panel, last_panel):
-            codes, column, valid = panels[p, _CODES], panels[p, _COLUMN], panels[p, _VALID]
+            codes, sums, column, valid = panels[p, _CODES], panels[p, _SUMS], panels[p, _COLUMN], panels[p, _VALID]
+            of_columns, of_bias = column_scales[p].ctypes.data, bias[p].ctypes.data
             for t in range(tiles):
                 i = start + t * rows // tiles
                 count = start + (t + 1) * rows // tiles - i
-                at = left + i * stride
+                whole = valid == width and not activation and not has_residual
+                c = out.ctypes.data + 4 * (i * out.shape[1] + column) if whole else scratch.ctypes.data
+                c_stride = 4 * (out.shape[1] if whole else width)
+                at, of_rows, zero = left + i * stride, row_scales.ctypes.data + 4 * i, zeros.ctypes.data + 4 * i
                 if storage == _W8A8:
-                    dot_tile(count, at, stride, steps, codes, zeros.ctypes.data + 4 * i, panels[p, _SUMS], c)
+                    dot_tile(count, at, stride, steps, codes, of_rows, zero, of_columns, sums, of_bias, c, c_stride)
                 elif storage == _F16:
-                    half_tile(count, at, stride, steps, codes, 0, 0, c)
+                    half_tile(count, at, stride, steps, codes, of_rows, zero, of_columns, sums, of_bias, c, c_stride)
                 else:
-                    byte_tile(count, at, stride, steps, codes, 0, 0, c)
+                    byte_tile(count, at, stride, steps, codes, of_rows, zero, of_columns, sums, of_bias, c, c_stride)
+                if whole:
+                    continue
+                _activate(scratch[: count * width], activation)
                 for r in range(count):
-                    line = scratch[r * width : (r + 1) * width]
-                    of_row = row_scales[i + r]
-                    for j in range(width):
-                        line[j] = _scaled(line[j], column_scales[p, j], of_row, bias[p, j])
-                    if activation == 1:
-                        for j in range(width):
-                            line[j] = _gelu(line[j])
-                    elif activation == 2:
-                        for j in range(width):
-                            line[j] = _gelu_tanh(line[j])
-                    elif activation == 3:
-                        for j in range(width):
-                            line[j] = _relu(line[j])
-                    elif activation == 4:
-                        for j in range(width):
-                            line[j] = _tanh(line[j])
                     if has_residual:
                         for j in range(valid):
-                            out[i + r, column + j] = line[j] + residual[i + r, column + j]
+                            out[i + r, column + j] = scratch[r * width + j] + residual[i + r, column + j]
                     else:
                         for j in range(valid):
-                            out[i + r, column + j] = line[j]
+                            out[i + r, column + j] = scratch[r * width + j]
 
 
 def bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:

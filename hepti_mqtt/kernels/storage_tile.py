@@ -29,7 +29,8 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 7)
+_ARGUMENTS: Final = 11
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
 _REBIAS: Final = float(np.ldexp(1.0, 112))
 _HALF_INFINITY: Final = 0x7C00 << 13
@@ -57,17 +58,19 @@ class Form(NamedTuple):
 def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool = HALF_IN_HARDWARE) -> Form:
     """Return the form of a kind on a register tile."""
     if kind == "w8a8":
-        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, GROUP * dot.lanes, False, dot, half_in_hardware)
+        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, GROUP * dot.lanes, tile.fma, dot, half_in_hardware)
     size = 2 if kind == "f16" else 1
     return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, size * tile.lanes, tile.fma, dot, half_in_hardware)
 
 
 class StorageTileWriter:
-    """Writes the LLVM function of one tile: (a, bytes between rows of a, steps, panel, zeros, column sums, c).
+    """Writes the LLVM function of one tile: c = a @ panel * column scales * row scales + bias.
 
-    All but the stride and the steps are addresses. a is [rows, steps] of four bytes each; c is f32 [rows, width]. Only
-    w8a8 reads zeros (i32 [rows], the code of 0 in each row of a) and column sums (i32 [width], of the panel): what
-    the zeros add is taken out of the sums before they become f32.
+    Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, column scales, column sums, bias, c, bytes
+    between rows of c; all but strides and steps are addresses. a is [rows, steps] of four bytes each; c is f32. Row
+    scales (f32) and zeros (i32, the code of 0) are [rows], column scales, bias (f32) and sums (i32) [width]. Only w8a8
+    reads row scales, zeros and sums, and takes what the zeros add out of the sums before they become f32. Scales are
+    applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
     """
 
     def __init__(self, module: ir.Module, name: str, shape: Form, rows: int) -> None:
@@ -82,7 +85,7 @@ class StorageTileWriter:
     def write(self) -> ir.Function:
         """Return the finished function."""
         b, f = self.builder, self.form
-        a, stride, steps, panel, zeros, column_sums, c = self.function.args
+        a, stride, steps, panel, row_scales, zeros, column_scales, column_sums, bias, c, c_stride = self.function.args
         at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
         start = self._start(zeros, column_sums)
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
@@ -94,7 +97,7 @@ class StorageTileWriter:
         weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
         new = []
         for i, row in enumerate(at_rows):
-            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums))
+            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
             new += [self._accumulate(sums[i * f.vectors + j], x, w) for j, w in enumerate(weights)]
         following = b.add(p, self._int(1))
         b.cbranch(b.icmp_signed("<", following, steps), body, after)
@@ -108,19 +111,41 @@ class StorageTileWriter:
             result.add_incoming(begin, before)
             result.add_incoming(end, body)
             new[place] = result
-        wide = ir.VectorType(_F32, f.lanes)
-        for place, result in enumerate(new):
-            value = b.sitofp(result, wide) if f.sums == _I32 else result
-            b.store(value, self._pointer(b.add(c, self._int(4 * place * f.lanes)), wide)).align = 4
+        self._finish(new, row_scales, column_scales, bias, c, c_stride)
         b.ret_void()
         return self.function
+
+    def _finish(self, sums: list[Any], row_scales: Any, column_scales: Any, bias: Any, c: Any, c_stride: Any) -> None:
+        """Scale the sums, add the bias and store them."""
+        b, f = self.builder, self.form
+        wide = ir.VectorType(_F32, f.lanes)
+        of_columns = [self._load(b.add(column_scales, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
+        biases = [self._load(b.add(bias, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
+        for i in range(self.rows):
+            row = b.add(c, b.mul(c_stride, self._int(i)))
+            for j in range(f.vectors):
+                value = sums[i * f.vectors + j]
+                if f.kind == "w8a8":
+                    value = b.fmul(b.sitofp(value, wide), of_columns[j])
+                    of_row = self._splat(self._load(b.add(row_scales, self._int(4 * i)), _F32), wide)
+                    value = self._multiply_add(value, of_row, biases[j])
+                elif f.kind == "w8a32":
+                    value = self._multiply_add(value, of_columns[j], biases[j])
+                else:
+                    value = b.fadd(value, biases[j])
+                b.store(value, self._pointer(b.add(row, self._int(4 * j * f.lanes)), wide)).align = 4
+
+    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
+        return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
 
     def _start(self, zeros: Any, column_sums: Any) -> list[Any]:
         b, f = self.builder, self.form
         if f.kind != "w8a8":
             return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * f.vectors)
         of_columns = [self._load(b.add(column_sums, self._int(4 * j * f.lanes)), self.vector) for j in range(f.vectors)]
-        minus = [self._splat(b.neg(self._load(b.add(zeros, self._int(4 * i)), _I32))) for i in range(self.rows)]
+        codes = [self._load(b.add(zeros, self._int(4 * i)), _I32) for i in range(self.rows)]
+        minus = [self._splat(b.neg(code), self.vector) for code in codes]
         return [b.mul(z, total) for z in minus for total in of_columns]
 
     def _weight(self, address: Any) -> Any:
@@ -148,8 +173,7 @@ class StorageTileWriter:
     def _accumulate(self, total: Any, x: Any, weight: Any) -> Any:
         b, f = self.builder, self.form
         if f.kind != "w8a8":
-            name = f"llvm.{'fma' if f.fma else 'fmuladd'}.v{f.lanes}f32"
-            return b.call(self._declared(name, self.vector, [self.vector] * 3), [x, weight, total])
+            return self._multiply_add(x, weight, total)
         octets = ir.VectorType(_I8, GROUP * f.lanes)
         x = b.bitcast(x, octets)
         if f.dot.intrinsic:
@@ -173,8 +197,8 @@ class StorageTileWriter:
         value.align = align
         return value
 
-    def _splat(self, value: Any) -> Any:
-        undefined = ir.Constant(self.vector, ir.Undefined)
+    def _splat(self, value: Any, kind: Any) -> Any:
+        undefined = ir.Constant(kind, ir.Undefined)
         one = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
         mask = ir.Constant(ir.VectorType(_I32, self.form.lanes), [0] * self.form.lanes)
         return self.builder.shuffle_vector(one, undefined, mask)
@@ -191,7 +215,21 @@ class StorageTileWriter:
 def emit_storage_tile(shape: Form) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows by number."""
 
-    def emit(_context: Any, _rows: Any, _a: Any, _as: Any, _n: Any, _b: Any, _z: Any, _s: Any, _c: Any) -> Any:
+    def emit(
+        _context: Any,
+        _rows: Any,
+        _a: Any,
+        _stride: Any,
+        _steps: Any,
+        _panel: Any,
+        _row_scales: Any,
+        _zeros: Any,
+        _column_scales: Any,
+        _column_sums: Any,
+        _bias: Any,
+        _c: Any,
+        _c_stride: Any,
+    ) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             module = builder.module
             rows, *rest = arguments
@@ -207,7 +245,7 @@ def emit_storage_tile(shape: Form) -> Callable[..., Any]:
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(*[types.int64] * (1 + _ARGUMENTS)), codegen
 
     return emit
 
@@ -225,23 +263,41 @@ def _plain(shape: Form) -> Callable[..., None]:
     group = GROUP if shape.kind == "w8a8" else 1
     left_dtype = (np.int8 if shape.dot.signed else np.uint8) if shape.kind == "w8a8" else np.float32
 
-    def tile(rows: int, a: int, stride: int, steps: int, panel: int, zeros: int, column_sums: int, c: int) -> None:
+    def tile(
+        rows: int,
+        a: int,
+        stride: int,
+        steps: int,
+        panel: int,
+        row_scales: int,
+        zeros: int,
+        column_scales: int,
+        column_sums: int,
+        bias: int,
+        c: int,
+        c_stride: int,
+    ) -> None:
         n, k = shape.width, steps * group
-        out = _at(c, rows * n, np.float32).reshape(rows, n)
+        of_columns, biases = _at(column_scales, n, np.float32), _at(bias, n, np.float32)
         left = np.stack([_at(a + i * stride, k, left_dtype) for i in range(rows)])
         right = _at(panel, k * n, weight_dtype).reshape(steps, n, group).transpose(0, 2, 1).reshape(k, n)
         if shape.kind != "w8a8":
             wide = right.astype(np.float32)
-            for i in range(rows):  # one by one: BLAS may add in another order for another number of rows
-                out[i] = left[i] @ wide
-            return
-        taken_out = np.outer(_at(zeros, rows, np.int32), _at(column_sums, n, np.int32))
-        out[...] = left.astype(np.int32) @ right.astype(np.int32) - taken_out
+            # Row by row: BLAS may add in another order for another number of rows.
+            result = np.stack([row @ wide for row in left]) * of_columns + biases
+        else:
+            taken_out = np.outer(_at(zeros, rows, np.int32), _at(column_sums, n, np.int32))
+            exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
+            of_rows = _at(row_scales, rows, np.float32)
+            result = exact.astype(np.float32) * of_columns * of_rows[:, None] + biases
+        for i in range(rows):
+            _at(c + i * c_stride, n, np.float32)[...] = result[i]
 
     return tile
 
 
 FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
+# Arguments: rows (1 to the form's), then those of `StorageTileWriter`.
 half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), _plain(FORMS["f16"]))
 byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), _plain(FORMS["w8a32"]))
 dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), _plain(FORMS["w8a8"]))
