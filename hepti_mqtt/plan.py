@@ -21,8 +21,9 @@ class Plan:
 
     devices: in source order, the order in which partial results are combined. head: the device that holds embedding
     and task head. weights: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
-    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers' matrices. route: who
-    carries the exchanges. predicted_s and predicted_bytes: one request of `predicted_tokens` tokens by the simulator.
+    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
+    matrices. route: who carries the exchanges. predicted_s and predicted_bytes: one request of `predicted_tokens`
+    tokens by the simulator.
     """
 
     model: str

@@ -58,7 +58,10 @@ class WeightRef(NamedTuple):
     """A range of one tensor in [in, out] orientation, as a kernel uses it.
 
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
-    [columns] for a tensor of one dimension (rows is (0, 1) there). storage: of a packed matrix.
+    [columns] for a tensor of one dimension (rows is (0, 1) there).
+
+    storage: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32 as they
+    are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
     """
 
     tensor: str
@@ -271,6 +274,7 @@ __all__ = [
     "Slot",
     "SlotDtype",
     "SlotSpec",
+    "Storage",
     "WeightRef",
     "check",
     "destinations",

@@ -37,9 +37,9 @@ class Curve:
 class DeviceProfile:
     """One device as it measured itself.
 
-    linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and live slots, beside what an idle
-    agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s, copy_bytes_per_s: cost on the
-    device's session thread of sending or receiving one frame.
+    linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
+    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
+    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame.
     """
 
     name: str
@@ -59,7 +59,8 @@ class DeviceProfile:
             if not area or not work.rows:
                 return self.op_overhead_s
             curve = min(
-                self._curves(work.storage), key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n)))
+                self._curves(work.storage),
+                key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
             )
             return self.op_overhead_s + self.slowdown * curve.seconds(work.rows) * area / (curve.k * curve.n)
         if work.kind == "attention":

@@ -20,7 +20,15 @@ from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.kernels.linear import LINEAR
 from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, NORMALIZE_ROWS
 from hepti_mqtt.kernels.stem import EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight, WeightBuffer, allocate, weight_bytes
+from hepti_mqtt.kernels.weights import (
+    NarrowMatrix,
+    PackedMatrix,
+    Weight,
+    WeightBuffer,
+    allocate,
+    loading_bytes,
+    weight_bytes,
+)
 from hepti_mqtt.kernels.workers import Workers
 
 _ALL: Final = (
@@ -59,6 +67,7 @@ def warm_up() -> None:
 __all__ = [
     "KERNELS",
     "Kernel",
+    "NarrowMatrix",
     "PackedMatrix",
     "Run",
     "Weight",
@@ -66,6 +75,7 @@ __all__ = [
     "Workers",
     "allocate",
     "isa",
+    "loading_bytes",
     "warm_up",
     "weight_bytes",
 ]

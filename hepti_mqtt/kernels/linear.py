@@ -19,13 +19,13 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import elementary, references
+from hepti_mqtt.kernels import elementary, linear_storage, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
-from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
@@ -207,6 +207,8 @@ def _parts(panels: int, rows: int, k: int, pool: Workers) -> list[Part]:
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    if any(isinstance(w, NarrowMatrix) for w in weights):
+        return linear_storage.bind(op, slots, weights, pool)
     check = Check(op, slots)
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
     scale, out_column = np.float32(op.attrs.get("scale", 1.0)), op.attrs.get("out_column", 0)

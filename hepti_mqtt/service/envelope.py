@@ -82,8 +82,8 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
 def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
 
-    Raises RequestError for a strategy, variant, wire dtype or storage of weights that does not exist, or names that no device
-    can have.
+    Raises RequestError for a strategy, variant, wire dtype or storage of weights that does not exist, or names that no
+    device can have.
     """
     if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
         raise RequestError(f"there is no strategy {str(strategy)[:40]!r}; choose one of {', '.join(choices)}")

@@ -113,7 +113,7 @@ def programs(spec: ModelSpec, plan: Plan, shape: RequestShape) -> dict[str, Prog
 def make_plan(
     spec: ModelSpec, template: Plan, strategy: str, options: Mapping[str, str], weights: Sequence[float]
 ) -> Plan:
-    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, with shares by `weights`."""
+    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `weights`."""
     by_length, ranges = STRATEGIES[strategy].shares(spec, weights)
     return Plan(
         model=template.model,

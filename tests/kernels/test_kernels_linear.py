@@ -181,7 +181,7 @@ def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="needs"):
         case.run()
     case.weights = good[::-1]
-    with pytest.raises(ValueError, match="needs a packed matrix"):
+    with pytest.raises(ValueError, match="needs a packed f32 matrix"):
         case.run()
     case.weights = [good[0], good[0]]
     with pytest.raises(ValueError, match="needs a plain array"):
