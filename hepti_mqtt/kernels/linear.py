@@ -39,8 +39,8 @@ ROWS: Final = 384
 DEPTH: Final = 256
 
 # The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
-# each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads one
-# stream, which the hardware fetches better alone. Measured on Zen 5, weights in memory: m = 8 to 16 gained 15 to 20 %.
+# each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
+# one stream, which the hardware fetches better alone.
 FETCHERS: Final = 4
 SHALLOW: Final = 64
 SHALLOW_TILES: Final = 3
