@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, compile_all, kernel, lowered
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, compile_all, kernel, lowered
 
 # How long a thread polls: longer than the gap between two ops, far shorter than a wait for the network.
 POLL_SECONDS: Final = 5e-5
@@ -108,7 +108,7 @@ class Workers:
         if threads < 1:
             raise ValueError(f"kernels need at least one thread, got {threads}")
         self.threads = threads
-        self._polls = _polls_of(POLL_SECONDS) if threads > 1 else 0
+        self._polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
         self._issued: NDArray[np.int64] = np.zeros(threads * _LINE, np.int64)
         self._finished: NDArray[np.int64] = np.zeros(threads * _LINE, np.int64)
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
