@@ -38,8 +38,12 @@ _NONE, _GELU, _GELU_TANH, _RELU, _TANH, _SILU, _SILU_GATE = range(7)
 ROWS: Final = 384
 DEPTH: Final = 256
 
-# Tiles that share the fetching of the next piece, so that few rows compute and read memory at once.
+# The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
+# each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
+# one stream, which the hardware fetches better alone.
 FETCHERS: Final = 4
+SHALLOW: Final = 64
+SHALLOW_TILES: Final = 3
 
 # Columns of the table of panels; _GATE is the address of the panel that gates this one, or 0.
 _ADDRESS, _COLUMN, _VALID, _GATE = 0, 1, 2, 3
@@ -130,6 +134,7 @@ def _linear(
         rows = min(ROWS, last_row - block)
         tiles = -(-rows // MR)
         fetchers = min(tiles, FETCHERS)
+        piece = SHALLOW if 1 < tiles <= SHALLOW_TILES else DEPTH
         for p in range(first_panel, last_panel):
             column, valid = panels[p, _COLUMN], panels[p, _VALID]
             vectors = -(-valid // _LANES)
@@ -138,8 +143,8 @@ def _linear(
                 panel = panels[p, _GATE if is_gate else _ADDRESS]
                 bias_at = bias.ctypes.data + 4 * NR * (p + is_gate * len(panels))
                 sums = gates if is_gate else scratch
-                for low in range(0, max(k, 1), DEPTH):
-                    depth = min(DEPTH, k - low)
+                for low in range(0, max(k, 1), piece):
+                    depth = min(piece, k - low)
                     final = not is_gate and low + depth >= k
                     for t in range(tiles):
                         # Tiles of nearly equal height: 7 rows as 3 + 4 keep the pipelines fuller than 6 + 1.
@@ -151,9 +156,8 @@ def _linear(
                         start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
                         if final and direct:
                             place, stride = out.ctypes.data + 4 * ((block + i) * width + out_column + column), width
-                        # The last tiles of a piece fetch the next one, each its share.
                         share = t - tiles + fetchers
-                        fetch = -(-4 * NR // fetchers) if share >= 0 else 0
+                        fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
                         ahead = right + 4 * NR * depth + share * depth * fetch
                         panel_tile(
                             count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch

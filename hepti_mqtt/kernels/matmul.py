@@ -273,6 +273,6 @@ tile_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_rows)
 tile_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_columns)
 
 # The same for the first `vectors` vectors of b alone, into rows of c that lie apart, while memory that is needed next
-# is fetched. Arguments: rows, vectors (1 to TILE.vectors), a, floats between rows of a, k, b, start, floats between rows
-# of start, c, floats between rows of c, first address to fetch (need not be valid), bytes to fetch for each step of k.
+# is fetched. Arguments: rows, vectors (1 to TILE.vectors), a, floats between rows of a, k, b, start, floats between
+# rows of start, c, floats between rows of c, first address to fetch (need not be valid), bytes to fetch for each k.
 panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)

@@ -14,7 +14,7 @@ from kernels_support import Case, array
 
 from hepti_mqtt.kernels.isa import OVERRIDE
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.kernels.linear import ACTIVATIONS, DEPTH, ROWS
+from hepti_mqtt.kernels.linear import ACTIVATIONS, DEPTH, ROWS, SHALLOW
 from hepti_mqtt.program import SlotSpec
 
 
@@ -87,8 +87,8 @@ def test_a_column_range_outside_the_slot_is_refused(column, width):
         case.run()
 
 
-@pytest.mark.parametrize("m", [1, ROWS - 1, ROWS, ROWS + 1])
-@pytest.mark.parametrize("k", [DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH])
+@pytest.mark.parametrize("m", [1, 13, ROWS - 1, ROWS, ROWS + 1])
+@pytest.mark.parametrize("k", [SHALLOW + 1, DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH])
 @pytest.mark.parametrize("activation", [None, "silu_gate"])
 def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
     if not JIT:
