@@ -1,4 +1,4 @@
-"""Kernel `linear` over weights in f16 and int8; contract and attributes are those of `linear`.
+"""Kernel `linear` over weights in f16 and int8; reads, weights, bias, activation and residual are those of `linear`.
 
 f16 and w8a32 add f32 products in ascending order of k; w8a32 scales the sum by column, so it overflows to infinity or
 NaN where the sum of |x| times 127 passes 3.4e38. w8a8 first rounds each row of x to 254 steps between its
@@ -193,6 +193,8 @@ def bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool
     check.dtypes()
     check.rank(2)
     name = op.attrs["activation"]
+    others = set(op.attrs) - {"bias", "residual", "activation"}
+    check.that(not others, f"attributes {sorted(others)} need matrices in f32")
     check.that(name in _ACTIVATIONS, f"activation {name!r} is not in {tuple(_ACTIVATIONS)}")
     count = len(weights) // 2 if has_bias else len(weights)
     check.weights(weights, 2 * count if has_bias else count)

@@ -245,6 +245,21 @@ def test_matrices_in_two_storages_are_refused():
         case.run()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "swish"}, "activation 'swish'"),
+        ({"residual": True}, "must read 2 slots"),
+        ({"gain": 2.0}, r"attributes \['gain'\] need matrices in f32"),
+    ],
+)
+def test_an_op_that_does_not_fit_is_refused(change, message):
+    case = linear("w8a8", 4, 6, [8])
+    case.op = type(case.op)("linear", case.op.reads, case.op.writes, (), {**case.op.attrs, **change})
+    with pytest.raises(ValueError, match=message):
+        case.run()
+
+
 def test_the_int8_tile_can_be_forced_to_one_that_exists(monkeypatch):
     monkeypatch.setenv(DOT_OVERRIDE, "plain")
     assert dot() == "plain"
