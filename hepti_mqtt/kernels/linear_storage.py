@@ -1,6 +1,7 @@
-"""Kernel `linear` over weights in f16 and int8; contract and attributes are those of `linear`.
+"""Kernel `linear` over weights in f16 and int8; reads, weights, bias, activation and residual are those of `linear`.
 
-f16 and w8a32 add f32 products in ascending order of k. w8a8 first rounds each row of x to 254 steps between its
+f16 and w8a32 add f32 products in ascending order of k; w8a32 scales the sum by column, so it overflows to infinity or
+NaN where the sum of |x| times 127 passes 3.4e38. w8a8 first rounds each row of x to 254 steps between its
 smallest and largest value (0 included, so that 0 stays exact), adds products of bytes in i32 without error, and scales
 the sum by column and row. Its error is at most the sum over k of |x| scale_column / 2 + |w| scale_row / 2, and f32
 rounding. A row with a value that is not finite comes out as NaN in every column; magnitudes below 1e-35 count as 0.
@@ -21,7 +22,7 @@ from hepti_mqtt.kernels import elementary
 from hepti_mqtt.kernels.base import Array, Check, Run, nothing
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.isa import DOT
-from hepti_mqtt.kernels.jit import INT, TABLE, fills, helper, kernel, reads
+from hepti_mqtt.kernels.jit import INT, TABLE, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
 from hepti_mqtt.kernels.weights import PANELS, NarrowMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
@@ -58,6 +59,11 @@ _NONE, _GELU, _GELU_TANH, _RELU, _TANH = range(5)
 _ACTIVATIONS: Final = {None: _NONE, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "tanh": _TANH}
 
 
+@exact
+def _step(high: Any, low: Any) -> Any:
+    return high / _LEVELS - low / _LEVELS  # the difference of the two alone could be infinite
+
+
 @kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 1), fills(int32, 1), INT, INT)
 def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Fill codes [m, 4 ceil(k / 4)], and of each row the step (NaN if a value is not finite) and the code of 0."""
@@ -73,7 +79,7 @@ def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last
         finite = top < _INFINITE and bottom > -_INFINITE - 1
         high = from_bits(top)
         low = from_bits(bottom ^ _FLIP) if bottom < 0 else np.float32(0)
-        step = high / _LEVELS - low / _LEVELS if finite else _NAN
+        step = _step(high, low) if finite else _NAN
         by = np.float32(1) / step if step > _TINY else np.float32(0)
         zero = np.int32(_HALF - low * by) if finite else np.int32(0)
         scales[row] = step
@@ -187,6 +193,8 @@ def bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool
     check.dtypes()
     check.rank(2)
     name = op.attrs["activation"]
+    others = set(op.attrs) - {"bias", "residual", "activation"}
+    check.that(not others, f"attributes {sorted(others)} need matrices in f32")
     check.that(name in _ACTIVATIONS, f"activation {name!r} is not in {tuple(_ACTIVATIONS)}")
     count = len(weights) // 2 if has_bias else len(weights)
     check.weights(weights, 2 * count if has_bias else count)

@@ -30,6 +30,10 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 11
+# Bytes of a cache line; and how far ahead of its use a line is asked for: widening fills the window in which the CPU
+# would find loads by itself, and 2 KB read memory a tenth faster at one row.
+_LINE: Final = 64
+_AHEAD: Final = 2048
 _SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
 _REBIAS: Final = float(np.ldexp(1.0, 112))
@@ -95,6 +99,8 @@ class StorageTileWriter:
         sums = [b.phi(self.vector) for _ in start]
         at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
         weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
+        if f.kind != "w8a8":
+            self._prefetch(at)
         new = []
         for i, row in enumerate(at_rows):
             x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
@@ -114,6 +120,15 @@ class StorageTileWriter:
         self._finish(new, row_scales, column_scales, bias, c, c_stride)
         b.ret_void()
         return self.function
+
+    def _prefetch(self, at: Any) -> None:
+        """Ask for the lines of the panel that are used some steps later, one for each that a step takes."""
+        address, level = _I8.as_pointer(), ir.Constant(_I32, 3)
+        function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
+        read, data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
+        for line in range(0, self.form.vector_bytes * self.form.vectors, _LINE):
+            ahead = self.builder.add(at, self._int(_AHEAD + line))
+            self.builder.call(function, [self.builder.inttoptr(ahead, address), read, level, data])
 
     def _finish(self, sums: list[Any], row_scales: Any, column_scales: Any, bias: Any, c: Any, c_stride: Any) -> None:
         """Scale the sums, add the bias and store them."""
