@@ -1,6 +1,6 @@
 """Kernel `softmax`: x [m, n] -> exp(x - maximum of the row) / sum of it; a row of -inf alone, as of masks, gives 0.
 
-A row with a NaN or with +inf gives NaN. Three passes over a row that stays in the first-level cache.
+A row with a NaN or with +inf gives NaN. Four passes over a row that stays in the first-level cache.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def _softmax(x: Any, out: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
         top = _row_maximum(x[row])
         above = ZERO if top == _MINUS_INF else top
+        for i in range(n):
+            out[row, i] = exp_of_negative(x[row, i] - above)
+        # A loop of its own: beside writes, the order of the sum would follow from a check at run time of where x and
+        # out lie in memory, and so would its bits.
         norm = ZERO
         for i in range(n):
-            e = exp_of_negative(x[row, i] - above)
-            out[row, i] = e
-            norm += e
+            norm += out[row, i]
         by = ONE / norm if norm != ZERO else ONE
         for i in range(n):
             out[row, i] *= by
