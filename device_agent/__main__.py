@@ -28,6 +28,13 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
+def _hold() -> None:
+    """Say that everything is compiled and wait for a line: a lab slows the host down before it measures itself."""
+    print("compiled", flush=True)
+    if not sys.stdin.readline():
+        raise ConfigError("--hold waits for a line on stdin, which is closed; start the agent without it")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; return the exit code of DESIGN's table: 0, or that of the error."""
     parser = argparse.ArgumentParser(prog="python -m device_agent", description=__doc__)
@@ -38,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", help="budget for weights and live values, such as 200MiB")
     parser.add_argument("--cache", type=Path, help="directory for all that the device keeps")
     parser.add_argument("--cache-size", default=str(CACHE_BYTES), help="limit of the tile cache; 0 for none")
+    parser.add_argument("--hold", action="store_true", help="print `compiled`, and measure after a line on stdin")
     parser.add_argument("--no-retry", action="store_true", help="end if the broker is not there")
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
@@ -51,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_dir=given.cache,
             cache_bytes=parse_bytes(given.cache_size),
             retry=not given.no_retry,
+            hold=_hold if given.hold else None,
         )
         run_agent(config)
     except HeptiError as exc:

@@ -59,7 +59,8 @@ class AgentConfig:
     memory_bytes: budget for weights and live slots, beside what the idle agent takes; None for 80 % of what is free.
     cache_dir: place of everything the device keeps on disk; None for the user's own directories.
     cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
-    also hears, on the loader's thread, how far the weights are.
+    also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
+    device measures itself.
     """
 
     url: BrokerUrl
@@ -72,6 +73,7 @@ class AgentConfig:
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
     retry: bool = True
     watch: Callable[[LoadEvent], None] | None = None
+    hold: Callable[[], None] | None = None
 
 
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
@@ -266,6 +268,8 @@ class _Agent:
         start = perf_counter()
         warm_up()
         self._log.info("kernels for %s ready after %.1f s", isa(), perf_counter() - start)
+        if self._config.hold is not None:
+            self._config.hold()
         start = perf_counter()
         free = int(psutil.virtual_memory().available)
         curves, cached = self_measurement(self._places.state, self._workers, self._config.memory_bytes or free)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import bench, lab
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.errors import ConfigError
 
 
 def size(text: str) -> int:
     """Return bytes from "400MiB", "2GB" or a plain number; raises argparse.ArgumentTypeError otherwise."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 400MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def named_directory(text: str) -> tuple[str, Path]:

@@ -1,4 +1,4 @@
-"""The amqtt broker as a process of its own: `python -m hepti_mqtt.embedded_broker.amqtt_child PORT [USERS]`.
+"""The amqtt broker as a process of its own: `python -m hepti_mqtt.embedded_broker.amqtt_child ADDRESS PORT [USERS]`.
 
 USERS is a JSON file of user -> password, deleted once read. amqtt speaks MQTT 3.1.1 and is slow for tensors: the last
 resort.
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 
-def configuration(port: int, users: Path | None) -> dict[str, Any]:
-    """Return amqtt's configuration: one listener on the loopback address, and who may use it."""
+def configuration(address: str, port: int, users: Path | None) -> dict[str, Any]:
+    """Return amqtt's configuration: one listener, and who may use it."""
     plugins: dict[str, Any] = {}
     if users is None:
         plugins["amqtt.plugins.authentication.AnonymousAuthPlugin"] = {"allow_anonymous": True}
     else:
         plugins["amqtt.plugins.authentication.FileAuthPlugin"] = {"password_file": str(_password_file(users))}
-    return {"listeners": {"default": {"type": "tcp", "bind": f"127.0.0.1:{port}"}}, "plugins": plugins}
+    return {"listeners": {"default": {"type": "tcp", "bind": f"{address}:{port}"}}, "plugins": plugins}
 
 
 def _password_file(users: Path) -> Path:
@@ -37,10 +37,10 @@ def _password_file(users: Path) -> Path:
     return out
 
 
-async def _serve(port: int, users: Path | None) -> None:
+async def _serve(address: str, port: int, users: Path | None) -> None:
     from amqtt.broker import Broker
 
-    broker = Broker(configuration(port, users))
+    broker = Broker(configuration(address, port, users))
     await broker.start()
     await asyncio.Event().wait()  # until the keeper ends this process
 
@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.ERROR)
     # amqtt formats every payload into a debug line; disabled loggers at least do not write it.
     logging.disable(logging.WARNING)
-    users = Path(arguments[1]) if len(arguments) > 1 else None
-    asyncio.run(_serve(int(arguments[0]), users))
+    users = Path(arguments[2]) if len(arguments) > 2 else None
+    asyncio.run(_serve(arguments[0], int(arguments[1]), users))
 
 
 if __name__ == "__main__":

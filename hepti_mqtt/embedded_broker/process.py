@@ -1,4 +1,4 @@
-"""A broker as a child process on a free loopback port, ready when it answers and gone when its parent is."""
+"""A broker as a child process on a free port, ready when it answers and gone when its parent is."""
 
 from __future__ import annotations
 
@@ -41,9 +41,15 @@ class EmbeddedBroker:
     """
 
     def __init__(
-        self, source: Source, reason: str, *, users: Mapping[str, str] | None, max_packet_bytes: int | None
+        self,
+        source: Source,
+        reason: str,
+        *,
+        users: Mapping[str, str] | None,
+        max_packet_bytes: int | None,
+        address: str = HOST,
     ) -> None:
-        self.reason = reason
+        self.reason, self.address = reason, address
         self.port = 0
         self._source, self._users, self._max_packet_bytes = source, users, max_packet_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +63,7 @@ class EmbeddedBroker:
     @property
     def url(self) -> str:
         """Return the broker's URL, without user and password."""
-        return f"mqtt://{HOST}:{self.port}"
+        return f"mqtt://{self.address}:{self.port}"
 
     @property
     def running(self) -> bool:
@@ -72,7 +78,7 @@ class EmbeddedBroker:
         if self.running:
             return
         for _ in range(_TRIES):
-            port = self.port or _free_port()
+            port = self.port or _free_port(self.address)
             self._spawn(port)
             if self._answers(port):
                 self.port = port
@@ -134,10 +140,15 @@ class EmbeddedBroker:
     def _command(self, port: int) -> list[str]:
         program = list(self._source.program)
         if self.kind == "amqtt":
-            return [*program, str(port), *([self._private("users", json.dumps(self._users))] if self._users else [])]
+            return [
+                *program,
+                self.address,
+                str(port),
+                *([self._private("users", json.dumps(self._users))] if self._users else []),
+            ]
         passwords = None if self._users is None else self._private("passwd", password_lines(self._users))
         text = configuration(
-            port, user=getpass.getuser(), password_file=passwords, max_packet_bytes=self._max_packet_bytes
+            self.address, port, user=getpass.getuser(), password_file=passwords, max_packet_bytes=self._max_packet_bytes
         )
         return [*program, "-c", self._private("mosquitto.conf", text)]
 
@@ -153,7 +164,7 @@ class EmbeddedBroker:
         assert process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if _answers_connect(port):
+            if _answers_connect(self.address, port):
                 return process.poll() is None
             try:
                 process.wait(_LOOK_S)
@@ -164,16 +175,16 @@ class EmbeddedBroker:
         raise NetworkError(f"{self.kind} does not answer within {START_TIMEOUT_S:g} s: {self.log() or 'no word'}")
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     with socket.socket() as sock:
-        sock.bind((HOST, 0))
+        sock.bind((address, 0))
         port: int = sock.getsockname()[1]
         return port
 
 
-def _answers_connect(port: int) -> bool:
+def _answers_connect(address: str, port: int) -> bool:
     try:
-        with socket.create_connection((HOST, port), timeout=1.0) as sock:
+        with socket.create_connection((address, port), timeout=1.0) as sock:
             sock.sendall(_CONNECT)
             answer = sock.recv(1)
             with contextlib.suppress(OSError):

@@ -37,13 +37,15 @@ SETTINGS: Final[tuple[Setting, ...]] = (
 )
 
 
-def configuration(port: int, *, user: str, password_file: str | None, max_packet_bytes: int | None) -> str:
-    """Return a mosquitto.conf for one listener on the loopback address.
+def configuration(
+    address: str, port: int, *, user: str, password_file: str | None, max_packet_bytes: int | None
+) -> str:
+    """Return a mosquitto.conf for one listener.
 
     user: the account to run as (Mosquitto started by root would change to another). password_file: None lets everyone
-    on this machine in.
+    in who reaches the address.
     """
-    lines = [f"listener {port} 127.0.0.1", f"user {user}", "log_dest stderr", "log_type error", "log_type warning"]
+    lines = [f"listener {port} {address}", f"user {user}", "log_dest stderr", "log_type error", "log_type warning"]
     lines.append("allow_anonymous true" if password_file is None else "allow_anonymous false")
     if password_file is not None:
         lines.append(f"password_file {password_file}")

@@ -42,18 +42,36 @@ class Running(Protocol):
         ...
 
 
+class Talking(Running, Protocol):
+    """A process on a host that speaks lines of text on stdin and stdout; stderr goes to its log."""
+
+    def send(self, line: str) -> None:
+        """Write one line to its stdin; raises LabError if it has ended."""
+        ...
+
+    def receive(self, timeout_s: float) -> str:
+        """Return its next line; raises LabError with its last words if it ends or says nothing for `timeout_s`."""
+        ...
+
+
 class Host(Protocol):
     """A computer of the lab.
 
     name: as in topics. address: where the other hosts reach it. python: the interpreter there that has Hepti.
+    directory: a path there for what the host's programs keep; it exists.
     """
 
     name: str
     address: str
     python: str
+    directory: str
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
         """Start a process (no shell); its output goes to a log named `name` under the lab's directory."""
+        ...
+
+    def talk(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Talking:
+        """Start a process as `start` does, with pipes for lines to and from it."""
         ...
 
     def run(

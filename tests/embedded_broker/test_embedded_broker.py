@@ -113,7 +113,7 @@ def test_a_program_that_never_answers_is_given_up(monkeypatch):
 def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free, ports = process._free_port, [taken.getsockname()[1]]
-        monkeypatch.setattr(process, "_free_port", lambda: ports.pop() if ports else free())
+        monkeypatch.setattr(process, "_free_port", lambda address: ports.pop() if ports else free(address))
         monkeypatch.setattr(process, "_answers_connect", _patient(taken.getsockname()[1]))
         with start_broker() as broker:
             assert not ports
@@ -123,7 +123,7 @@ def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
 def _patient(taken):
     # The server that has taken the port accepts but never answers; spare the test the second of waiting for it.
     honest = process._answers_connect
-    return lambda port: port != taken and honest(port)
+    return lambda address, port: port != taken and honest(address, port)
 
 
 CHILD = """
