@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from platformdirs import user_cache_path
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ConfigError, LabError
@@ -29,8 +31,11 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     actions = sub.add_subparsers(dest="action", required=True, metavar="up|status|down|run")
     up = actions.add_parser("up", help="make a lab, calibrate it and leave it up")
     down = actions.add_parser("down", help="end what runs in a lab and remove it")
-    actions.add_parser("status", help="list labs and leftovers of labs on this machine")
+    status = actions.add_parser("status", help="list labs and leftovers of labs on this machine")
     run = actions.add_parser("run", help="make a lab, run one command on it and remove it")
+    for action in (up, down, status, run):
+        # Not set here again where it stands before the action.
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     for action in (up, run):
         action.add_argument("file", type=Path, metavar="FILE", help="a lab file (configs/lab)")
         action.add_argument("--rate", type=float, metavar="MBIT", help="goodput of every link instead of the file's")
@@ -40,7 +45,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     which.add_argument("--all", action="store_true", help="every lab whose maker has ended, and all leftovers")
     run.add_argument("--script", type=Path, metavar="YAML", help="changes at set times")
     run.add_argument("--host", default="hub", help="where the command runs (default: the hub)")
-    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
+    run.add_argument("words", nargs="+", metavar="-- COMMAND", help="the command")
 
 
 def lab(args: argparse.Namespace) -> int:
@@ -56,10 +61,11 @@ def _up(args: argparse.Namespace) -> int:
         raise ConfigError(f"lab {spec.name} is of kind {spec.kind}: there is nothing to leave up; use `hepti lab run`")
     made = Lab(spec, _directory(args, spec), keep=True)
     with made:
+        calibration = _calibrate(made)
         enter = shlex.join(made.entering(spec.hosts[0].name, ["COMMAND"]) or [])
         made.leave()
     if args.json:
-        output.print_json({"ok": True, "lab": spec.name, "directory": str(made.directory)})
+        output.print_json({"ok": True, "lab": spec.name, "directory": str(made.directory), "calibration": calibration})
     else:
         output.print_lines([f"lab {spec.name} is up; logs in {made.directory}", f"on {spec.hosts[0].name}: {enter}"])
     return 0
@@ -109,11 +115,11 @@ def _status(args: argparse.Namespace) -> int:
         output.print_lines(["no labs on this machine"])
     for record in found:
         rows = [
-            (name, host["address"], _dash(host["rate_mbit"]), _dash(host["gflops"]), len(running))
+            (name, host["address"], _dash(host["rate_mbit"]), _dash(host["gflops"]), _share(host["cpu"]), len(running))
             for (name, host), running in zip(record.hosts.items(), leftovers.running(record), strict=True)
         ]
         title = f"lab {record.lab}: {record.state}, made by process {record.owner[0]}; logs in {record.directory}"
-        output.print_table(title, ("host", "address", "Mbit/s", "GFLOP/s", "processes"), rows)
+        output.print_table(title, ("host", "address", "Mbit/s", "GFLOP/s", "of a core", "processes"), rows)
     output.print_lines([f"{name}: called like a lab's, but of no lab that is written down" for name in strays.names()])
     if strays.names() or any(record.state == "leftover" for record in found):
         output.print_lines(["`hepti lab down --all` removes leftovers and labs that were left up"])
@@ -124,15 +130,30 @@ def _run(args: argparse.Namespace) -> int:
     from hepti_mqtt.lab.changes import Script, load_script
     from hepti_mqtt.lab.lab import Lab
 
-    words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if not words:
-        raise ConfigError("no command: write it after --, e.g. hepti lab run FILE -- ip address")
     spec = _spec(args)
     changes = load_script(args.script, spec) if args.script else ()
     if args.host != "hub":
         spec.host(args.host)
-    with Lab(spec, _directory(args, spec)) as made, Script(changes, made.apply, _report):
-        return _foreground(made, args.host, words)
+    with Lab(spec, _directory(args, spec)) as made:
+        _calibrate(made)
+        with Script(changes, made.apply, _report):
+            return _foreground(made, args.host, args.words)
+
+
+def _calibrate(made: Lab) -> dict[str, Any] | None:
+    """Give hosts their speeds, throttle all and print what they have on stderr; None where there is no target."""
+    from hepti_mqtt.lab.calibrate import calibrate, markdown
+
+    spec = made.spec
+    if spec.kind != "emulated" or not any(host.gflops for host in spec.hosts):
+        return None
+    cache = user_cache_path("hepti") / "lab"
+    found = calibrate(spec, made.hub, made.hosts, cache, lambda line: output.err.print(line, markup=False))
+    for host in (made.hub, *made.hosts.values()):
+        host.throttle(True)
+    for line in (markdown(found), *(f"off its target: {miss}" for miss in found.misses())):
+        output.err.print(line, markup=False)
+    return found.to_dict()
 
 
 def _foreground(made: Lab, host: str, words: Sequence[str]) -> int:
@@ -176,6 +197,10 @@ def _directory(args: argparse.Namespace, spec: LabSpec) -> Path:
 
 def _dash(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 _ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
