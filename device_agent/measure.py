@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -30,9 +29,9 @@ STORAGES: Final = get_args(Storage)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
 _MIDDLE: Final = 2  # the shape in which narrower storages are measured
-REPEATS: Final = 5
-ENOUGH_S: Final = 0.02  # an op that long needs no more repeats than three
-BUDGET_S: Final = 1.5  # larger shapes are left out when they would take the measurement beyond that
+REPEATS: Final = 3
+WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into what one period allows at full speed
+BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
@@ -58,7 +57,7 @@ def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tu
 
 
 def measure(workers: Workers, memory_bytes: int) -> Curves:
-    """Return time curves and rates of this device; takes about 2 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
 
     memory_bytes: shapes whose weights would take more than a quarter of it are left out.
     """
@@ -157,14 +156,16 @@ def _runner(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], w
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """Return the median time of a few runs, the first of which does not count."""
+    """Return the mean time of runs within a window, the first of which does not count.
+
+    The mean, stalls included: where the system gives a share of a core, a median of short runs shows the whole core.
+    """
     act()
-    times: list[float] = []
-    while len(times) < REPEATS and (len(times) < 3 or sum(times) < 3 * ENOUGH_S):
-        start = time.perf_counter()
+    runs, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < WINDOW_S or runs < REPEATS:
         act()
-        times.append(time.perf_counter() - start)
-    return max(median(times), 1e-9)
+        runs += 1
+    return max(spent / runs, 1e-9)
 
 
 def _attention(workers: Workers) -> float:
