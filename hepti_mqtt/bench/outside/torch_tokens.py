@@ -48,7 +48,7 @@ def make(options: common.Options, task: common.Task) -> common.Made:
     def mlp(i: int, x: tm.Tensor) -> tm.Tensor:
         return model.mlp(i, x) + model.bias(i, "mlp_down")
 
-    @tm.torch.inference_mode()
+    @tm.torch.inference_mode()  # type: ignore[untyped-decorator,unused-ignore]
     def compute() -> common.Array | None:
         given = values.clone()
         if many:
