@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types imports format parity bench-overhead bench-split bench-quick lock clean
+.PHONY: demo test check lint types imports format parity test-outside bench-overhead bench-split bench-quick lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -31,6 +31,10 @@ format: $(VENV)/.dev
 # Live comparison with PyTorch and transformers, in an environment of their own.
 parity: $(VENV)/.dev
 	.ci/parity.sh $(PYTHON)
+
+# PyTorch and ONNX Runtime as baselines, in an environment of their own.
+test-outside:
+	.ci/outside.sh $(PYTHON)
 
 bench-overhead: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/overhead.py

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
@@ -19,17 +18,20 @@ from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
+from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]
 
+STORAGES: Final = get_args(Storage)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
-REPEATS: Final = 5
-ENOUGH_S: Final = 0.02  # an op that long needs no more repeats than three
-BUDGET_S: Final = 1.5  # larger shapes are left out when they would take the measurement beyond that
+_MIDDLE: Final = 2  # the shape in which narrower storages are measured
+REPEATS: Final = 3
+WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into what one period allows at full speed
+BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
@@ -55,7 +57,7 @@ def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tu
 
 
 def measure(workers: Workers, memory_bytes: int) -> Curves:
-    """Return time curves and rates of this device; takes about 2 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
 
     memory_bytes: shapes whose weights would take more than a quarter of it are left out.
     """
@@ -69,6 +71,10 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
         linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
         seconds = time.perf_counter() - start
         spent, per_element = spent + seconds, seconds / (k * n)
+    k, n = SHAPES[min(_MIDDLE, len(linear) - 1)]
+    for storage in STORAGES[1:]:
+        points = _linear_points(k, n, workers, storage)
+        linear.append({"k": k, "n": n, "points": points, "storage": storage})
     curves = {
         "linear": linear,
         "attention_flops_per_s": _attention(workers),
@@ -113,28 +119,30 @@ def _still_true(curves: Curves, workers: Workers) -> bool:
     return False
 
 
-def _matrix(k: int, n: int) -> WeightRef:
-    return WeightRef("w", (0, k), (0, n))
+def _matrix(k: int, n: int, storage: Storage = "f32") -> WeightRef:
+    return WeightRef("w", (0, k), (0, n), "packed", storage)
 
 
-def _linear_weights(k: int, n: int) -> list[Weight]:
+def _linear_weights(k: int, n: int, storage: Storage = "f32") -> list[Weight]:
     rng = np.random.default_rng(0)
     out: list[Weight] = []
-    for ref in (_matrix(k, n), WeightRef("b", (0, 1), (0, n), "plain")):
+    for ref in (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain")):
         buffer = allocate(ref)
         buffer.put(rng.standard_normal((ref.rows[1], n), np.float32), 0, 0)
         out.append(buffer.finish())
     return out
 
 
-def _linear_points(k: int, n: int, workers: Workers) -> list[list[float]]:
-    weights = _linear_weights(k, n)
-    return [[rows, _seconds(_linear_run(k, n, rows, weights, workers))] for rows in ROWS]
+def _linear_points(k: int, n: int, workers: Workers, storage: Storage = "f32") -> list[list[float]]:
+    weights = _linear_weights(k, n, storage)
+    return [[rows, _seconds(_linear_run(k, n, rows, weights, workers, storage))] for rows in ROWS]
 
 
-def _linear_run(k: int, n: int, rows: int, weights: Sequence[Weight], workers: Workers) -> Callable[[], None]:
+def _linear_run(
+    k: int, n: int, rows: int, weights: Sequence[Weight], workers: Workers, storage: Storage = "f32"
+) -> Callable[[], None]:
     attrs = {"bias": True, "activation": None, "residual": False}
-    refs = (_matrix(k, n), WeightRef("b", (0, 1), (0, n), "plain"))
+    refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
     op = Compute("linear", (0,), (1,), refs, attrs)
     return _runner(op, (SlotSpec((rows, k)), SlotSpec((rows, n))), weights, workers)
 
@@ -148,14 +156,16 @@ def _runner(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], w
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """Return the median time of a few runs, the first of which does not count."""
+    """Return the mean time of runs within a window, the first of which does not count.
+
+    The mean, stalls included: where the system gives a share of a core, a median of short runs shows the whole core.
+    """
     act()
-    times: list[float] = []
-    while len(times) < REPEATS and (len(times) < 3 or sum(times) < 3 * ENOUGH_S):
-        start = time.perf_counter()
+    runs, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < WINDOW_S or runs < REPEATS:
         act()
-        times.append(time.perf_counter() - start)
-    return max(median(times), 1e-9)
+        runs += 1
+    return max(spent / runs, 1e-9)
 
 
 def _attention(workers: Workers) -> float:

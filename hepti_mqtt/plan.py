@@ -9,6 +9,9 @@ from typing import Any, Literal
 from hepti_mqtt.ids import Epoch
 
 WireDtype = Literal["f32", "f16", "i8"]
+# How matrices of the layers are kept: f32; f16 (half the memory); int8 with one scale per column, times activations
+# quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
+Storage = Literal["f32", "f16", "w8a8", "w8a32"]
 Range = tuple[int, int]
 
 
@@ -18,8 +21,9 @@ class Plan:
 
     devices: in source order, the order in which partial results are combined. head: the device that holds embedding
     and task head. weights: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
-    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). route: who carries the
-    exchanges. predicted_s and predicted_bytes: one request of `predicted_tokens` tokens by the simulator.
+    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
+    matrices. route: who carries the exchanges. predicted_s and predicted_bytes: one request of `predicted_tokens`
+    tokens by the simulator.
     """
 
     model: str
@@ -31,6 +35,7 @@ class Plan:
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     wire: WireDtype = "f32"
+    storage: Storage = "f32"
     route: str = "broker"
     predicted_s: float = 0.0
     predicted_bytes: int = 0
@@ -53,6 +58,7 @@ class Plan:
             "weights": {kind: list(values) for kind, values in self.weights.items()},
             "ranges": {kind: [list(r) for r in values] for kind, values in self.ranges.items()},
             "wire": self.wire,
+            "storage": self.storage,
             "route": self.route,
             "predicted_s": self.predicted_s,
             "predicted_bytes": self.predicted_bytes,

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.plan import Range
+from hepti_mqtt.plan import Range, Storage
 
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
@@ -59,12 +59,16 @@ class WeightRef(NamedTuple):
 
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
     [columns] for a tensor of one dimension (rows is (0, 1) there).
+
+    storage: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32 as they
+    are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
+    storage: Storage = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +274,7 @@ __all__ = [
     "Slot",
     "SlotDtype",
     "SlotSpec",
+    "Storage",
     "WeightRef",
     "check",
     "destinations",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from hepti_mqtt.plan import Storage
+
 WorkKind = Literal["linear", "attention", "rowwise"]
 
 
 class Work(NamedTuple):
-    """linear: rows × k × n of a matmul; attention: flops over all (query, key) pairs; rowwise: bytes moved."""
+    """linear: rows × k × n of a matmul over weights in `storage`; attention: flops over all (query, key) pairs;
+    rowwise: bytes moved.
+    """
 
     kind: WorkKind
     rows: int = 0
@@ -16,3 +20,4 @@ class Work(NamedTuple):
     n: int = 0
     flops: float = 0.0
     nbytes: float = 0.0
+    storage: Storage = "f32"

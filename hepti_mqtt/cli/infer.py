@@ -69,6 +69,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["devices"] = args.devices
     if args.wire:
         found["wire"] = args.wire
+    if args.weights:
+        found["weights"] = args.weights
     return found
 
 
@@ -165,7 +167,7 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
     lines = [
         f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}), {result['tokens']} tokens, "
         f"{result['bytes_on_wire']} bytes on the wire",
-        f"plan {plan['id']}: {name}, {plan['wire']}; {shares}",
+        f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}; {shares}",
     ]
     if "max_abs_err" in result:
         lines.append(f"largest difference from the single-device reference: {result['max_abs_err']:.2e}")

@@ -115,11 +115,11 @@ def _status(args: argparse.Namespace) -> int:
         output.print_lines(["no labs on this machine"])
     for record in found:
         rows = [
-            (name, host["address"], _dash(host["rate_mbit"]), _dash(host["gflops"]), len(running))
+            (name, host["address"], _dash(host["rate_mbit"]), _dash(host["gflops"]), _share(host["cpu"]), len(running))
             for (name, host), running in zip(record.hosts.items(), leftovers.running(record), strict=True)
         ]
         title = f"lab {record.lab}: {record.state}, made by process {record.owner[0]}; logs in {record.directory}"
-        output.print_table(title, ("host", "address", "Mbit/s", "GFLOP/s", "processes"), rows)
+        output.print_table(title, ("host", "address", "Mbit/s", "GFLOP/s", "of a core", "processes"), rows)
     output.print_lines([f"{name}: called like a lab's, but of no lab that is written down" for name in strays.names()])
     if strays.names() or any(record.state == "leftover" for record in found):
         output.print_lines(["`hepti lab down --all` removes leftovers and labs that were left up"])
@@ -197,6 +197,10 @@ def _directory(args: argparse.Namespace, spec: LabSpec) -> Path:
 
 def _dash(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 _ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {

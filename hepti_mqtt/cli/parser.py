@@ -81,6 +81,7 @@ def _pins(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--variant", metavar="NAME", help="pin the strategy's variant, e.g. kv or heads of row")
     sub.add_argument("--devices", type=names, metavar="A,B,C", help="pin the devices")
     sub.add_argument("--wire", choices=("f32", "f16", "i8"), help="pin the dtype of exchanged activations")
+    sub.add_argument("--weights", choices=("f32", "f16", "w8a8", "w8a32"), help="pin how the layers' matrices are kept")
 
 
 def _drawing(sub: argparse.ArgumentParser) -> None:

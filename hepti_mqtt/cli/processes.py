@@ -71,6 +71,7 @@ def planner(args: argparse.Namespace) -> int:
         options={"variant": args.variant} if args.variant else {},
         devices=args.devices,
         wire=args.wire or "f32",
+        storage=args.weights or "f32",
     )
     config = PlannerConfig(
         url=BrokerUrl.parse(require_broker(args)),

@@ -122,9 +122,8 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
         output.print_lines([f"no plan of {model} is active yet"])
         return
     epoch = ".".join(map(str, active["epoch"]))
-    output.print_lines(
-        [f"active: epoch {epoch}, head {active['head']}, wire {active['wire']}, route {active['route']}"]
-    )
+    kept = f"weights {active['storage']}, wire {active['wire']}, route {active['route']}"
+    output.print_lines([f"active: epoch {epoch}, head {active['head']}, {kept}"])
     output.print_lines([f"why: {active['reason']}"])
 
 

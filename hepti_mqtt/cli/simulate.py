@@ -31,6 +31,7 @@ def simulate(args: argparse.Namespace) -> int:
         options={"variant": args.variant} if args.variant else {},
         devices=args.devices,
         wire=args.wire or "f32",
+        storage=args.weights or "f32",
     )
     decision = decide(question)
     rows = [

@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Return under which plan: id, epoch, strategy, options, wire, route, devices (shares), predicted_ms."""
+        """Return the plan: id, epoch, strategy, options, wire, weights, route, devices (shares), predicted_ms."""
         found: Mapping[str, Any] = self.raw["plan"]
         return found
 

@@ -111,13 +111,14 @@ class Hepti:
         options: Mapping[str, str] | None = None,
         devices: Sequence[str] | None = None,
         wire: str | None = None,
+        weights: str | None = None,
         timeout_s: float = 60.0,
     ) -> Answer:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
 
         image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
-        result. strategy ("auto" to free it), options, devices, wire pin what the planner would choose; a pin stays
-        until a request brings another one. A broker that is lost is waited for, and the request sent again.
+        result. strategy ("auto" to free it), options, devices, wire, weights pin what the planner would choose; a pin
+        stays until a request brings another one. A broker that is lost is waited for, and the request sent again.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
@@ -137,6 +138,7 @@ class Hepti:
             options=options,
             devices=devices,
             wire=wire,
+            weights=weights,
         )
         try:
             return future.result(timeout_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, log
 from typing import Any
 
+from hepti_mqtt.plan import Storage
 from hepti_mqtt.work import Work
 
 
@@ -18,6 +19,7 @@ class Curve:
     k: int
     n: int
     points: tuple[tuple[int, float], ...]
+    storage: Storage = "f32"
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`, linear between the points and proportional beyond the last two."""
@@ -35,9 +37,9 @@ class Curve:
 class DeviceProfile:
     """One device as it measured itself.
 
-    linear: time curves for a few shapes of weights. memory_bytes: for weights and live slots, beside what an idle
-    agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s, copy_bytes_per_s: cost on the
-    device's session thread of sending or receiving one frame.
+    linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
+    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
+    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame.
     """
 
     name: str
@@ -57,7 +59,8 @@ class DeviceProfile:
             if not area or not work.rows:
                 return self.op_overhead_s
             curve = min(
-                self.linear, key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n)))
+                self._curves(work.storage),
+                key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
             )
             return self.op_overhead_s + self.slowdown * curve.seconds(work.rows) * area / (curve.k * curve.n)
         if work.kind == "attention":
@@ -66,8 +69,12 @@ class DeviceProfile:
 
     def speed(self, rows: int) -> float:
         """Return FLOP/s of large matmuls at `rows` rows: what shares start from."""
-        curve = max(self.linear, key=lambda c: c.k * c.n)
+        curve = max(self._curves("f32"), key=lambda c: c.k * c.n)
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
+
+    def _curves(self, storage: Storage) -> tuple[Curve, ...]:
+        """Return the curves of a storage, or all where that was not measured (an agent of an older version)."""
+        return tuple(c for c in self.linear if c.storage == storage) or self.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,8 @@ class Cluster:
 def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:
     """Return the profile that an agent's caps describe; raises KeyError, TypeError or ValueError on other data."""
     linear = tuple(
-        Curve(int(c["k"]), int(c["n"]), tuple((int(r), float(s)) for r, s in c["points"])) for c in curves["linear"]
+        Curve(int(c["k"]), int(c["n"]), tuple((int(r), float(s)) for r, s in c["points"]), c.get("storage", "f32"))
+        for c in curves["linear"]
     )
     if not linear or any(not c.points for c in linear):
         raise ValueError("caps without time curves")

@@ -18,9 +18,19 @@ from hepti_mqtt.kernels.copies import CONCAT_COLUMNS, CONCAT_ROWS, TAKE_ROWS
 from hepti_mqtt.kernels.isa import isa
 from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.kernels.linear import LINEAR
+from hepti_mqtt.kernels.rms import ADD_RMS_NORM, RMS_NORM
 from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, NORMALIZE_ROWS
+from hepti_mqtt.kernels.softmax import SOFTMAX
 from hepti_mqtt.kernels.stem import EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight, WeightBuffer, allocate, weight_bytes
+from hepti_mqtt.kernels.weights import (
+    NarrowMatrix,
+    PackedMatrix,
+    Weight,
+    WeightBuffer,
+    allocate,
+    loading_bytes,
+    weight_bytes,
+)
 from hepti_mqtt.kernels.workers import Workers
 
 _ALL: Final = (
@@ -28,8 +38,11 @@ _ALL: Final = (
     ATTENTION,
     ATTENTION_BLOCK,
     ATTENTION_COMBINE,
+    SOFTMAX,
     LAYER_NORM,
     ADD_NORM,
+    RMS_NORM,
+    ADD_RMS_NORM,
     ADD,
     CONCAT_ROWS,
     CONCAT_COLUMNS,
@@ -59,6 +72,7 @@ def warm_up() -> None:
 __all__ = [
     "KERNELS",
     "Kernel",
+    "NarrowMatrix",
     "PackedMatrix",
     "Run",
     "Weight",
@@ -66,6 +80,7 @@ __all__ = [
     "Workers",
     "allocate",
     "isa",
+    "loading_bytes",
     "warm_up",
     "weight_bytes",
 ]

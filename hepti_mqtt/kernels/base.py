@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.jit import compile_all
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight
+from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
@@ -101,14 +101,14 @@ class Check:
     def packed(self, weight: Weight) -> PackedMatrix:
         """Return a weight that must be packed."""
         if not isinstance(weight, PackedMatrix):
-            message = f"{self.op.kernel}: needs a packed matrix, got a plain array; fix the layout of its WeightRef"
+            message = f"{self.op.kernel}: needs a packed f32 matrix, got {_kind(weight)}; fix its WeightRef"
             raise ValueError(message)  # noqa: TRY004
         return weight
 
     def plain(self, weight: Weight, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Return a weight that must be a plain f32 array of `shape`; -1 matches any extent."""
-        if isinstance(weight, PackedMatrix):
-            message = f"{self.op.kernel}: needs a plain array, got a packed matrix; fix the layout of its WeightRef"
+        if isinstance(weight, PackedMatrix | NarrowMatrix):
+            message = f"{self.op.kernel}: needs a plain array, got {_kind(weight)}; fix its WeightRef"
             raise ValueError(message)  # noqa: TRY004
         fits = weight.ndim == len(shape) and all(w in (-1, s) for s, w in zip(weight.shape, shape, strict=True))
         self.that(
@@ -119,6 +119,12 @@ class Check:
     def weights(self, weights: Sequence[Weight], count: int) -> None:
         """Check how many weights the op has."""
         self.that(len(weights) == count, f"needs {count} weights, got {len(weights)}")
+
+
+def _kind(weight: Weight) -> str:
+    if isinstance(weight, NarrowMatrix):
+        return f"a packed {weight.storage} matrix"
+    return "a packed matrix" if isinstance(weight, PackedMatrix) else "a plain array"
 
 
 def nothing(reads: Sequence[Array], writes: Sequence[Array]) -> None:

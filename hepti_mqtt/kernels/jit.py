@@ -17,7 +17,7 @@ import numba
 import numba.extending
 from numba import types
 
-from hepti_mqtt.kernels.isa import OVERRIDE
+from hepti_mqtt.kernels.isa import DOT_OVERRIDE, OVERRIDE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,7 +66,7 @@ def _cached(dispatcher: Any) -> None:
     Numba's cache looks at the file of the function alone; a kernel also depends on the helpers and the tile that it
     inlines, so its stamp becomes that of the whole package. A forced instruction set is not in Numba's key: no cache.
     """
-    if os.environ.get(OVERRIDE):
+    if os.environ.get(OVERRIDE) or os.environ.get(DOT_OVERRIDE):
         return
     try:
         dispatcher.enable_caching()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise, starts_of
-from hepti_mqtt.kernels.elementary import ONE, ZERO
+from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.memory import address_table, floats
 from hepti_mqtt.kernels.weights import Weight
@@ -32,25 +32,29 @@ _TINY: Final = np.float32(1e-12)
 
 
 @exact  # else LLVM turns the product with it into a division for every value
-def _reciprocal_root(x: Any) -> Any:
-    return ONE / np.sqrt(x)
+def reciprocal_root(x: Any) -> Any:
+    """Return 1 / sqrt(x)."""
+    return 1.0 / np.sqrt(x)
 
 
 @helper
 def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
-    """Fill out [h] with the layer norm of x [h] (may be the same array): two passes, mean before variance."""
+    """Fill out [h] with the layer norm of x [h] (may be the same array): two passes, mean before variance.
+
+    In f64: sums and squares of large f32 would be infinite, and an infinite norm would make a wrong row of zeros.
+    """
     h = len(x)
-    total = ZERO
+    total = 0.0
     for i in range(h):
-        total += x[i]
-    mean = total / np.float32(h)
-    squares = ZERO
+        total += np.float64(x[i])
+    mean = total / h
+    squares = 0.0
     for i in range(h):
-        away = x[i] - mean
+        away = np.float64(x[i]) - mean
         squares += away * away
-    by = _reciprocal_root(squares / np.float32(h) + eps)
+    by = reciprocal_root(squares / h + np.float64(eps))
     for i in range(h):
-        out[i] = (x[i] - mean) * by * gamma[i] + beta[i]
+        out[i] = np.float32((np.float64(x[i]) - mean) * by) * gamma[i] + beta[i]
 
 
 @kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT)
@@ -60,7 +64,7 @@ def _layer_norm(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, first: int, s
 
 
 @helper
-def _add_row(addresses: Any, count: int, bias: Any, at: int, total: Any) -> None:
+def add_row(addresses: Any, count: int, bias: Any, at: int, total: Any) -> None:
     """Fill total [h] with residual + (bias + p_1 + ... + p_n); the addresses are of residual, p_1, ..., p_n."""
     h = len(total)
     for i in range(h):
@@ -77,7 +81,7 @@ def _add_row(addresses: Any, count: int, bias: Any, at: int, total: Any) -> None
 @kernel(INT_ARRAY, INT, fills(float32, 2), reads(float32, 1), INT, INT)
 def _add(addresses: Any, count: int, out: Any, bias: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
-        _add_row(addresses, count, bias, row * out.shape[1], out[row])
+        add_row(addresses, count, bias, row * out.shape[1], out[row])
 
 
 @kernel(
@@ -106,7 +110,7 @@ def _add_norm(
 ) -> None:
     """Fill total and out; without keep_sum they are one array, whose rows are normalised in place."""
     for row in range(first, stop):
-        _add_row(addresses, count, bias, row * out.shape[1], total[row])
+        add_row(addresses, count, bias, row * out.shape[1], total[row])
         normalise_row(total[row], out[row], gamma, beta, eps)
 
 
@@ -138,7 +142,8 @@ def _normalize_rows(x: Any, out: Any) -> None:
             out[row, i] = x[row, i] / by
 
 
-def _same_shapes(op: Compute, slots: Sequence[SlotSpec], reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
+def same_shapes(op: Compute, slots: Sequence[SlotSpec], reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
+    """Check an op whose slots are all f32 [m, h]; return (its checks, m, h)."""
     check = Check(op, slots)
     check.count(reads, writes)
     check.dtypes()
@@ -150,7 +155,7 @@ def _same_shapes(op: Compute, slots: Sequence[SlotSpec], reads: int | None, writ
 
 
 def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, m, h = _same_shapes(op, slots, 1)
+    check, m, h = same_shapes(op, slots, 1)
     check.weights(weights, 2)
     gamma, beta = (check.plain(w, (h,)) for w in weights)
     eps, parts = np.float32(op.attrs["eps"]), row_parts(m, h, pool)
@@ -163,14 +168,15 @@ def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return run
 
 
-def _bias(check: Check, op: Compute, weights: Sequence[Weight], h: int) -> NDArray[np.float32]:
+def bias_of(check: Check, op: Compute, weights: Sequence[Weight], h: int) -> NDArray[np.float32]:
+    """Return the op's bias [h], its first weight if attribute bias, else zeros."""
     return check.plain(weights[0], (h,)) if op.attrs["bias"] else np.zeros(h, np.float32)
 
 
 def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, m, h = _same_shapes(op, slots, None)
+    check, m, h = same_shapes(op, slots, None)
     check.weights(weights, int(bool(op.attrs["bias"])))
-    bias, count = _bias(check, op, weights, h), len(op.reads)
+    bias, count = bias_of(check, op, weights, h), len(op.reads)
     table, fill = address_table(count)
     parts = row_parts(m, h * count, pool)
     if not parts or not h:
@@ -184,9 +190,9 @@ def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
 
 
 def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, m, h = _same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
+    check, m, h = same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
     check.weights(weights, 3 if op.attrs["bias"] else 2)
-    bias, count = _bias(check, op, weights, h), len(op.reads)
+    bias, count = bias_of(check, op, weights, h), len(op.reads)
     gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
     eps = np.float32(op.attrs["eps"])
     table, fill = address_table(count)
@@ -215,12 +221,13 @@ def _bind_mean_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
 
 
 def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check, _, _ = _same_shapes(op, slots, 1)
+    check, _, _ = same_shapes(op, slots, 1)
     check.weights(weights, 0)
     return lambda reads, writes: _normalize_rows(reads[0], writes[0])
 
 
-def _total(op: Compute, reads: Sequence[Array], weights: Sequence[Array]) -> Array:
+def total_of(op: Compute, reads: Sequence[Array], weights: Sequence[Array]) -> Array:
+    """Return residual + (bias + p_1 + ... + p_n) in float64, for references."""
     parts = [p.astype(np.float64) for p in reads[1:]]
     start = weights[0].astype(np.float64) if op.attrs["bias"] else np.zeros(reads[0].shape[1])
     return np.asarray(reads[0] + sum(parts, np.broadcast_to(start, reads[0].shape)))
@@ -241,7 +248,7 @@ def _reference_add(
     reads: Sequence[Array],
     weights: Sequence[Array],
 ) -> list[Array]:
-    return [_total(op, reads, weights)]
+    return [total_of(op, reads, weights)]
 
 
 def _reference_add_norm(
@@ -250,7 +257,7 @@ def _reference_add_norm(
     reads: Sequence[Array],
     weights: Sequence[Array],
 ) -> list[Array]:
-    total = _total(op, reads, weights)
+    total = total_of(op, reads, weights)
     normed = references.layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])
     return [total, normed] if op.attrs["keep_sum"] else [normed]
 

@@ -1,25 +1,48 @@
 """Weights as kernels read them: packed panels or plain arrays, filled tile by tile in any order.
 
 A packed matrix [k, n] is stored as panels [ceil(n / NR), k, NR] (NR = `TILE.width`): the micro-kernel walks down one
-panel with every load next to the last one. Columns beyond n are zero.
+panel with every load next to the last one. Columns beyond n are zero. Half precision is stored alike; int8 is quantised
+panel by panel as soon as all elements of a panel have arrived, until when the panel is held in f32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32
+from numba import float32, int8, uint16
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.isa import TILE
-from hepti_mqtt.kernels.jit import INT, compile_all, fills, kernel, reads
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.kernels.elementary import bits_of, from_bits
+from hepti_mqtt.kernels.isa import DOT, TILE
+from hepti_mqtt.kernels.jit import INT, compile_all, fills, helper, kernel, reads
+from hepti_mqtt.program import Storage, WeightRef
 
 NR: Final = TILE.width
 _LINE: Final = 64  # bytes of a cache line
+
+# Rows of k beyond which a sum of products of bytes could pass 2**31.
+LONGEST_DOT: Final = 1 << 16
+_STEPS: Final = np.float32(127.0)
+
+
+class Panels(NamedTuple):
+    """How a storage lays out panels: columns of a panel, rows of k interleaved by column, and the dtype."""
+
+    width: int
+    group: int
+    dtype: str
+
+
+PANELS: Final[Mapping[Storage, Panels]] = {
+    "f32": Panels(NR, 1, "f4"),
+    "f16": Panels(NR, 1, "f2"),
+    "w8a32": Panels(NR, 1, "i1"),
+    "w8a8": Panels(DOT.width, 4, "i1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +59,56 @@ class PackedMatrix:
         return np.ascontiguousarray(wide[:, : self.columns])
 
 
-Weight = PackedMatrix | NDArray[np.float32]
+@dataclass(frozen=True, slots=True)
+class NarrowMatrix:
+    """The right-hand side of a matmul in a narrow storage.
+
+    panels: [P, ceil(rows / group), width, group], zero beyond `rows` and `columns`. scales: f32 [P, width], what one
+    step of a column's codes stands for (f16: empty); NaN where a column has a value that is not finite. sums: i32
+    [P, width], the sum of a column's codes (w8a8, else empty).
+    """
+
+    storage: Storage
+    panels: NDArray[Any]
+    scales: NDArray[np.float32]
+    sums: NDArray[np.int32]
+    rows: int
+    columns: int
+
+    def plain(self) -> NDArray[np.float32]:
+        """Return a copy as [rows, columns], in f32: what the codes stand for."""
+        count, groups, width, group = self.panels.shape
+        wide = self.panels.transpose(1, 3, 0, 2).reshape(groups * group, count * width).astype(np.float32)
+        if self.scales.size:
+            wide *= self.scales.reshape(-1)
+        return np.ascontiguousarray(wide[: self.rows, : self.columns])
+
+
+Weight = PackedMatrix | NarrowMatrix | NDArray[np.float32]
 
 
 def weight_bytes(ref: WeightRef) -> int:
-    """Return the bytes that the weight of `ref` keeps resident, padding included."""
+    """Return the bytes that the weight of `ref` keeps resident, padding and scales included."""
     rows, columns = _size(ref)
-    if ref.layout == "packed":
-        columns = -(-columns // NR) * NR
-    return rows * columns * 4
+    if ref.layout == "plain":
+        return rows * columns * 4
+    width, group, dtype = PANELS[ref.storage]
+    padded = -(-columns // width) * width
+    of_columns = {"w8a8": 8, "w8a32": 4}.get(ref.storage, 0)
+    return -(-rows // group) * group * padded * np.dtype(dtype).itemsize + of_columns * padded
+
+
+def loading_bytes(ref: WeightRef) -> int:
+    """Return the most bytes that a buffer of `ref` holds beside its weight while tiles arrive.
+
+    An int8 panel is kept in f32 until it is complete; tiles that come row of tiles by row of tiles complete all panels
+    with the last row of tiles.
+    """
+    rows, columns = _size(ref)
+    if ref.layout == "plain" or ref.storage not in ("w8a8", "w8a32"):
+        return 0
+    width = PANELS[ref.storage].width
+    return rows * -(-columns // width) * width * 4
 
 
 class WeightBuffer:
@@ -53,8 +117,23 @@ class WeightBuffer:
     def __init__(self, ref: WeightRef) -> None:
         self.ref = ref
         rows, columns = _size(ref)
-        shape = (-(-columns // NR), rows, NR) if ref.layout == "packed" else (rows, columns)
-        self._array = _aligned_zeros(shape)
+        self._panels = PANELS[ref.storage] if ref.layout == "packed" else None
+        self._sums = np.zeros((0, 0), np.int32)
+        self._scales = np.zeros((0, 0), np.float32)
+        self._staged: dict[int, NDArray[np.float32]] = {}
+        self._missing: list[int] = []
+        if self._panels is None:
+            self._array: NDArray[Any] = _aligned_zeros((rows, columns), "f4")
+        else:
+            width, group, dtype = self._panels
+            count = -(-columns // width)
+            shape = (count, -(-rows // group), width, group)
+            self._array = _aligned_zeros(shape[:3] if group == 1 else shape, dtype)
+            if dtype == "i1":
+                self._scales = np.zeros((count, width), np.float32)
+                self._missing = [rows * min(width, columns - p * width) for p in range(count)]
+            if group > 1:
+                self._sums = np.zeros((count, width), np.int32)
         self._taken: set[tuple[int, int, int, int]] = set()
 
     def put(self, tile: NDArray[Any], row0: int, column0: int) -> int:
@@ -72,13 +151,8 @@ class WeightBuffer:
             return 0
         new = self._note((top, bottom, left, right))
         part = tile[top - row0 : bottom - row0, left - column0 : right - column0]
-        if part.dtype != np.float32 or not part.dtype.isnative:
-            part = part.astype(np.float32)
-        if self.ref.layout == "packed":
-            compile_all()
-            _pack(part, self._array, top - first_row, left - first_column)
-        else:
-            self._array[top - first_row : bottom - first_row, left - first_column : right - first_column] = part
+        if new:
+            self._copy(part, top - first_row, left - first_column)
         return new
 
     def finish(self) -> Weight:
@@ -90,9 +164,47 @@ class WeightBuffer:
                 f"{self.ref.tensor}: {rows * columns - have} of {rows * columns} elements of rows {self.ref.rows}, "
                 f"columns {self.ref.columns} never arrived; ask for the missing tiles"
             )
-        if self.ref.layout == "packed":
+        if self._panels is None:
+            return self._array[0] if self.ref.rows == (0, 1) else self._array
+        if self.ref.storage == "f32":
             return PackedMatrix(self._array, rows, columns)
-        return self._array[0] if self.ref.rows == (0, 1) else self._array
+        panels = self._array if self._array.ndim == 4 else self._array[..., None]
+        return NarrowMatrix(self.ref.storage, panels, self._scales, self._sums, rows, columns)
+
+    def _copy(self, part: NDArray[Any], row: int, column: int) -> None:
+        """Store new elements at (row, column) of the range."""
+        rows, columns = part.shape
+        if self._panels is None:
+            self._array[row : row + rows, column : column + columns] = part
+            return
+        compile_all()
+        if self.ref.storage == "f16":
+            with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware: results say so
+                half = part.astype(np.float16)
+            _pack_half(half.view(np.uint16), self._array.view(np.uint16), row, column)
+            return
+        part = part.astype(np.float32, copy=False)
+        if self.ref.storage == "f32":
+            _pack(part, self._array, row, column)
+            return
+        width = self._panels.width
+        for p in range(column // width, (column + columns - 1) // width + 1):
+            start, stop = max(p * width, column), min((p + 1) * width, column + columns)
+            self._stage(p, part[:, start - column : stop - column], row, start - p * width)
+
+    def _stage(self, panel: int, part: NDArray[np.float32], row: int, column: int) -> None:
+        """Keep elements of an int8 panel; quantise it, and let go of its f32, when they are all there."""
+        k = self.ref.rows[1] - self.ref.rows[0]
+        if panel not in self._staged:
+            self._staged[panel] = np.zeros((1, k, self._scales.shape[1]), np.float32)
+        _pack(part, self._staged[panel], row, column)
+        self._missing[panel] -= part.size
+        if self._missing[panel]:
+            return
+        codes = self._array[panel] if self._array.ndim == 4 else self._array[panel][..., None]
+        _quantise(self._staged.pop(panel)[0], codes, self._scales[panel])
+        if self._sums.size:
+            self._sums[panel] = codes.sum(axis=(0, 2), dtype=np.int32)
 
     def _note(self, part: tuple[int, int, int, int]) -> int:
         if part in self._taken:
@@ -113,21 +225,25 @@ def allocate(ref: WeightRef) -> WeightBuffer:
     return WeightBuffer(ref)
 
 
-def _aligned_zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _aligned_zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Return zeros that begin at a cache line, so that no vector of a panel lies across two.
 
     calloc gives zero pages: padding costs nothing until it is touched.
     """
-    count = math.prod(shape)
-    raw = np.zeros(count + _LINE // 4, np.float32)
-    skip = -raw.ctypes.data % _LINE // 4
-    return raw[skip : skip + count].reshape(shape)
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + _LINE, np.uint8)
+    skip = -raw.ctypes.data % _LINE
+    return raw[skip : skip + nbytes].view(dtype).reshape(shape)
 
 
 def _size(ref: WeightRef) -> tuple[int, int]:
     rows, columns = ref.rows[1] - ref.rows[0], ref.columns[1] - ref.columns[0]
     if rows < 0 or columns < 0 or ref.layout not in ("packed", "plain"):
         raise ValueError(f"{ref} is no range of a tensor: need start <= stop and layout packed or plain")
+    if ref.storage not in PANELS or (ref.layout == "plain" and ref.storage != "f32"):
+        raise ValueError(f"{ref}: a packed matrix is stored as one of {list(PANELS)}, a plain array as f32")
+    if ref.storage == "w8a8" and rows > LONGEST_DOT:
+        raise ValueError(f"{ref}: {rows} rows of bytes could overflow their sum; store it as w8a32 or divide its rows")
     return rows, columns
 
 
@@ -135,13 +251,44 @@ def _describe(array: NDArray[Any]) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-@kernel(reads(float32, 2, "A"), fills(float32, 3), INT, INT)
-def _pack(tile: Any, panels: Any, row: int, column: int) -> None:
-    """Copy a tile [k', n'] into panels [P, k, NR] at (row, column) of the matrix."""
+@helper
+def _pack_panels(tile: Any, panels: Any, row: int, column: int) -> None:
+    """Copy a tile [k', n'] into panels [P, k, width] at (row, column) of the matrix."""
     k, n = tile.shape
-    for panel in range(column // NR, (column + n - 1) // NR + 1):
-        start = max(panel * NR, column)
-        stop = min((panel + 1) * NR, column + n)
+    width = panels.shape[2]
+    for panel in range(column // width, (column + n - 1) // width + 1):
+        start = max(panel * width, column)
+        stop = min((panel + 1) * width, column + n)
         for i in range(k):
             for j in range(start, stop):
-                panels[panel, row + i, j - panel * NR] = tile[i, j - column]
+                panels[panel, row + i, j - panel * width] = tile[i, j - column]
+
+
+@kernel(reads(float32, 2, "A"), fills(float32, 3), INT, INT)
+def _pack(tile: Any, panels: Any, row: int, column: int) -> None:
+    _pack_panels(tile, panels, row, column)
+
+
+@kernel(reads(uint16, 2, "A"), fills(uint16, 3), INT, INT)
+def _pack_half(tile: Any, panels: Any, row: int, column: int) -> None:
+    _pack_panels(tile, panels, row, column)
+
+
+@kernel(reads(float32, 2), fills(int8, 3), fills(float32, 1))
+def _quantise(panel: Any, codes: Any, scales: Any) -> None:
+    """Fill codes [ceil(k / group), width, group] and scales [width] with panel [k, width], rounded to 127 steps."""
+    k, width = panel.shape
+    group = codes.shape[2]
+    tops = np.zeros(width, np.int32)
+    for i in range(k):
+        for j in range(width):
+            # The bits of f32 >= 0 are ordered like the values, with infinity and NaN above all.
+            bits = bits_of(abs(panel[i, j]))
+            tops[j] = max(tops[j], bits)
+    for j in range(width):
+        most = from_bits(tops[j])
+        scales[j] = most / _STEPS if most < np.inf else np.float32(np.nan)
+    for i in range(k):
+        for j in range(width):
+            code = panel[i, j] / scales[j] if scales[j] > 0 else np.float32(0)
+            codes[i // group, j, i % group] = np.int8(min(max(np.rint(code), -_STEPS), _STEPS))

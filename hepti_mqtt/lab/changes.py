@@ -34,7 +34,8 @@ _NETWORK: Final = ("rate", "cut", "mend")
 class Change:
     """What to do to a host at a time after the script's start.
 
-    mbit: new goodput of its link. gflops or share (of its calibrated speed): new quota of CPU.
+    mbit: new goodput of its link. share: new quota of CPU as a part of the calibrated one; gflops: the same, as a part
+    of the host's target. Speed follows the quota nearly, not exactly: a quarter of 70 GFLOP/s was measured as 16.4.
     """
 
     at_s: float

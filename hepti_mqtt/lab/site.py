@@ -40,7 +40,7 @@ class LabSite:
 
     hub: the host of the clients, and of broker and planner unless others are named. devices: the agents. models:
     name -> directory on this machine. Agents start and compile at full speed; then every host is throttled, and only
-    then they measure themselves, so that the planner plans with what the hosts will have.
+    then they measure themselves, one after the other, so that the planner plans with what the hosts will have.
     """
 
     hub: Host
@@ -88,20 +88,14 @@ class LabSite:
         for agent in agents:
             _await_compiled(agent)
         self._throttle(True)
-        for agent in agents:
+        for device, agent in zip(self.devices, agents, strict=True):
             agent.send("measure")
+            self._await([device.host.name], (), ONLINE_S)  # one after the other: neighbours share cores and caches
         self.wait_ready()
 
     def wait_ready(self, timeout_s: float = ONLINE_S) -> dict[str, Any]:
         """Return what the devices say and each model's plan, once all are there; raises LabError naming who is not."""
-        names = ",".join(d.host.name for d in self.devices)
-        arguments = [self.hub.python, "-m", "hepti_mqtt.lab.ready", str(timeout_s), names, *self.models]
-        done = self.hub.run(arguments, self.environment(self.hub), 2 * timeout_s)
-        self.check()
-        if done.code != 0:
-            raise LabError(f"the site is not ready: {done.err.strip()}")
-        found: dict[str, Any] = json.loads(done.out)
-        return found
+        return self._await([d.host.name for d in self.devices], list(self.models), timeout_s)
 
     def run_client(self, arguments: Sequence[str], timeout_s: float = 60.0) -> Completed:
         """Run `hepti ARGUMENTS` on the hub, connected to this site."""
@@ -205,6 +199,16 @@ class LabSite:
         hosts = (self.hub, self._broker_host, self._planner_host, *(d.host for d in self.devices))
         for host in {id(h): h for h in hosts}.values():
             host.throttle(on)
+
+    def _await(self, devices: Sequence[str], models: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        program = [self.hub.python, "-m", "hepti_mqtt.lab.ready"]
+        arguments = [*program, str(timeout_s), ",".join(devices), *models]
+        done = self.hub.run(arguments, self.environment(self.hub), 2 * timeout_s)
+        self.check()
+        if done.code != 0:
+            raise LabError(f"the site is not ready: {done.err.strip()}")
+        found: dict[str, Any] = json.loads(done.out)
+        return found
 
     def _start_broker(self, port: int) -> None:
         host = self._broker_host

@@ -10,7 +10,7 @@ from typing import Final
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import tensor_sources
-from hepti_mqtt.plan import Plan, WireDtype
+from hepti_mqtt.plan import Plan, Storage, WireDtype
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
     DeviceUse,
@@ -33,8 +33,8 @@ _FEW: Final = 2  # layers of the short model; one more gives the cost of an inne
 class Question:
     """What is to be planned.
 
-    shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire: what the user
-    pinned. packet_bytes: of the largest packet that gets through, None if any does.
+    shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage: what the
+    user pinned. packet_bytes: of the largest packet that gets through, None if any does.
     """
 
     naming: Naming
@@ -47,6 +47,7 @@ class Question:
     options: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     wire: WireDtype = "f32"
+    storage: Storage = "f32"
     packet_bytes: int | None = None
 
 

@@ -163,7 +163,9 @@ def _draft(
     """Return the draft whose head is the fastest device, or the next one if only the head's memory is short."""
     made = []
     for head in devices[:2]:
-        template = Plan(question.naming.model, question.epoch, strategy, devices, head, wire=question.wire)
+        template = Plan(
+            question.naming.model, question.epoch, strategy, devices, head, wire=question.wire, storage=question.storage
+        )
         plan = make_plan(question.spec, template, strategy, options, weights)
         made.append(_Draft(plan, tuple(weights), *memory(question, plan)))
         if head not in made[-1].missing:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.plan import Plan, WireDtype
+from hepti_mqtt.plan import Plan, Storage, WireDtype
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.flight import Job, Pins, RunStats
@@ -94,13 +94,14 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The planner's user pins (or, with None, frees) strategy, variant, devices and wire of a model."""
+    """The planner's user pins (or, with None, frees) strategy, variant, devices, wire and storage of a model."""
 
     model: str
     strategy: str | None
     options: Mapping[str, str]
     devices: tuple[str, ...] | None
     wire: WireDtype
+    storage: Storage = "f32"
 
 
 @dataclass(frozen=True, slots=True)

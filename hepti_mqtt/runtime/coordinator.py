@@ -197,12 +197,13 @@ class CoordinatorSession:
             options=model.pins.options,
             devices=model.pins.devices,
             wire=model.pins.wire,
+            storage=model.pins.storage,
             packet_bytes=self.membership.packet_bytes(),
         )
 
     def _pin(self, event: Pin, now: float) -> list[CoordinatorCommand]:
         model = self._models[event.model]
-        model.pins = Pins(event.strategy, event.options, event.devices, event.wire)
+        model.pins = Pins(event.strategy, event.options, event.devices, event.wire, event.storage)
         model.served = replace(model.served, pins=model.pins)
         model.solve_at, model.forced = now, True
         return []

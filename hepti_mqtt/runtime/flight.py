@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan import Plan, WireDtype
+from hepti_mqtt.plan import Plan, Storage, WireDtype
 from hepti_mqtt.spec import RequestShape
 
 Array = NDArray[Any]
@@ -43,6 +43,7 @@ class Pins:
     options: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     wire: WireDtype = "f32"
+    storage: Storage = "f32"
 
 
 @dataclass(slots=True)

@@ -24,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strategy")
     parser.add_argument("--devices", metavar="A,B,C")
     parser.add_argument("--wire", default="f32")
+    parser.add_argument("--weights", default="f32")
     parser.add_argument("--in-flight", type=int, default=2)
     args = parser.parse_args(arguments)
     models = dict(entry.partition("=")[::2] for entry in args.model)
-    pins = Pins(args.strategy, {}, tuple(args.devices.split(",")) if args.devices else None, args.wire)
+    pins = Pins(args.strategy, {}, tuple(args.devices.split(",")) if args.devices else None, args.wire, args.weights)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -144,6 +144,7 @@ class Desk:
                 "strategy": plan.strategy,
                 "options": dict(plan.options),
                 "wire": plan.wire,
+                "weights": plan.storage,
                 "route": plan.route,
                 "devices": shares(forecasts),
                 "reason": plan.reason,

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import WireDtype
+from hepti_mqtt.plan import Storage, WireDtype
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -18,7 +18,8 @@ MAX_REQUEST_BYTES: Final = 64_000_000
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
-_PINS: Final = ("strategy", "options", "devices", "wire")
+STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
+_PINS: Final = ("strategy", "options", "devices", "wire", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     )
 
 
-def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any) -> Pins:
+def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
 
-    Raises RequestError for a strategy, variant or wire dtype that does not exist, or names that no device can have.
+    Raises RequestError for a strategy, variant, wire dtype or storage of weights that does not exist, or names that no
+    device can have.
     """
     if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
         raise RequestError(f"there is no strategy {str(strategy)[:40]!r}; choose one of {', '.join(choices)}")
@@ -93,15 +95,17 @@ def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any) -> Pins:
         raise RequestError(f"there are no such options of {chosen or 'any strategy'}; choose one of {known}")
     if wire not in WIRES:
         raise RequestError(f"wire must be one of {', '.join(WIRES)}")
+    if weights not in STORAGES:
+        raise RequestError(f"weights must be one of {', '.join(STORAGES)}")
     if devices is None:
-        return Pins(chosen, dict(options), None, wire)
+        return Pins(chosen, dict(options), None, wire, weights)
     if not isinstance(devices, list | tuple) or not devices:
         raise RequestError("devices must be a list of at least one name")
     try:
         names = {check_name("device", name) for name in devices}
     except BadNameError as error:
         raise RequestError(f"devices: {error}") from error
-    return Pins(chosen, dict(options), tuple(sorted(names)), wire)
+    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights)
 
 
 def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
@@ -113,4 +117,5 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
         (own.options if strategy is None else {}) if options is None else options,
         own.devices if devices is None else devices,
         own.wire if data.get("wire") is None else data["wire"],
+        own.storage if data.get("weights") is None else data["weights"],
     )

@@ -85,7 +85,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         for name, directory in config.models.items():
             p = config.pins.get(name, Pins())
             try:
-                pins = checked_pins(p.strategy, p.options, p.devices, p.wire)
+                pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage)
             except RequestError as error:
                 raise ConfigError(f"model {name}: {error}") from error
             checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))

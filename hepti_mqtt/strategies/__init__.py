@@ -11,6 +11,7 @@ from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import ModelSpec, RequestShape
 from hepti_mqtt.strategies import block, column, row, single
 from hepti_mqtt.strategies.narrow import narrow
+from hepti_mqtt.strategies.storage import store
 
 ProgramFunction = Callable[[ModelSpec, Plan, RequestShape, str], Program]
 
@@ -101,7 +102,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 
 def program(spec: ModelSpec, plan: Plan, shape: RequestShape, device: str) -> Program:
     """Return the Program of one device under `plan`; raises KeyError for an unknown strategy."""
-    return narrow(STRATEGIES[plan.strategy].program(spec, plan, shape, device), plan.wire)
+    return store(narrow(STRATEGIES[plan.strategy].program(spec, plan, shape, device), plan.wire), plan.storage)
 
 
 def programs(spec: ModelSpec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
@@ -112,7 +113,7 @@ def programs(spec: ModelSpec, plan: Plan, shape: RequestShape) -> dict[str, Prog
 def make_plan(
     spec: ModelSpec, template: Plan, strategy: str, options: Mapping[str, str], weights: Sequence[float]
 ) -> Plan:
-    """Return `template` (model, epoch, devices, head, wire, route) under a strategy, with shares by `weights`."""
+    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `weights`."""
     by_length, ranges = STRATEGIES[strategy].shares(spec, weights)
     return Plan(
         model=template.model,
@@ -124,6 +125,7 @@ def make_plan(
         weights=by_length,
         ranges=ranges,
         wire=template.wire,
+        storage=template.storage,
         route=template.route,
     )
 

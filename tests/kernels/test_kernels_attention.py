@@ -11,7 +11,7 @@ from kernels_support import Case, array
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=5).map(tuple)
 
 
-def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None):
+def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, **attrs):
     """All queries (or `rows`) over all keys, or over the block (first, stop) of them; q and kv are whole arrays."""
     m, width = sum(lengths), heads * d
     q = array(m, width + 3) if q is None else q
@@ -31,6 +31,7 @@ def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None):
         kv_start=first,
         lengths=lengths,
         scale=d**-0.5,
+        **attrs,
     )
 
 
@@ -151,3 +152,101 @@ def test_work_counts_the_pairs_of_a_sequence():
     assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (9 + 16)
     block = attention((3, 4), 2, 8, block=(2, 5))
     assert block.kernel.work(block.op, block.slots).flops == 4 * 8 * 2 * (3 * 1 + 4 * 2)
+
+
+@given(lengths=LENGTHS, heads=st.integers(0, 3), d=st.sampled_from([1, 7, 16, 64]))
+def test_causal_attention_is_within_2e_5_of_the_reference(lengths, heads, d):
+    attention(lengths, heads, d, causal=True).check()
+
+
+def test_causal_attention_equals_attention_over_the_prefix_of_the_own_sequence():
+    q, kv = array(100, 11), array(100, 21)
+    got = attention((37, 63), 1, 8, q=q, kv=kv, causal=True).run()[0]
+    for row, start in ((0, 0), (5, 0), (36, 0), (37, 37), (70, 37), (99, 37)):
+        lengths = (start, row + 1 - start, 99 - row)
+        want = attention(lengths, 1, 8, q=q, kv=kv, rows=(row,)).run()[0]
+        np.testing.assert_allclose(got[row], want[0], rtol=2e-5, atol=2e-5)
+
+
+@given(lengths=LENGTHS, data=st.data())
+def test_a_causal_block_of_keys_and_any_rows_equal_the_reference(lengths, data):
+    m = sum(lengths)
+    first = data.draw(st.integers(0, m))
+    stop = data.draw(st.integers(first, m))
+    rows = tuple(data.draw(st.lists(st.integers(0, m - 1), max_size=40))) if m else ()
+    attention(lengths, 2, 8, rows=rows, block=(first, stop), causal=True).check()
+
+
+def test_causal_attention_over_several_blocks_of_keys_and_tiles():
+    attention((300, 70, 129), 2, 32, causal=True).check()
+
+
+@given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), cuts=st.lists(st.floats(0, 1), max_size=6))
+def test_causal_states_of_any_split_combine_to_the_whole_within_1e_4(lengths, cuts):
+    m, heads, d = sum(lengths), 2, 8
+    q, kv = array(m, heads * d + 3, scale=4), array(m, 2 * heads * d + 5, scale=4)
+    edges = sorted({0, m, *(int(c * m) for c in cuts)})
+    blocks = [attention(lengths, heads, d, q=q, kv=kv, block=b, causal=True) for b in pairwise(edges)]
+    combine = Case("attention_combine", [b.run()[0] for b in blocks], [(m, heads * d)], heads=heads, head_dim=d)
+    whole = attention(lengths, heads, d, q=q, kv=kv, causal=True)
+    np.testing.assert_allclose(combine.run()[0], whole.reference()[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [12, 3])
+def test_a_causal_query_does_not_see_what_is_not_finite_after_it(value, column):
+    q, kv = array(40, 11), array(40, 21)
+    kv[30, column] = value
+    got = attention((40,), 1, 8, q=q, kv=kv, causal=True)
+    with np.errstate(invalid="ignore"):
+        result, want = got.run()[0], got.reference()[0]
+    assert np.isfinite(result[:30]).all()
+    np.testing.assert_allclose(result[:30], want[:30], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.isnan(result[30:]), np.isnan(want[30:]))
+
+
+def test_causal_attention_has_the_same_bits_with_threads():
+    case = attention((200, 3, 150), 4, 32, causal=True)
+    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("queries", range(1, 9))
+def test_few_queries_over_many_keys_equal_the_reference(queries):
+    attention((300,), 2, 64, rows=range(300 - queries, 300)).check()
+    attention((300,), 2, 64, rows=range(300 - queries, 300), causal=True).check()
+    attention((300,), 2, 64, rows=range(300 - queries, 300), block=(100, 290), causal=True).check()
+
+
+@given(groups=st.integers(1, 3), share=st.integers(1, 4), lengths=LENGTHS, causal=st.booleans())
+def test_heads_that_share_keys_equal_heads_with_copies_of_them(groups, share, lengths, causal):
+    m, d, heads = sum(lengths), 8, groups * share
+    q, k, v = array(m, heads * d), array(m, groups, d), array(m, groups, d)
+    kv = np.concatenate([k.reshape(m, groups * d), v.reshape(m, groups * d)], axis=1)
+    copies = np.concatenate([np.repeat(a, share, axis=1).reshape(m, heads * d) for a in (k, v)], axis=1)
+    common = {"heads": heads, "head_dim": d, "q_rows": range(m), "kv_start": 0, "lengths": lengths, "scale": 0.3}
+    columns = {"q_column": 0, "k_column": 0, "causal": causal}
+    shared = Case("attention", [q, kv], [(m, heads * d)], **common, **columns, v_column=groups * d, kv_heads=groups)
+    copied = Case("attention", [q, copies], [(m, heads * d)], **common, **columns, v_column=heads * d)
+    np.testing.assert_array_equal(shared.check()[0], copied.run()[0])
+
+
+def test_heads_that_cannot_share_keys_evenly_are_refused():
+    with pytest.raises(ValueError, match="3 heads cannot share 2 kv_heads evenly"):
+        attention((3,), 3, 4, kv_heads=2).run()
+
+
+@pytest.mark.parametrize("scale", [1e-41, 1e-20, 1.0, 1e4])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_denormal_and_huge_inputs_are_within_1e_3_of_the_reference(rows, scale):
+    # Huge: scores of 1e8 choose one key each; the error is that of f32 scores (1e-7 of them), so values are compared
+    # where the choice is clear.
+    q, kv = array(40, 19, scale=scale), array(40, 37, scale=scale)
+    case = attention((40,), 2, 8, q=q, kv=kv, rows=range(rows))
+    got, want = case.run()[0], case.reference()[0]
+    bad = ~np.isclose(got, want, rtol=1e-3, atol=max(1e-3 * scale, 1e-44))
+    assert bad.mean() <= (0.02 if scale > 1 else 0.0)
+
+
+def test_work_counts_the_pairs_of_causal_attention():
+    case = attention((3, 4), 2, 8, causal=True)
+    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (6 + 10)

@@ -84,3 +84,10 @@ def test_ops_that_do_not_fit_are_refused():
 def test_work_is_the_bytes_that_move():
     case = Case("add", [array(3, 4), array(3, 4)], [(3, 4)], bias=False)
     assert case.kernel.work(case.op, case.slots) == ("rowwise", 0, 0, 0, 0.0, 3 * 48)
+
+
+@pytest.mark.parametrize("scale", [1e-41, 1e-20, 1e20, 3e37])
+@pytest.mark.parametrize("kernel", ["layer_norm", "add_norm"])
+def test_norms_of_denormal_and_huge_rows_are_within_1e_5_of_the_reference(kernel, scale):
+    x = (array(5, 700) * np.float64(scale)).astype(np.float32)
+    Case(kernel, [x], [x.shape], [array(700), array(700)], eps=1e-5, bias=False, keep_sum=False).check(1e-5, 1e-5)

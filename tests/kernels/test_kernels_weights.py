@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import array
 
-from hepti_mqtt.kernels import PackedMatrix, allocate, weight_bytes
+from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, loading_bytes, weight_bytes
+from hepti_mqtt.kernels.weights import LONGEST_DOT
 from hepti_mqtt.program import WeightRef
 
 RANGE = st.tuples(st.integers(0, 90), st.integers(0, 90)).map(lambda r: (min(r), max(r)))
@@ -79,3 +80,61 @@ def test_what_is_no_tile_or_no_range_is_refused():
         buffer.put(array(4), 0, 0)
     with pytest.raises(ValueError, match="no range"):
         allocate(WeightRef("w", (4, 0), (0, 8)))
+
+
+@given(
+    rows=RANGE,
+    columns=RANGE,
+    storage=st.sampled_from(["f16", "w8a32", "w8a8"]),
+    grid=st.tuples(st.integers(7, 60), st.integers(7, 60)),
+    dtype=st.sampled_from(["f4", "f2"]),
+    order=st.randoms(use_true_random=False),
+)
+def test_narrow_weights_do_not_depend_on_the_order_of_tiles(rows, columns, storage, grid, dtype, order):
+    matrix = array(90, 90).astype(dtype)
+    ref = WeightRef("w", rows, columns, "packed", storage)
+    whole, buffer = allocate(ref), allocate(ref)
+    whole.put(matrix, 0, 0)
+    arriving = tiles(matrix, *grid)
+    order.shuffle(arriving)
+    assert sum(buffer.put(*tile) for tile in (*arriving, *arriving)) == (rows[1] - rows[0]) * (columns[1] - columns[0])
+    want, got = whole.finish(), buffer.finish()
+    assert isinstance(got, NarrowMatrix)
+    for name in ("panels", "scales", "sums"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    assert got.panels.nbytes + got.scales.nbytes + got.sums.nbytes == weight_bytes(ref)
+    plain = matrix[slice(*rows), slice(*columns)].astype(np.float32)
+    step = np.abs(plain).max(axis=0, initial=0) / 127 if storage != "f16" else np.abs(plain) / 1024 + 1e-7
+    assert (np.abs(got.plain() - plain) <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("storage", ["w8a32", "w8a8"])
+def test_an_int8_panel_lets_go_of_its_f32_when_it_is_complete(storage):
+    k, n = 40, 300
+    ref = WeightRef("w", (0, k), (0, n), "packed", storage)
+    buffer, matrix = allocate(ref), array(k, n)
+
+    def staged():
+        return sum(panel.nbytes for panel in buffer._staged.values())
+
+    buffer.put(matrix[:20], 0, 0)
+    assert staged() == loading_bytes(ref)
+    buffer.put(matrix[20:, :150], 20, 0)
+    assert 0 < staged() < loading_bytes(ref)
+    buffer.put(matrix[20:, 150:], 20, 150)
+    assert staged() == 0
+    assert loading_bytes(ref._replace(storage="f16")) == 0
+
+
+@pytest.mark.parametrize(
+    ("ref", "message"),
+    [
+        (WeightRef("w", (0, 4), (0, 8), "packed", "i4"), "stored as one of"),  # type: ignore[arg-type]
+        (WeightRef("w", (0, 4), (0, 8), "plain", "f16"), "a plain array as f32"),
+        (WeightRef("w", (0, LONGEST_DOT + 1), (0, 8), "packed", "w8a8"), "could overflow their sum"),
+    ],
+)
+def test_a_storage_that_does_not_exist_is_refused(ref, message):
+    for function in (allocate, weight_bytes):
+        with pytest.raises(ValueError, match=message):
+            function(ref)

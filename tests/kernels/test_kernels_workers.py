@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernels_support import pool
 
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.kernels.workers import ranges
 
 
@@ -63,3 +64,34 @@ def test_ranges_cover_without_overlap(count, parts):
     assert len(found) == min(count, parts)
     sizes = [b - a for a, b in found]
     assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_tasks_arrive_whether_the_threads_poll_or_sleep():
+    seen = []
+    with pool(2) as workers:
+        for polls in (0, 1, 100, 1 << 20 if JIT else 1000):
+            workers._polls = polls
+            for i in range(50):
+                workers.each(lambda i, part: seen.append((i, part)), ((polls, i),), [(0,), (1,), (2,)])
+    assert len(seen) == len(set(seen)) == 4 * 50 * 3
+
+
+def test_two_pools_on_two_threads_do_not_wait_for_each_other():
+    counts = [0, 0]
+
+    def model(place):
+        def part(_part):
+            with lock:
+                counts[place] += 1
+
+        with pool(3) as workers:
+            for _ in range(200):
+                workers.each(part, (), [(0,), (1,), (2,)])
+
+    lock = threading.Lock()
+    models = [threading.Thread(target=model, args=(i,)) for i in range(2)]
+    for thread in models:
+        thread.start()
+    for thread in models:
+        thread.join(timeout=60)
+    assert counts == [600, 600]

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from hepti_mqtt.lab import leftovers
 from hepti_mqtt.lab.changes import parse_change
 from hepti_mqtt.lab.emulated import EmulatedHost
 from hepti_mqtt.lab.lab import Lab
+from hepti_mqtt.lab.spec import load
 
+LABS = Path(__file__).resolve().parents[2] / "configs" / "lab"
 pytestmark = needs_emulation
 
 SERVE = """
@@ -79,6 +82,11 @@ def _quota(lab: Lab, name: str) -> float | None:
     else:
         amount, period = ((group / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
     return None if amount in ("max", "-1") else int(amount) / int(period)
+
+
+def _sleepers(lab: Lab) -> list[int]:
+    (record,) = [r for r in leftovers.records() if r.lab == lab.spec.name]
+    return [pid for pid, _ in record.sleepers]
 
 
 def state(pid: int) -> str:
@@ -167,6 +175,33 @@ def test_a_quota_is_in_force_only_while_throttled_and_can_be_changed(lab: Lab) -
     assert _quota(lab, "a") == pytest.approx(0.5)
     lab.hub.throttle(True)
     assert _quota(lab, "hub") == pytest.approx(0.3)
+
+
+def test_real_time_sleepers_run_while_a_quota_is_in_force(tmp_path: Path) -> None:
+    name = unique()
+    with Lab(small(name), tmp_path) as lab:
+        assert _sleepers(lab) == []
+        lab.hub.throttle(True)
+        sleepers = _sleepers(lab)
+        assert len(sleepers) == len(os.sched_getaffinity(0))
+        assert [os.sched_getscheduler(pid) for pid in sleepers] == [os.SCHED_FIFO] * len(sleepers)
+        assert sorted(c for pid in sleepers for c in os.sched_getaffinity(pid)) == sorted(os.sched_getaffinity(0))
+        lab.hub.throttle(True)
+        assert _sleepers(lab) == sleepers
+    assert [pid for pid in sleepers if leftovers.started(pid) is not None] == []
+    assert left_of(name) == []
+
+
+@pytest.mark.parametrize("file", ["four-pi4", "mixed-four", "primary-secondary", "eight"])
+def test_the_labs_of_the_project_can_be_made(file: str, tmp_path: Path) -> None:
+    name = unique()
+    spec = replace(load(LABS / f"{file}.yaml"), name=name)
+    with Lab(spec, tmp_path) as lab:
+        last = lab.hosts[spec.hosts[-1].name]
+        server = lab.hub.talk("serve", [sys.executable, "-c", SERVE, lab.hub.address])
+        words = [sys.executable, "-c", SEND, lab.hub.address, server.receive(PATIENCE_S), "10", "20"]
+        assert last.run(words).out.startswith("10 ")
+    assert left_of(name) == []
 
 
 def test_a_target_is_not_throttled_before_it_is_calibrated(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
     assert env.envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
     assert env.envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
     assert env.envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    assert env.envelope({"weights": "w8a8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8")
     block = env.envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
     assert block.pins == Pins("block", {}, ("a", "b"), "f16"), "names in one order, so that equal pins are equal"
     assert "devices" not in block.body
@@ -56,6 +57,8 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
         {"devices": [["a"]]},
         {"wire": "f64"},
         {"wire": ["f32"]},
+        {"weights": "int4"},
+        {"weights": ["f32"]},
     ],
 )
 def test_what_is_wrong_is_named(wrong):

@@ -1,0 +1,121 @@
+"""`python -m hepti_mqtt.bench.outside.onnx_single`: ONNX Runtime in one process of one thread.
+
+The graph is made from the same weights with the operators of opset 20, and optimised by ONNX Runtime as it sees fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hepti_mqtt.bench.outside import common
+from hepti_mqtt.errors import ConfigError
+
+OPSET = 20
+_ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "gelu": ("Gelu", {}),
+    "gelu_tanh": ("Gelu", {"approximate": "tanh"}),
+    "relu": ("Relu", {}),
+}
+
+
+class _Graph:
+    """Collects nodes and constants; every method returns the name of a value."""
+
+    def __init__(self, onnx: Any, task: common.Task) -> None:
+        self._onnx, self.task = onnx, task
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Any] = {}
+
+    def op(self, kind: str, *reads: str, **attributes: Any) -> str:
+        out = f"v{len(self.nodes)}"
+        self.nodes.append(self._onnx.helper.make_node(kind, reads, [out], **attributes))
+        return out
+
+    def constant(self, name: str, value: Any) -> str:
+        if name not in self.constants:
+            self.constants[name] = self._onnx.numpy_helper.from_array(np.ascontiguousarray(value), name)
+        return name
+
+    def tensor(self, name: str) -> str:
+        return self.constant(name, self.task.tensors[name])
+
+    def linear(self, x: str, name: str) -> str:
+        return self.op("Add", self.op("MatMul", x, self.tensor(f"{name}.weight")), self.tensor(f"{name}.bias"))
+
+    def norm(self, x: str, name: str) -> str:
+        weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
+        return self.op("LayerNormalization", x, weight, bias, epsilon=self.task.spec.norm_eps, axis=-1)
+
+    def stem(self) -> str:
+        text = self.task.spec.text
+        if text is None:
+            cls = self.constant("cls", self.task.tensors["stem.cls"].reshape(1, -1))
+            x = self.op("Concat", cls, self.linear("input", "stem.patch"), axis=0)
+            return self.op("Add", x, self.tensor("stem.position"))
+        first = text.position_offset
+        places = self.task.tensors["stem.position"][first : first + self.task.rows] + self.task.tensors["stem.type"][0]
+        x = self.op("Gather", self.tensor("stem.word"), "input", axis=0)
+        return self.norm(self.op("Add", x, self.constant("places", places)), "stem.norm")
+
+    def attention(self, i: int, x: str) -> str:
+        m, a, d = self.task.rows, self.task.spec.heads, self.task.spec.head_dim
+        split, whole = self.constant("split", np.array([m, a, d])), self.constant("whole", np.array([m, a * d]))
+        orders = {"query": (1, 0, 2), "key": (1, 2, 0), "value": (1, 0, 2)}
+        q, k, v = (
+            self.op("Transpose", self.op("Reshape", self.linear(x, f"layers.{i}.{part}"), split), perm=order)
+            for part, order in orders.items()
+        )
+        scale = self.constant("scale", np.array(d**-0.5, np.float32))
+        weights = self.op("Softmax", self.op("Mul", self.op("MatMul", q, k), scale), axis=-1)
+        y = self.op("Reshape", self.op("Transpose", self.op("MatMul", weights, v), perm=(1, 0, 2)), whole)
+        return self.linear(y, f"layers.{i}.attention_out")
+
+    def mlp(self, i: int, x: str) -> str:
+        kind, attributes = _ACTIVATIONS[self.task.spec.activation]
+        return self.linear(self.op(kind, self.linear(x, f"layers.{i}.mlp_up"), **attributes), f"layers.{i}.mlp_down")
+
+    def layers(self, x: str) -> str:
+        for i in range(self.task.spec.layers):
+            first, second = f"layers.{i}.attention_norm", f"layers.{i}.mlp_norm"
+            if self.task.spec.norm_first:
+                x = self.op("Add", x, self.attention(i, self.norm(x, first)))
+                x = self.op("Add", x, self.mlp(i, self.norm(x, second)))
+            else:
+                x = self.norm(self.op("Add", x, self.attention(i, x)), first)
+                x = self.norm(self.op("Add", x, self.mlp(i, x)), second)
+        return self.norm(x, "final_norm") if self.task.spec.norm_first else x
+
+
+def make(options: common.Options, task: common.Task) -> common.Made:
+    """Return what computes the hidden states."""
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError:
+        raise ConfigError(f"this baseline needs onnx and onnxruntime: {common.ONNX_HINT}") from None
+    if options.world != 1:
+        raise ConfigError(f"onnx_single is one process, not {options.world}: leave --world out")
+    graph = _Graph(onnx, task)
+    out = graph.layers(graph.stem())
+    helper, kinds = onnx.helper, onnx.TensorProto
+    given = helper.make_tensor_value_info("input", kinds.INT32 if task.spec.text else kinds.FLOAT, task.values.shape)
+    gives = helper.make_tensor_value_info(out, kinds.FLOAT, (task.rows, task.spec.hidden))
+    made = helper.make_graph(graph.nodes, "encoder", [given], [gives], list(graph.constants.values()))
+    # The oldest file version that has this opset, which every ONNX Runtime that knows the opset reads.
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = settings.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, ["CPUExecutionProvider"])
+
+    def compute() -> common.Array:
+        result: common.Array = session.run(None, {"input": task.values})[0]
+        return result
+
+    return compute, lambda: None, {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
+
+
+if __name__ == "__main__":
+    sys.exit(common.main(make, sys.argv[1:]))

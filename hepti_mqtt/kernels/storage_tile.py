@@ -1,0 +1,318 @@
+"""The register tiles over narrow weights, as LLVM vector IR: some rows of the left side times one panel.
+
+Three kinds differ in what one step of the loop over k takes. `f16` and `w8a32`: one f32 of each row times one row of
+the panel, widened in registers, fused multiply-adds in ascending order of k. `w8a8`: four bytes of each row times four
+rows of the panel, interleaved by column, added exactly in i32. So a row's bits do not depend on the tile it falls into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.isa import DOT, TILE, Dot, Tile, isa
+from hepti_mqtt.kernels.jit import lowered
+
+Kind = Literal["f16", "w8a8", "w8a32"]
+
+GROUP: Final = 4  # bytes of a row that one step of an int8 dot product takes
+
+# Every CPU of these sets converts half precision in one instruction; elsewhere LLVM would call a library function that
+# Numba does not link.
+HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
+
+_F32: Final = ir.FloatType()
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_ARGUMENTS: Final = 11
+# Bytes of a cache line; and how far ahead of its use a line is asked for: widening fills the window in which the CPU
+# would find loads by itself, and 2 KB read memory a tenth faster at one row.
+_LINE: Final = 64
+_AHEAD: Final = 2048
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
+# Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
+_REBIAS: Final = float(np.ldexp(1.0, 112))
+_HALF_INFINITY: Final = 0x7C00 << 13
+
+
+class Form(NamedTuple):
+    """What a kind of tile is made of: its size, the type of its sums, bytes of a panel's vector and of a step's row."""
+
+    kind: Kind
+    lanes: int
+    rows: int
+    vectors: int
+    sums: ir.Type
+    vector_bytes: int
+    fma: bool
+    dot: Dot
+    half_in_hardware: bool
+
+    @property
+    def width(self) -> int:
+        """Return the columns of one panel."""
+        return self.lanes * self.vectors
+
+
+def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool = HALF_IN_HARDWARE) -> Form:
+    """Return the form of a kind on a register tile."""
+    if kind == "w8a8":
+        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, GROUP * dot.lanes, tile.fma, dot, half_in_hardware)
+    size = 2 if kind == "f16" else 1
+    return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, size * tile.lanes, tile.fma, dot, half_in_hardware)
+
+
+class StorageTileWriter:
+    """Writes the LLVM function of one tile: c = a @ panel * column scales * row scales + bias.
+
+    Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, column scales, column sums, bias, c, bytes
+    between rows of c; all but strides and steps are addresses. a is [rows, steps] of four bytes each; c is f32. Row
+    scales (f32) and zeros (i32, the code of 0) are [rows], column scales, bias (f32) and sums (i32) [width]. Only w8a8
+    reads row scales, zeros and sums, and takes what the zeros add out of the sums before they become f32. Scales are
+    applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
+    """
+
+    def __init__(self, module: ir.Module, name: str, shape: Form, rows: int) -> None:
+        self.form, self.rows = shape, rows
+        self.module = module
+        self.vector = ir.VectorType(shape.sums, shape.lanes)
+        self.function = ir.Function(module, _SIGNATURE, name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+
+    def write(self) -> ir.Function:
+        """Return the finished function."""
+        b, f = self.builder, self.form
+        a, stride, steps, panel, row_scales, zeros, column_scales, column_sums, bias, c, c_stride = self.function.args
+        at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
+        start = self._start(zeros, column_sums)
+        before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
+        b.position_at_end(body)
+        p = b.phi(_I64)
+        sums = [b.phi(self.vector) for _ in start]
+        at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
+        weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
+        if f.kind != "w8a8":
+            self._prefetch(at)
+        new = []
+        for i, row in enumerate(at_rows):
+            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
+            new += [self._accumulate(sums[i * f.vectors + j], x, w) for j, w in enumerate(weights)]
+        following = b.add(p, self._int(1))
+        b.cbranch(b.icmp_signed("<", following, steps), body, after)
+        p.add_incoming(self._int(0), before)
+        p.add_incoming(following, body)
+        b.position_at_end(after)
+        for place, (phi, begin, end) in enumerate(zip(sums, start, new, strict=True)):
+            phi.add_incoming(begin, before)
+            phi.add_incoming(end, body)
+            result = b.phi(self.vector)
+            result.add_incoming(begin, before)
+            result.add_incoming(end, body)
+            new[place] = result
+        self._finish(new, row_scales, column_scales, bias, c, c_stride)
+        b.ret_void()
+        return self.function
+
+    def _prefetch(self, at: Any) -> None:
+        """Ask for the lines of the panel that are used some steps later, one for each that a step takes."""
+        address, level = _I8.as_pointer(), ir.Constant(_I32, 3)
+        function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
+        read, data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
+        for line in range(0, self.form.vector_bytes * self.form.vectors, _LINE):
+            ahead = self.builder.add(at, self._int(_AHEAD + line))
+            self.builder.call(function, [self.builder.inttoptr(ahead, address), read, level, data])
+
+    def _finish(self, sums: list[Any], row_scales: Any, column_scales: Any, bias: Any, c: Any, c_stride: Any) -> None:
+        """Scale the sums, add the bias and store them."""
+        b, f = self.builder, self.form
+        wide = ir.VectorType(_F32, f.lanes)
+        of_columns = [self._load(b.add(column_scales, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
+        biases = [self._load(b.add(bias, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
+        for i in range(self.rows):
+            row = b.add(c, b.mul(c_stride, self._int(i)))
+            for j in range(f.vectors):
+                value = sums[i * f.vectors + j]
+                if f.kind == "w8a8":
+                    value = b.fmul(b.sitofp(value, wide), of_columns[j])
+                    of_row = self._splat(self._load(b.add(row_scales, self._int(4 * i)), _F32), wide)
+                    value = self._multiply_add(value, of_row, biases[j])
+                elif f.kind == "w8a32":
+                    value = self._multiply_add(value, of_columns[j], biases[j])
+                else:
+                    value = b.fadd(value, biases[j])
+                b.store(value, self._pointer(b.add(row, self._int(4 * j * f.lanes)), wide)).align = 4
+
+    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
+        return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
+
+    def _start(self, zeros: Any, column_sums: Any) -> list[Any]:
+        b, f = self.builder, self.form
+        if f.kind != "w8a8":
+            return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * f.vectors)
+        of_columns = [self._load(b.add(column_sums, self._int(4 * j * f.lanes)), self.vector) for j in range(f.vectors)]
+        codes = [self._load(b.add(zeros, self._int(4 * i)), _I32) for i in range(self.rows)]
+        minus = [self._splat(b.neg(code), self.vector) for code in codes]
+        return [b.mul(z, total) for z in minus for total in of_columns]
+
+    def _weight(self, address: Any) -> Any:
+        b, f = self.builder, self.form
+        if f.kind == "w8a8":
+            return self._load(address, ir.VectorType(_I8, GROUP * f.lanes), 1)
+        if f.kind == "w8a32":
+            return b.sitofp(self._load(address, ir.VectorType(_I8, f.lanes), 1), self.vector)
+        if f.half_in_hardware:
+            return b.fpext(self._load(address, ir.VectorType(ir.HalfType(), f.lanes), 2), self.vector)
+        return self._half_by_bits(self._load(address, ir.VectorType(_I16, f.lanes), 2))
+
+    def _half_by_bits(self, half: Any) -> Any:
+        """Return the f32 of IEEE halves: their bits moved to the places of a float, and the exponent by a product."""
+        b = self.builder
+        words = ir.VectorType(_I32, self.form.lanes)
+        bits = b.zext(half, words)
+        magnitude = b.shl(b.and_(bits, self._all(words, 0x7FFF)), self._all(words, 13))
+        scaled = b.fmul(b.bitcast(magnitude, self.vector), self._all(self.vector, _REBIAS))
+        special = b.icmp_unsigned(">=", magnitude, self._all(words, _HALF_INFINITY))
+        infinite = b.or_(magnitude, self._all(words, 0x7F800000))
+        sign = b.shl(b.and_(bits, self._all(words, 0x8000)), self._all(words, 16))
+        return b.bitcast(b.or_(b.select(special, infinite, b.bitcast(scaled, words)), sign), self.vector)
+
+    def _accumulate(self, total: Any, x: Any, weight: Any) -> Any:
+        b, f = self.builder, self.form
+        if f.kind != "w8a8":
+            return self._multiply_add(x, weight, total)
+        octets = ir.VectorType(_I8, GROUP * f.lanes)
+        x = b.bitcast(x, octets)
+        if f.dot.intrinsic:
+            function = self._declared(f.dot.intrinsic, self.vector, [self.vector, octets, octets])
+            return b.call(function, [total, x, weight])
+        words = ir.VectorType(_I32, GROUP * f.lanes)
+        products = b.mul(b.sext(x, words) if f.dot.signed else b.zext(x, words), b.sext(weight, words))
+        for q in range(GROUP):
+            mask = ir.Constant(ir.VectorType(_I32, f.lanes), [GROUP * lane + q for lane in range(f.lanes)])
+            total = b.add(total, b.shuffle_vector(products, ir.Constant(words, ir.Undefined), mask))
+        return total
+
+    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def _pointer(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def _load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        value = self.builder.load(self._pointer(address, kind))
+        value.align = align
+        return value
+
+    def _splat(self, value: Any, kind: Any) -> Any:
+        undefined = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+        mask = ir.Constant(ir.VectorType(_I32, self.form.lanes), [0] * self.form.lanes)
+        return self.builder.shuffle_vector(one, undefined, mask)
+
+    @staticmethod
+    def _all(kind: Any, value: Any) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
+
+    @staticmethod
+    def _int(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+
+def emit_storage_tile(shape: Form) -> Callable[..., Any]:
+    """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows by number."""
+
+    def emit(
+        _context: Any,
+        _rows: Any,
+        _a: Any,
+        _stride: Any,
+        _steps: Any,
+        _panel: Any,
+        _row_scales: Any,
+        _zeros: Any,
+        _column_scales: Any,
+        _column_sums: Any,
+        _bias: Any,
+        _c: Any,
+        _c_stride: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            module = builder.module
+            rows, *rest = arguments
+            end = builder.append_basic_block("tile.end")
+            choice = builder.switch(rows, end)
+            for count in range(1, shape.rows + 1):
+                name = f"hepti_{shape.kind}_{count}"
+                function = module.globals.get(name) or StorageTileWriter(module, name, shape, count).write()
+                with builder.goto_block(builder.append_basic_block(name)):
+                    choice.add_case(ir.Constant(_I64, count), builder.block)
+                    builder.call(function, rest)
+                    builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * (1 + _ARGUMENTS)), codegen
+
+    return emit
+
+
+def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
+    if not count:
+        return np.empty(0, dtype)
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), dtype)
+
+
+def _plain(shape: Form) -> Callable[..., None]:
+    """Return the tile as plain Python."""
+    weight_dtype = {"f16": np.float16, "w8a32": np.int8, "w8a8": np.int8}[shape.kind]
+    group = GROUP if shape.kind == "w8a8" else 1
+    left_dtype = (np.int8 if shape.dot.signed else np.uint8) if shape.kind == "w8a8" else np.float32
+
+    def tile(
+        rows: int,
+        a: int,
+        stride: int,
+        steps: int,
+        panel: int,
+        row_scales: int,
+        zeros: int,
+        column_scales: int,
+        column_sums: int,
+        bias: int,
+        c: int,
+        c_stride: int,
+    ) -> None:
+        n, k = shape.width, steps * group
+        of_columns, biases = _at(column_scales, n, np.float32), _at(bias, n, np.float32)
+        left = np.stack([_at(a + i * stride, k, left_dtype) for i in range(rows)])
+        right = _at(panel, k * n, weight_dtype).reshape(steps, n, group).transpose(0, 2, 1).reshape(k, n)
+        if shape.kind != "w8a8":
+            wide = right.astype(np.float32)
+            # Row by row: BLAS may add in another order for another number of rows.
+            result = np.stack([row @ wide for row in left]) * of_columns + biases
+        else:
+            taken_out = np.outer(_at(zeros, rows, np.int32), _at(column_sums, n, np.int32))
+            exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
+            of_rows = _at(row_scales, rows, np.float32)
+            result = exact.astype(np.float32) * of_columns * of_rows[:, None] + biases
+        for i in range(rows):
+            _at(c + i * c_stride, n, np.float32)[...] = result[i]
+
+    return tile
+
+
+FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
+# Arguments: rows (1 to the form's), then those of `StorageTileWriter`.
+half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), _plain(FORMS["f16"]))
+byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), _plain(FORMS["w8a32"]))
+dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), _plain(FORMS["w8a8"]))

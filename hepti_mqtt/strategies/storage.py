@@ -1,0 +1,29 @@
+"""Narrower weights in memory, for every strategy alike: a pass from Program to Program.
+
+The matrices of the layers are stored narrow; what the stem and the task head use, biases and norms stay f32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hepti_mqtt.program import Compute, Program, Storage, WeightRef
+
+_PREFIX = "layers."
+
+
+def _stored(ref: WeightRef, storage: Storage) -> WeightRef:
+    if ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
+        return ref._replace(storage=storage)
+    return ref
+
+
+def store(program: Program, storage: Storage) -> Program:
+    """Return `program` with every packed matrix of its layers kept in `storage`."""
+    return replace(
+        program,
+        ops=tuple(
+            replace(op, weights=tuple(_stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
+            for op in program.ops
+        ),
+    )
