@@ -264,8 +264,9 @@ class _Agent:
 
     def _measure(self) -> Curves:
         start = perf_counter()
-        warm_up()
-        self._log.info("kernels for %s ready after %.1f s", isa(), perf_counter() - start)
+        warm = warm_up()
+        took_s = perf_counter() - start
+        self._log.info("kernels for %s ready after %.1f s (%d compiled, %d from the cache)", isa(), took_s, *warm)
         start = perf_counter()
         free = int(psutil.virtual_memory().available)
         curves, cached = self_measurement(self._places.state, self._workers, self._config.memory_bytes or free)
