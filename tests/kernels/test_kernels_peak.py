@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.kernels import peak
+from hepti_mqtt.kernels.isa import TILE
+from hepti_mqtt.kernels.jit import JIT, compile_all
+
+
+@pytest.mark.skipif(not JIT, reason="only compiled code reads")
+@pytest.mark.parametrize("streams", peak._STREAMS)
+def test_every_element_is_read_once(streams):
+    compile_all()
+    array = np.arange(64 * TILE.lanes, dtype=np.float32)
+    out = np.empty(TILE.lanes, np.float32)
+    peak._read(out, array, streams)
+    np.testing.assert_array_equal(out, array.reshape(-1, TILE.lanes).sum(axis=0))
+
+
+@pytest.mark.skipif(not JIT, reason="only compiled code multiplies")
+def test_every_multiply_add_is_done():
+    compile_all()
+    out, factor = np.empty(TILE.lanes, np.float32), np.full(TILE.lanes, 0.5, np.float32)
+    peak._multiply_adds(out, factor, 2)
+    starts = 0.5 + np.arange(peak._CHAINS)
+    np.testing.assert_allclose(out, ((starts * 0.5 + 0.5) * 0.5 + 0.5).sum())
+
+
+def test_the_roofs_are_positive():
+    assert peak.fma_peak(repeats=1) > 0
+    assert peak.read_bandwidth(1 << 16, repeats=1) > 0
+
+
+def test_an_array_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="larger than the last-level cache"):
+        peak.read_bandwidth(16)
