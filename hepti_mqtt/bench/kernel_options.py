@@ -33,7 +33,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--only", type=_groups, default=GROUPS, metavar="GROUP,..", help=", ".join(GROUPS))
     sub.add_argument("--seed", type=int, default=1)
     sub.add_argument("--seconds", type=float, help="stop after so long; the same command goes on from there")
-    sub.add_argument("--out", type=Path, default=Path("bench-kernels"), metavar="DIR", help="default: bench-kernels")
+    sub.add_argument("--out", type=Path, default=Path("results/kernels"), metavar="DIR", help="default: %(default)s")
 
 
 def options_of(args: argparse.Namespace) -> Options:
