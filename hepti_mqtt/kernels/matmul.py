@@ -9,6 +9,7 @@ on the tile that it falls into. Kernels call it by address; the loops around it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -27,17 +28,26 @@ Layout = Literal["rows", "columns"]
 _F32: Final = ir.FloatType()
 _I32: Final = ir.IntType(32)
 _I64: Final = ir.IntType(64)
-_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 7)
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 10)
+_BYTE_POINTER: Final = ir.IntType(8).as_pointer()
+_PREFETCH_NAME: Final = "llvm.prefetch.p0"
+_READ_SECOND_LEVEL: Final = (0, 2, 1)  # read, locality, data
+_PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
 
 
 class TileWriter:
-    """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c), addresses and floats.
+    """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
+    ahead, bytes ahead).
 
-    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR], start and c are [rows, NR]; NR = tile.width.
+    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR] with NR = tile.width, of which the first
+    `vectors` vectors count; start and c are [rows, vectors]. Addresses; strides in floats. With `prefetch`, every step
+    of k asks for the next "bytes ahead" of memory from `ahead` on: what the next tiles read comes while this one adds.
     """
 
-    def __init__(self, module: ir.Module, name: str, tile: Tile, rows: int, layout: Layout) -> None:
-        self.tile, self.rows, self.layout = tile, rows, layout
+    def __init__(
+        self, module: ir.Module, name: str, tile: Tile, rows: int, vectors: int, layout: Layout, prefetch: bool
+    ) -> None:
+        self.tile, self.rows, self.vectors, self.layout, self.prefetch = tile, rows, vectors, layout, prefetch
         self.vector = ir.VectorType(_F32, tile.lanes)
         self.function = ir.Function(module, _SIGNATURE, name)
         self.function.linkage = "internal"
@@ -47,13 +57,16 @@ class TileWriter:
         self.multiply_add = module.globals.get(intrinsic) or ir.Function(
             module, ir.FunctionType(self.vector, [self.vector] * 3), intrinsic
         )
-        a, self.stride, self.k, b, start, self.start_stride, c = self.function.args
+        a, self.stride, self.k, b, start, self.start_stride, c, self.c_stride, self.ahead, self.bytes_ahead = (
+            self.function.args
+        )
+
         self.a, self.b, self.start, self.c = (self.builder.inttoptr(p, _F32.as_pointer()) for p in (a, b, start, c))
 
     def write(self) -> ir.Function:
         """Return the finished function."""
         b = self.builder
-        start = [self._start(i, j) for i in range(self.rows) for j in range(self.tile.vectors)]
+        start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
         at_rows = [b.gep(self.a, [b.mul(self.stride, self._int(i))]) for i in range(self.rows)]
         if self.tile.lane_broadcast and self.layout == "rows":
             whole = b.and_(self.k, self._int(-self.tile.lanes))
@@ -64,13 +77,16 @@ class TileWriter:
         else:
             sums = self._loop(self._int(0), self.k, 1, start, lambda p: [self._column(p)])
         for place, total in enumerate(sums):
-            self._store(total, self.c, self._int(place * self.tile.lanes))
+            i, j = divmod(place, self.vectors)
+            self._store(total, self.c, self._at(self.c_stride, i, j))
         b.ret_void()
         return self.function
 
     def _start(self, i: int, j: int) -> Any:
-        b = self.builder
-        return self._load(self.start, b.add(b.mul(self.start_stride, self._int(i)), self._int(j * self.tile.lanes)))
+        return self._load(self.start, self._at(self.start_stride, i, j))
+
+    def _at(self, stride: Any, i: int, j: int) -> Any:
+        return self.builder.add(self.builder.mul(stride, self._int(i)), self._int(j * self.tile.lanes))
 
     def _loop(
         self, first: Any, stop: Any, step: int, start: list[Any], left: Callable[[Any], list[list[Any]]]
@@ -85,10 +101,12 @@ class TileWriter:
         new = list(sums)
         for q, rows in enumerate(left(p)):
             at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
-            panel = [self._load(self.b, b.add(at, self._int(j * self.tile.lanes))) for j in range(self.tile.vectors)]
+            panel = [self._load(self.b, b.add(at, self._int(j * self.tile.lanes))) for j in range(self.vectors)]
+            if self.prefetch and q == 0:
+                self._prefetch(p, step)
             for i, x in enumerate(rows):
                 for j, w in enumerate(panel):
-                    place = i * self.tile.vectors + j
+                    place = i * self.vectors + j
                     new[place] = b.call(self.multiply_add, [x, w, new[place]])
         following = b.add(p, self._int(step))
         b.cbranch(b.icmp_signed("<", following, stop), body, after)
@@ -104,6 +122,17 @@ class TileWriter:
             result.add_incoming(end, body)
             results.append(result)
         return results
+
+    def _prefetch(self, p: Any, step: int) -> None:
+        """Ask for the share of steps p to p + step: one line of 64 bytes, or two."""
+        b, module = self.builder, self.function.module
+        ask = module.globals.get(_PREFETCH_NAME) or ir.Function(module, _PREFETCH, _PREFETCH_NAME)
+        count = 2 if 4 * self.tile.width * step > 64 else 1
+        for half in range(count):
+            address = b.add(self.ahead, b.mul(p, self.bytes_ahead))
+            if half:
+                address = b.add(address, b.ashr(b.mul(self.bytes_ahead, self._int(step)), self._int(1)))
+            b.call(ask, [b.inttoptr(address, _BYTE_POINTER), *(ir.Constant(_I32, v) for v in _READ_SECOND_LEVEL)])
 
     def _splats(self, at_rows: list[Any], p: Any) -> list[Any]:
         return [self._splat_of(self._scalar(row, p)) for row in at_rows]
@@ -150,44 +179,91 @@ class TileWriter:
         return ir.Constant(_I64, value)
 
 
-def emit_tile(layout: Layout, tile: Tile) -> Callable[..., Any]:
-    """Return the Numba intrinsic that calls the tile of 1 to `tile.rows` rows by number."""
+def emit_tile(layout: Layout, tile: Tile, panel: bool = False) -> Callable[..., Any]:
+    """Return the Numba intrinsic that calls the tile of 1 to `tile.rows` rows by number.
+
+    Arguments: those of `tile_of_rows`; with `panel` those of `panel_tile`.
+    """
+    widths = range(1, tile.vectors + 1) if panel else (tile.vectors,)
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        module = builder.module
+        rows, vectors, *rest = arguments if panel else _of_whole_tile(tile, arguments)
+        end = builder.append_basic_block("tile.end")
+        choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, tile.rows)), rows), end)
+        for width, count in product(widths, range(1, tile.rows + 1)):
+            name = f"hepti_{'panel' if panel else 'tile'}_{layout}_{count}x{width}"
+            function = module.globals.get(name) or TileWriter(module, name, tile, count, width, layout, panel).write()
+            with builder.goto_block(builder.append_basic_block(name)):
+                choice.add_case(ir.Constant(_I64, width * tile.rows + count), builder.block)
+                builder.call(function, rest)
+                builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
 
     def emit(_context: Any, _rows: Any, _a: Any, _as: Any, _k: Any, _b: Any, _s: Any, _ss: Any, _c: Any) -> Any:
-        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            module = builder.module
-            rows, *rest = arguments
-            end = builder.append_basic_block("tile.end")
-            choice = builder.switch(rows, end)
-            for count in range(1, tile.rows + 1):
-                name = f"hepti_tile_{layout}_{count}"
-                function = module.globals.get(name) or TileWriter(module, name, tile, count, layout).write()
-                with builder.goto_block(builder.append_basic_block(name)):
-                    choice.add_case(ir.Constant(_I64, count), builder.block)
-                    builder.call(function, rest)
-                    builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
         return types.void(*[types.int64] * 8), codegen
 
-    return emit
+    def emit_panel(
+        _context: Any,
+        _rows: Any,
+        _vectors: Any,
+        _a: Any,
+        _as: Any,
+        _k: Any,
+        _b: Any,
+        _s: Any,
+        _ss: Any,
+        _c: Any,
+        _cs: Any,
+        _ahead: Any,
+        _bytes: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 12), codegen
+
+    return emit_panel if panel else emit
 
 
-def _plain_tile(left: Any, b: int, start: int, start_stride: int, c: int) -> None:
+def _of_whole_tile(tile: Tile, arguments: Any) -> list[Any]:
+    rows, *rest = arguments
+    vectors, width, nothing = (ir.Constant(_I64, v) for v in (tile.vectors, tile.width, 0))
+    return [rows, vectors, *rest, width, nothing, nothing]
+
+
+def _plain_tile(left: Any, width: int, b: int, start: int, start_stride: int, c: int, c_stride: int) -> None:
     rows, k = left.shape
-    begin = np.stack([floats(start + 4 * i * start_stride, NR) for i in range(rows)])
-    floats(c, rows * NR)[:] = (begin + left @ floats(b, k * NR).reshape(k, NR)).reshape(-1)
+    right = floats(b, k * NR).reshape(k, NR)[:, :width]
+    sums = [floats(start + 4 * i * start_stride, width) + left[i] @ right for i in range(rows)]
+    for i in range(rows):
+        floats(c + 4 * i * c_stride, width)[:] = sums[i]
 
 
 def _plain_rows(rows: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int) -> None:
     left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
-    _plain_tile(left, b, start, start_stride, c)
+    _plain_tile(left, NR, b, start, start_stride, c, NR)
+
+
+def _plain_panel(
+    rows: int,
+    vectors: int,
+    a: int,
+    stride: int,
+    k: int,
+    b: int,
+    start: int,
+    start_stride: int,
+    c: int,
+    c_stride: int,
+    _ahead: int,
+    _bytes_ahead: int,
+) -> None:
+    left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
 
 
 def _plain_columns(rows: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int) -> None:
     left = np.asarray([floats(a + 4 * p * stride, rows) for p in range(k)], np.float32).reshape(k, rows).T
-    _plain_tile(left, b, start, start_stride, c)
+    _plain_tile(left, NR, b, start, start_stride, c, NR)
 
 
 # Fill c [rows, NR] with start [rows, NR] + a @ b, where a is [rows, k] (tile_of_rows) or the transpose of [k, rows]
@@ -195,3 +271,8 @@ def _plain_columns(rows: int, a: int, stride: int, k: int, b: int, start: int, s
 # floats between rows of start (0 repeats one row), c; all but the numbers are addresses.
 tile_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_rows)
 tile_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_columns)
+
+# The same for the first `vectors` vectors of b alone, into rows of c that lie apart, while memory that is needed next
+# is fetched. Arguments: rows, vectors (1 to TILE.vectors), a, floats between rows of a, k, b, start, floats between
+# rows of start, c, floats between rows of c, first address to fetch (need not be valid), bytes to fetch for each k.
+panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)
