@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types imports format parity bench-overhead bench-split lock clean
+.PHONY: demo test check lint types imports format parity bench-overhead bench-split bench-venv bench-kernels test-arm64 lock \
+	clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -37,6 +38,18 @@ bench-overhead: $(VENV)/.dev
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
+
+# PyTorch, ONNX Runtime and matplotlib, in an environment of their own.
+bench-venv: $(VENV)/.dev
+	.ci/bench-venv.sh $(PYTHON)
+
+# make bench-kernels ARGS="--quick": see docs/kernels.md.
+bench-kernels: bench-venv
+	.cache/bench-venv/bin/hepti bench kernels $(ARGS)
+
+# The kernels on aarch64 code, under emulation.
+test-arm64: $(VENV)/.dev
+	.ci/test-arm64.sh $(BIN)/python
 
 lock: $(VENV)/.dev
 	$(BIN)/pip install --quiet uv
