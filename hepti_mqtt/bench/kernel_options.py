@@ -30,8 +30,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench kernels`."""
     sub.add_argument("--quick", action="store_true", help="a seeded sample of the shapes, fewer rounds")
     sub.add_argument("--threads", type=_numbers, default=(1, 2), metavar="1,2", help="thread counts (default 1,2)")
-    sub.add_argument("--only", type=_groups, default=GROUPS, metavar="GROUP,..", help=", ".join(GROUPS))
-    sub.add_argument("--seed", type=int, default=1)
+    sub.add_argument("--only", type=_groups, default=GROUPS, metavar="GROUP,..", help=f"of {', '.join(GROUPS)}")
+    sub.add_argument("--seed", type=int, default=1, help="of the data and the sample (default 1)")
     sub.add_argument("--seconds", type=float, help="stop after so long; the same command goes on from there")
     sub.add_argument("--out", type=Path, default=Path("results/kernels"), metavar="DIR", help="default: %(default)s")
 

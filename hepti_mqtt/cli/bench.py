@@ -10,7 +10,7 @@ from hepti_mqtt.cli import output
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
-    experiments = sub.add_subparsers(dest="experiment", required=True)
+    experiments = sub.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT", help="what to measure")
     kernel_options.add_arguments(experiments.add_parser("kernels", help="matmuls beside NumPy, PyTorch, ONNX Runtime"))
 
 
