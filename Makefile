@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types imports format parity test-outside bench-overhead bench-split bench-quick lock clean
+.PHONY: demo test check lint types imports format parity test-outside bench-overhead bench-split bench-quick \
+	bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -46,10 +47,20 @@ bench-split: $(VENV)/.dev
 QUICK ?= aa strategies wire replanning
 OUT ?= results/quick-$(shell date +%Y%m%d-%H%M%S)
 
-bench-quick:
-	.ci/bench-venv.sh $(PYTHON)
+bench-quick: bench-venv
 	for name in $(QUICK); do .cache/bench-venv/bin/hepti bench $$name --quick --out $(OUT)/$$name || exit 1; done
 	@echo "reports: $(OUT)/*/report.md"
+# PyTorch, ONNX Runtime and matplotlib, in an environment of their own.
+bench-venv: $(VENV)/.dev
+	.ci/bench-venv.sh $(PYTHON)
+
+# make bench-kernels ARGS="--quick": see docs/kernels.md.
+bench-kernels: bench-venv
+	.cache/bench-venv/bin/hepti bench kernels $(ARGS)
+
+# The kernels on aarch64 code, under emulation.
+test-arm64: $(VENV)/.dev
+	.ci/test-arm64.sh $(BIN)/python
 
 lock: $(VENV)/.dev
 	$(BIN)/pip install --quiet uv

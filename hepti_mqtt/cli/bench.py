@@ -8,29 +8,37 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hepti_mqtt.bench import kernel_options
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ConfigError
 
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
-    sub.add_argument("what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or report, or compare")
+    sub.add_argument("what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or kernels, report, compare")
     sub.add_argument("results", nargs="*", type=Path, metavar="RESULTS", help="of report (one) and compare (two)")
     sub.add_argument("--list", action="store_true", help="list the experiments that come with Hepti")
     sub.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: a new directory in ./results)")
     sub.add_argument("--resume", action="store_true", help="go on with what --out has not got yet")
     sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's")
     sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
-    sub.add_argument("--quick", action="store_true", help="the experiment with its `quick:` values")
+    sub.add_argument(
+        "--quick", action="store_true", help="the experiment with its `quick:` values; a sample of the kernels"
+    )
+    kernel_options.add_arguments(sub.add_argument_group("of `bench kernels`"))
 
 
 def bench(args: argparse.Namespace) -> int:
     """Run `hepti bench`."""
     if args.list:
         return _list(args)
-    action, count = {"report": (_report, 1), "compare": (_compare, 2)}.get(args.what, (_run, 0))
+    action, count = {"kernels": (_kernels, 0), "report": (_report, 1), "compare": (_compare, 2)}.get(
+        args.what, (_run, 0)
+    )
     if args.what is None or len(args.results) != count:
-        raise ConfigError("use `hepti bench EXPERIMENT`, `bench report RESULTS`, `bench compare A B` or `bench --list`")
+        raise ConfigError(
+            "use `hepti bench EXPERIMENT` or `kernels`, `bench report RESULTS`, `bench compare A B` or `bench --list`"
+        )
     return action(args)
 
 
@@ -56,6 +64,22 @@ def _run(args: argparse.Namespace) -> int:
     out = args.out or Path("results") / f"{experiment.name}-{stamp}"
     run(experiment, out, shlex.join(["hepti", *sys.argv[1:]]), resume=args.resume, console=output.err)
     return _written(args, out)
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from hepti_mqtt.bench import kernel_report, kernels
+
+    options = kernel_options.options_of(args)
+    results = kernels.run(options)
+    if args.json:
+        figures = [figure._asdict() for figure in kernel_report.summary(results.records)]
+        output.print_json({"provenance": results.provenance, "missing": results.missing, "figures": figures})
+        return 0
+    output.print_lines(kernel_report.markdown(results.records, results.provenance).splitlines())
+    output.print_lines([f"written to {options.out}"])
+    if results.missing:
+        output.print_lines([f"{results.missing} cases are not measured yet; the same command goes on"])
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:

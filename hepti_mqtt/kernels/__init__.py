@@ -16,7 +16,7 @@ from hepti_mqtt.kernels.codecs import FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.combine import ATTENTION_COMBINE
 from hepti_mqtt.kernels.copies import CONCAT_COLUMNS, CONCAT_ROWS, TAKE_ROWS
 from hepti_mqtt.kernels.isa import isa
-from hepti_mqtt.kernels.jit import compile_all
+from hepti_mqtt.kernels.jit import Warm, compile_all
 from hepti_mqtt.kernels.linear import LINEAR
 from hepti_mqtt.kernels.rms import ADD_RMS_NORM, RMS_NORM
 from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, NORMALIZE_ROWS
@@ -64,9 +64,9 @@ if len(KERNELS) != len(_ALL):
     raise ImportError("two kernels have one name")
 
 
-def warm_up() -> None:
+def warm_up() -> Warm:
     """Compile every kernel, or load it from the cache, so that nothing compiles in a request; again does nothing."""
-    compile_all()
+    return compile_all()
 
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "NarrowMatrix",
     "PackedMatrix",
     "Run",
+    "Warm",
     "Weight",
     "WeightBuffer",
     "Workers",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
-from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec
 from hepti_mqtt.work import Work
 
 Array = NDArray[Any]
@@ -37,8 +37,9 @@ class Kernel:
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
         """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.
 
-        Everything that depends on shapes, attributes and weights is worked out here, once. `run` trusts the shapes of
-        what it is given, and must not run on two threads at once. Raises ValueError if the op does not fit together.
+        Everything that depends on shapes, attributes and weights is worked out here, once. `run` trusts what it
+        is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
+        together.
         """
         compile_all()
         try:
@@ -46,11 +47,26 @@ class Kernel:
         except KeyError as error:
             raise ValueError(f"{self.name}: attribute {error} is missing; it has {sorted(op.attrs)}") from error
 
+    def checked(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+        """Return `bind`'s run behind checks of every array that it is given, for everybody but the executor.
+
+        The executor makes its arrays from the slot table, and needs no check. Raises TypeError for what is no array or
+        has another dtype, ValueError for another number, shape or layout, or for outputs that cannot be written or
+        overlap what is read; nothing has been touched then.
+        """
+        run = self.bind(op, slots, weights, pool)
+
+        def safe(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+            check_arrays(op, slots, reads, writes)
+            run(reads, writes)
+
+        return safe
+
     def reference(
         self, op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
     ) -> list[Array]:
         """Return what the op writes, by plain NumPy in float64; weights as plain arrays [in, out] or [n]."""
-        dtypes = [_DTYPES[slots[s].dtype] for s in op.writes]
+        dtypes = [NUMPY_DTYPE[slots[s].dtype] for s in op.writes]
         results = self.reference_function(op, slots, reads, weights)
         return [np.ascontiguousarray(r, dtype=t) for r, t in zip(results, dtypes, strict=True)]
 
@@ -59,7 +75,36 @@ class Kernel:
         return self.work_function(op, slots)
 
 
-_DTYPES = {"f32": np.float32, "f16": np.float16, "i8": np.int8, "u8": np.uint8, "i32": np.int32}
+def check_arrays(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    """Raise TypeError or ValueError unless the arrays are what the slots of `op` say, and no output overlaps another.
+
+    What is read may be unaligned and read-only, as a view of a received frame is.
+    """
+    for word, wanted, arrays in (("read", op.reads, reads), ("write", op.writes, writes)):
+        if len(arrays) != len(wanted):
+            raise ValueError(f"{op.kernel}: got {len(arrays)} arrays to {word}, needs {len(wanted)}")
+        for place, (slot, array) in enumerate(zip(wanted, arrays, strict=True)):
+            _check_array(f"{op.kernel}: array {place} to {word}", slots[slot], array)
+    for place, array in enumerate(writes):
+        if not (array.flags.writeable and array.flags.aligned):
+            fault = "unaligned" if array.flags.writeable else "read-only"
+            raise ValueError(f"{op.kernel}: array {place} to write is {fault}; make it with numpy.empty")
+        # All are contiguous, so that overlapping bounds are overlapping memory.
+        if any(np.may_share_memory(array, other) for other in (*reads, *writes[:place])):
+            raise ValueError(f"{op.kernel}: array {place} to write overlaps another array; give it memory of its own")
+
+
+def _check_array(name: str, spec: SlotSpec, array: Array) -> None:
+    wanted = NUMPY_DTYPE[spec.dtype]
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} is a {type(array).__name__}; needs a numpy.ndarray of {wanted}")
+    if array.dtype != wanted:
+        raise TypeError(f"{name} is {array.dtype.str}, needs {wanted.str}; convert it with astype")
+    if array.shape != spec.shape:
+        raise ValueError(f"{name} has shape {array.shape}, needs {spec.shape}")
+    if not array.flags.c_contiguous:
+        message = f"{name} has strides {array.strides}, not rows one behind the other; copy it with ascontiguousarray"
+        raise ValueError(message)
 
 
 class Check:

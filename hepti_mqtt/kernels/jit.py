@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+import llvmlite
 import numba
 import numba.extending
 from numba import types
@@ -54,17 +57,24 @@ def _options(fastmath: frozenset[str]) -> dict[str, Any]:
     return {"nogil": True, "boundscheck": False, "error_model": "numpy", "fastmath": set(fastmath)}
 
 
-def _sources_stamp() -> tuple[float, int]:
-    """Return newest time and total size of the sources of this package."""
-    stats = [path.stat() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return max(s.st_mtime for s in stats), sum(s.st_size for s in stats)
+@cache
+def _sources_stamp() -> str:
+    """Return a digest of what compiled code depends on and Numba's key has not: these sources and llvmlite.
+
+    By content, not by time: the same version installed again finds what it compiled before.
+    """
+    digest = sha256(llvmlite.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _cached(dispatcher: Any) -> None:
     """Turn on the compile cache of a kernel, where a directory can be written.
 
     Numba's cache looks at the file of the function alone; a kernel also depends on the helpers and the tile that it
-    inlines, so its stamp becomes that of the whole package. A forced instruction set is not in Numba's key: no cache.
+    inlines, so its stamp becomes that of the whole package. The CPU's name and features are in Numba's key: another CPU
+    on the same directory compiles its own. A forced instruction set is not in it: no cache.
     """
     if os.environ.get(OVERRIDE) or os.environ.get(DOT_OVERRIDE):
         return
@@ -106,7 +116,14 @@ def lowered(emit: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     return numba.extending.intrinsic(emit) if JIT else plain
 
 
-def compile_all() -> None:
+class Warm(NamedTuple):
+    """Where the machine code of a process's kernels came from; both 0 where the JIT is disabled."""
+
+    compiled: int
+    from_cache: int
+
+
+def compile_all() -> Warm:
     """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it."""
     global _compiled  # noqa: PLW0603
     with _compiling:
@@ -114,3 +131,5 @@ def compile_all() -> None:
             dispatcher.compile(arguments)
             dispatcher.disable_compile()
             _compiled += 1
+    from_cache = sum(bool(dispatcher.stats.cache_hits) for dispatcher, _ in registered)
+    return Warm(len(registered) - from_cache, from_cache)

@@ -63,7 +63,7 @@ class Case:
 
     def run(self, threads: int = 1) -> list[Array]:
         with pool(threads) as workers:
-            run = self.kernel.bind(self.op, self.slots, self.weights, workers)
+            run = self.kernel.checked(self.op, self.slots, self.weights, workers)
             writes = [poisoned(self.slots[s]) for s in self.op.writes]
             again = [poisoned(self.slots[s]) for s in self.op.writes]
             with np.errstate(all="ignore"):  # compiled code does not warn; plain Python does

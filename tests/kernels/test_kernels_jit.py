@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +16,21 @@ ROOT = Path(__file__).parents[2]
 COUNT_CACHE = """
 from hepti_mqtt.kernels import jit
 del jit.registered[2:]  # two are enough to see, and all take seconds
-jit.compile_all()
-stats = [d.stats for d, _ in jit.registered]
-print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+print(*jit.compile_all())
 """
+# A CPU of x86-64 that has neither the name nor the vectors of the machine that runs the tests.
+OLD_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""}
 
 compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
+uncached = pytest.mark.skipif(bool(os.environ.get(jit.OVERRIDE)), reason="a forced instruction set has no cache")
 
 
-def python(*arguments, **variables):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **variables}
+def python(*arguments, directory=ROOT, **variables):
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **variables}
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment,
-        cwd=ROOT,
+        env={**os.environ, **environment},
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,9 +72,8 @@ def test_every_kernel_has_the_flags_of_the_decorator():
 
 
 @compiled_only
+@uncached
 def test_the_cache_of_a_kernel_ages_with_the_whole_package():
-    if os.environ.get(jit.OVERRIDE):
-        pytest.skip("a forced instruction set has no cache")
     for dispatcher, _ in jit.registered:
         assert dispatcher._cache._cache_file._source_stamp == jit._sources_stamp()
 
@@ -85,14 +87,49 @@ def test_a_machine_without_a_writable_directory_has_no_cache():
     assert jit._cached(Unwritable()) is None
 
 
+def counts(directory, package=ROOT, **variables):
+    """Return (compiled, from the cache) of two kernels in a process of its own."""
+    paths = os.pathsep.join([str(package), str(ROOT / "tests")])
+    done = python("-c", COUNT_CACHE, directory=package, NUMBA_CACHE_DIR=str(directory), PYTHONPATH=paths, **variables)
+    assert done.returncode == 0, done.stderr
+    return tuple(map(int, done.stdout.split()))
+
+
 @compiled_only
+@uncached
 def test_the_second_process_compiles_nothing(tmp_path):
-    first = python("-c", COUNT_CACHE, NUMBA_CACHE_DIR=str(tmp_path))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.split() == ["0", "2"]
-    second = python("-c", COUNT_CACHE, NUMBA_CACHE_DIR=str(tmp_path))
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.split() == ["2", "0"]
+    assert [counts(tmp_path), counts(tmp_path)] == [(2, 0), (0, 2)]
+
+
+@compiled_only
+@uncached
+def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
+    package, kept = tmp_path / "site", tmp_path / "cache"
+    shutil.copytree(ROOT / "hepti_mqtt", package / "hepti_mqtt", ignore=shutil.ignore_patterns("__pycache__"))
+    assert counts(kept, package) == (2, 0)
+    sources = list((package / "hepti_mqtt" / "kernels").glob("*.py"))
+    for source in sources:
+        os.utime(source, (1e9, 1e9))
+    assert counts(kept, package) == (0, 2)
+    helper = package / "hepti_mqtt" / "kernels" / "memory.py"  # not the file of a kernel, but inlined into them
+    helper.write_text(helper.read_text() + "# changed\n")
+    assert counts(kept, package) == (2, 0)
+
+
+@compiled_only
+@uncached
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of x86-64")
+def test_another_cpu_compiles_its_own_and_leaves_the_cache_alone(tmp_path):
+    assert counts(tmp_path) == (2, 0)
+    assert counts(tmp_path, **OLD_CPU) == (2, 0)
+    assert counts(tmp_path) == (0, 2)
+    assert counts(tmp_path, **OLD_CPU) == (0, 2)
+
+
+@compiled_only
+def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
+    assert counts(tmp_path, HEPTI_KERNELS_ISA="generic") == (2, 0)
+    assert not list(tmp_path.rglob("*.nbi"))
 
 
 @compiled_only

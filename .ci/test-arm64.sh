@@ -1,0 +1,73 @@
+#!/bin/sh
+# Run the kernels' tests on real aarch64 code under user-mode emulation: .ci/test-arm64.sh PYTHON [CPU...]
+# CPUs are those of qemu: cortex-a72 (Raspberry Pi 4, no dot product) and max (all that it knows). What is fetched and
+# compiled stays in .cache/arm64. Tests that start processes or read x86 assembly are left to `make test`.
+set -eu
+cd "$(dirname "$0")/.."
+python=$1
+shift
+[ $# -gt 0 ] || set -- cortex-a72 max
+cache=$PWD/.cache/arm64
+root=$cache/root
+site=$cache/site
+suite=bookworm # the system whose Python (3.11) the wheels are for
+mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+
+missing=
+command -v qemu-aarch64-static >/dev/null || missing="$missing qemu-user-static"
+command -v debootstrap >/dev/null || [ -x /usr/sbin/debootstrap ] || missing="$missing debootstrap"
+command -v dpkg-deb >/dev/null || missing="$missing dpkg"
+if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+    missing=
+fi
+if [ -n "$missing" ]; then
+    echo "The emulation of ARM needs$missing. Install them (Debian, Ubuntu: sudo apt install$missing), then try again." >&2
+    exit 1
+fi
+
+if [ ! -e "$root/.done" ]; then
+    if [ "$(id -u)" != 0 ]; then
+        echo "debootstrap needs root to make the ARM system, once: sudo make test-arm64" >&2
+        exit 1
+    fi
+    mkdir -p "$root"
+    echo "Fetching an ARM system ($suite) into $root"
+    PATH=$PATH:/usr/sbin debootstrap --arch=arm64 --foreign --variant=minbase --include=python3,libstdc++6 \
+        "$suite" "$root" "$mirror" >"$cache/debootstrap.log" 2>&1 || {
+        tail -n 5 "$cache/debootstrap.log" >&2
+        echo "The ARM system could not be fetched from $mirror; name another: DEBIAN_MIRROR=http://..." >&2
+        exit 1
+    }
+    # Unpacked, not configured: nothing of it runs but Python.
+    for package in "$root"/var/cache/apt/archives/*.deb; do
+        dpkg-deb -x "$package" "$root"
+    done
+    touch "$root/.done"
+fi
+
+wanted=$cache/requirements.txt
+grep -E '^(pytest|hypothesis|iniconfig|pluggy|packaging|pygments|sortedcontainers|attrs)==' requirements-dev.lock |
+    cat requirements.lock - | sort -u >"$wanted.new"
+if ! cmp -s "$wanted" "$wanted.new"; then
+    echo "Fetching the locked packages for aarch64 into $site"
+    rm -rf "$site"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$site" \
+        --only-binary=:all: --implementation cp --python-version 3.11 \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+        --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 -r "$wanted.new"
+    mv "$wanted.new" "$wanted"
+fi
+
+for cpu in "$@"; do
+    echo "== $cpu"
+    PYTHONPATH=$PWD:$site NUMBA_CACHE_DIR=$cache/numba-$cpu PYTHONDONTWRITEBYTECODE=1 OPENBLAS_NUM_THREADS=1 \
+        nice qemu-aarch64-static -cpu "$cpu" -L "$root" "$root/usr/bin/python3.11" -c '
+import sys, pytest
+from hepti_mqtt.kernels import isa, warm_up
+assert isa() == "neon", isa()
+print("neon: %d kernels compiled, %d from the cache" % warm_up(), flush=True)
+sys.exit(pytest.main(sys.argv[1:]))' \
+        -p no:cacheprovider -x --ignore=tests/kernels/test_kernels_jit.py \
+        --ignore=tests/kernels/test_kernels_assembly.py -k 'not instruction_set_of_this_machine' tests/kernels
+done

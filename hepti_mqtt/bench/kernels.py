@@ -1,0 +1,146 @@
+"""The kernels' benchmark: check first, then warm up, then time what alternates.
+
+Every thread count is a process of its own, because BLAS reads its number of threads when NumPy is imported. Each case
+is appended to a file of JSON lines as soon as it is measured; a later run of the same software on the same machine goes
+on where the file ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hepti_mqtt.bench import kernel_report
+from hepti_mqtt.bench.kernel_cases import Case, Conditions, cases, measure
+from hepti_mqtt.bench.kernel_options import Options
+from hepti_mqtt.bench.kernel_provenance import provenance
+from hepti_mqtt.errors import BenchError
+from hepti_mqtt.kernels import Workers, warm_up
+
+LINES: Final = "kernels.jsonl"
+_THREAD_VARIABLES: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_ROUNDS, _QUICK_ROUNDS = 15, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All records of the file, the provenance that they share, and how many cases are not measured yet."""
+
+    records: tuple[Mapping[str, Any], ...]
+    provenance: Mapping[str, Any]
+    missing: int
+
+
+def run(options: Options) -> Results:
+    """Measure what is missing, and write the report beside the lines; return everything.
+
+    Raises BenchError if a kernel or a rival computes wrongly, or if the file is another machine's or software's.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    stop = None if options.seconds is None else time.monotonic() + options.seconds
+    for threads in options.threads:
+        left = None if stop is None else stop - time.monotonic()
+        if left is None or left > 0:
+            _in_own_process(options, threads, left)
+    results = _results(options)
+    kernel_report.write(results.records, results.provenance, options.out)
+    return results
+
+
+def _in_own_process(options: Options, threads: int, seconds: float | None) -> None:
+    said = {**asdict(options), "out": str(options.out), "threads": [threads], "seconds": seconds}
+    environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
+    done = subprocess.run(
+        [sys.executable, "-m", "hepti_mqtt.bench.kernels", json.dumps(said)],
+        env=environment,
+        check=False,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise BenchError(done.stderr.strip() or f"the measuring process ended with {done.returncode}; run it again")
+
+
+def _measure_all(options: Options) -> None:
+    (threads,) = options.threads
+    lines = options.out / LINES
+    origin = {**provenance(options.seed), "rounds": _QUICK_ROUNDS if options.quick else _ROUNDS}
+    known = _load(lines)
+    for record in known[:1]:
+        if record["provenance"] != origin:
+            raise BenchError(
+                f"{lines} was measured by other software, on another machine or with another seed: "
+                f"{_difference(record['provenance'], origin)}; choose another --out, or remove the file"
+            )
+    done = {(r["key"], r["threads"]) for r in known}
+    warm_up()
+    stop = None if options.seconds is None else time.monotonic() + options.seconds
+    conditions = Conditions(threads, int(origin["rounds"]), options.seed)
+    pools = {"ours": Workers(threads), **({"ours, 1 thread": Workers(1)} if threads > 1 else {})}
+    try:
+        for case in _chosen(options):
+            if (case.key, threads) in done:
+                continue
+            if stop is not None and time.monotonic() > stop:
+                return
+            record = {**measure(case, conditions, pools), "provenance": origin, "command": options.command}
+            with lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def _chosen(options: Options) -> list[Case]:
+    return list(cases(options.only, options.quick, options.seed))
+
+
+def _results(options: Options) -> Results:
+    records = _load(options.out / LINES)
+    if not records:
+        raise BenchError(f"nothing was measured within {options.seconds} s; give --seconds more")
+    done = {(r["key"], r["threads"]) for r in records}
+    wanted = {(case.key, threads) for case in _chosen(options) for threads in options.threads}
+    return Results(tuple(records), records[0]["provenance"], len(wanted - done))
+
+
+def _load(lines: Path) -> list[dict[str, Any]]:
+    """Return the records of a file; a last line that was cut off in writing is dropped from it."""
+    if not lines.exists():
+        return []
+    data = lines.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        lines.write_bytes(whole)
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise BenchError(f"{lines} is damaged ({error}); remove it, or choose another --out") from error
+
+
+def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {was.get(key)} then, {now[key]} now" for key in now if was.get(key) != now[key])
+
+
+def _main(said: str) -> int:
+    fields = json.loads(said)
+    options = Options(
+        **{**fields, "out": Path(fields["out"]), "threads": tuple(fields["threads"]), "only": tuple(fields["only"])}
+    )
+    try:
+        _measure_all(options)
+    except BenchError as error:
+        sys.stderr.write(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))

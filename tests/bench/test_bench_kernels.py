@@ -1,0 +1,185 @@
+"""The kernels' benchmark: what it measures, that it refuses wrong results, and that it goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.bench import kernel_cases, kernel_report, kernel_rivals, kernels
+from hepti_mqtt.bench.kernel_cases import Case, Conditions
+from hepti_mqtt.bench.kernel_options import Options
+from hepti_mqtt.bench.kernel_shapes import Shape, shapes
+from hepti_mqtt.bench.kernel_timing import interleaved, ratio
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.errors import BenchError
+from hepti_mqtt.kernels import Workers
+
+ORIGIN = {
+    "cpu": "some CPU",
+    "isa": "avx2",
+    "system": "Linux",
+    "python": "3.11",
+    "versions": {"numpy": "2"},
+    "blas": "openblas",
+    "revision": "abc",
+    "seed": 1,
+    "rounds": 3,
+}
+
+
+def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
+    """Return a record with three rounds of equal time."""
+    seconds = {name: [t] * 3 for name, t in {"ours": ours, **rivals}.items()}
+    names = {"key": f"{group}:{m}x{n}x{k}", "group": group, "threads": threads, "m": m, "n": n, "k": k}
+    return {
+        **names,
+        "weight": weight,
+        "seconds": seconds,
+        "peak_flops_per_s": 1e9,
+        "provenance": ORIGIN,
+        "command": "c",
+    }
+
+
+def test_the_shapes_are_those_of_the_programs():
+    found = {(s.m, s.n, s.k) for s in shapes()}
+    assert len(found) == len(shapes())
+    assert (384, 3 * 1024, 1024) in found  # BERT-Large alone: Q, K and V at once
+    assert (16, 4096, 1024) in found  # 128 tokens over eight devices by rows
+    assert (197, 768, 3072) in found  # ViT-Base alone
+    assert all(s.weight % s.flops == 0 and s.weight > 0 for s in shapes())
+
+
+def test_every_contender_runs_in_every_round_and_the_order_turns():
+    ran = []
+    samples = interleaved({name: lambda name=name: ran.append(name) for name in "abc"}, 3)
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    changes = [name for i, name in enumerate(ran) if i == 0 or ran[i - 1] != name]
+    assert "".join(changes).endswith("abcbcacab")
+
+
+def test_a_ratio_is_that_of_the_medians_and_lies_in_its_interval():
+    found = ratio([1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 5.0, 6.0, 5.0, 5.0], seed=1)
+    assert found.value == 2.5
+    assert found.low <= 2.5 <= found.high
+    assert found == ratio([1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 5.0, 6.0, 5.0, 5.0], seed=1)
+
+
+def test_the_rivals_compute_the_same():
+    rng = np.random.default_rng(1)
+    x, w, b = (rng.standard_normal(s, np.float32) for s in ((5, 7), (7, 9), (9,)))
+    assert "numpy" in kernel_rivals.rivals()
+    for name, make in kernel_rivals.rivals().items():
+        call, result = make(x, w, b, 1)
+        call()
+        kernel_cases.check(name, result(), x, w, b)
+
+
+@pytest.mark.parametrize("wrong", [1e-4, np.nan])
+def test_a_wrong_result_is_refused_before_anything_is_timed(wrong):
+    x, w, b = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32), np.zeros(5, np.float32)
+    good = x @ w
+    kernel_cases.check("ours", good, x, w, b)
+    good[2, 4] += wrong
+    with pytest.raises(BenchError, match=r"ours computes .* wrongly in 1 of 15 values; nothing was timed"):
+        kernel_cases.check("ours", good, x, w, b)
+
+
+def test_a_rival_that_computes_wrongly_stops_the_case(monkeypatch):
+    def make(x, w, b, _threads):
+        return (lambda: None), lambda: np.zeros((len(x), len(b)), np.float32)
+
+    monkeypatch.setattr(kernel_cases, "rivals", lambda: {"liar": make})
+    with pytest.raises(BenchError, match="liar computes"):
+        kernel_cases.measure(Case("linear", Shape(2, 3, 4, 1.0)), Conditions(1, 1, 1), {"ours": Workers(1)})
+
+
+def test_the_summary_weighs_by_flops_and_names_the_worst_shape():
+    records = [
+        record(128, 1024, 1024, 3.0, ours=1.0, numpy=2.0),
+        record(16, 512, 512, 1.0, ours=1.0, numpy=1.0),
+        record(8, 32, 32, 0.0, ours=1.0, numpy=0.1),  # too few weights to be judged alone
+    ]
+    figures = {f.name: f for f in kernel_report.summary(records)}
+    assert figures["× numpy, 1 thread: mean by FLOPs"].value == pytest.approx(1.75)
+    least = figures["× numpy, 1 thread: least of n·k ≥ 2^18"]
+    assert (least.value, least.shape, least.of) == (1.0, "m=16 n=512 k=512", 2)
+    assert figures["× numpy, 1 thread: mean by FLOPs, 8 ≤ m ≤ 48"].value == pytest.approx(1.0)
+    assert figures["of the FMA peak, 1 thread, m ≥ 96, n, k ≥ 768: least"].value == pytest.approx(
+        2 * 128 / 1000 * 1.048576
+    )
+
+
+def test_two_threads_are_compared_with_one_of_the_same_process():
+    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, **{"ours, 1 thread": 1.9})]
+    figures = {f.name: f.value for f in kernel_report.summary(records)}
+    assert figures == {
+        "× own one thread, 2 threads, m ≥ 64: mean by FLOPs": pytest.approx(1.9),
+        "× own one thread, 2 threads, m ≥ 64: least": pytest.approx(1.9),
+    }
+
+
+def test_the_report_is_tables_and_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = [record(m, 64, 32, 0.0, ours=1e-3 * m, numpy=2e-3 * m, group="curve") for m in (1, 8, 64)]
+    kernel_report.write(records, ORIGIN, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"kernels.md", "kernels.csv", "rows-1.png", "rows-1.svg"}
+    lines = (tmp_path / "kernels.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 3
+    assert lines[2].split(",")[5] == "numpy"
+    assert float(lines[2].split(",")[8]) == 2.0
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Return options for two small shapes, measured in this process; NumPy alone is the rival."""
+    two = [Shape(2, 33, 7, 2.0), Shape(3, 16, 5, 1.0)]
+    monkeypatch.setitem(kernel_cases.GROUPS, "linear", (lambda _quick, _seed: two, kernel_cases.GROUPS["linear"][1]))
+    monkeypatch.setattr(kernels, "_in_own_process", lambda options, threads, seconds: kernels._measure_all(options))
+    monkeypatch.setattr(kernels, "provenance", lambda seed: {k: v for k, v in ORIGIN.items() if k != "rounds"})
+    return Options(tmp_path, quick=True, threads=(1,), only=("linear",))
+
+
+def test_a_run_goes_on_where_the_last_one_ended(small):
+    assert kernels.run(small).missing == 0
+    lines = small.out / kernels.LINES
+    whole = lines.read_text()
+    first, second = whole.splitlines(keepends=True)
+    lines.write_text(first + second[:40])  # cut off while it was written
+    results = kernels.run(small)
+    assert [r["key"] for r in results.records] == ["linear:2x33x7", "linear:3x16x5"]
+    assert lines.read_text().startswith(first)
+    assert all(median(r["seconds"]["ours"]) > 0 for r in results.records)
+
+
+def test_results_of_other_software_are_not_mixed(small, monkeypatch):
+    kernels.run(small)
+    monkeypatch.setattr(kernels, "provenance", lambda seed: {**ORIGIN, "revision": "def"})
+    with pytest.raises(BenchError, match="revision abc then, def now; choose another --out"):
+        kernels.run(small)
+
+
+def test_a_damaged_file_is_named(small):
+    (small.out / kernels.LINES).write_text("{\n")
+    with pytest.raises(BenchError, match="is damaged"):
+        kernels.run(small)
+
+
+def test_the_command_measures_in_a_process_of_its_own(tmp_path, capsys):
+    arguments = ["bench", "--json", "kernels", "--quick", "--threads", "1", "--only", "curve", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["missing"] == 0
+    assert said["provenance"]["versions"]["numpy"]
+    assert (tmp_path / "rows-1.svg").exists()
+
+
+@pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--threads", "0"], ["--threads", "x"]])
+def test_a_wrong_argument_is_usage(wrong, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "kernels", *wrong])
+    assert caught.value.code == 2
+    assert wrong[1] in capsys.readouterr().err
