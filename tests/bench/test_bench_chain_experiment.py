@@ -83,6 +83,7 @@ def test_run_cut_off_resume_report(tmp_path):
     text = (out / "report.md").read_text()
     assert "| 16 |" in text
     assert "links as they are, CPU 100 %" in text
+    assert "not measured: 940 Mbit/s, CPU 100 %; 240" in text
     assert len((out / "results.csv").read_text().splitlines()) == 1 + len(turns)
     found = points(r for r in results.records if r["record"] == "case")
     assert "| 50 |" in "\n".join(chain_report.markdown(results, found))
