@@ -87,7 +87,7 @@ def _activate(tile: Any, gate: Any, activation: int, scale: Any) -> None:
 def _store(tile: Any, row: int, rows: int, out: Any, at: int, residual: Any, column: int, valid: int) -> None:
     """Copy tile [rows, NR] to out[row :, at :]; add residual[row :, column :] if that is not negative.
 
-    Rows are taken by address: with an index that might be negative, for all that Numba knows, every vector was scattered.
+    Rows are taken by address: an index that might be negative, for all that Numba knows, made every store a scatter.
     """
     for i in range(rows):
         sums = floats(tile.ctypes.data + 4 * i * NR, valid)
