@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.plays import Play, change_words, parts
 from hepti_mqtt.bench.results import Results
 from hepti_mqtt.bench.statistics import Interval, ratio
 
@@ -31,6 +32,8 @@ def draw(results: Results, directory: Path) -> list[Path]:
         files.append(_predicted(results, cells, timed, directory / "predicted.svg"))
     if len({c.rate for c in cells}) > 1:
         files += _rates(cells, timed, directory)
+    for place, play in enumerate(results.plays().values()):
+        files.append(_under_changes(play, directory / f"changes-{place + 1}.svg"))
     return files
 
 
@@ -45,8 +48,7 @@ def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval]
         shared = [(c.label, ratio(base, m)) for c, m in both if m.keys() & base.keys()]
         _bars(axes[1], [n for n, _ in shared], [i for _, i in shared], "times as fast as one device")
         axes[1].axvline(1.0, color="black", linewidth=0.8)
-    lab, rate, model, tokens = group[0].group
-    figure.suptitle(f"{model}, {tokens or 'picture'}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s"))
+    figure.suptitle(_title(group[0]))
     return _save(figure, file)
 
 
@@ -86,10 +88,39 @@ def _rates(cells: Sequence[Cell], timed: dict[str, Interval], directory: Path) -
     return files
 
 
-def _subplots(count: int) -> tuple[Any, Sequence[Any]]:
+def _under_changes(play: Play, file: Path) -> Path:
+    """Draw how long requests took over when they began, a colour per plan, with the changes as lines."""
+    figure, (axis,) = _subplots(1, width=10.0)
+    plans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for part in parts(play):
+        plans[part.plan] += [(r["unix_s"] - play.unix_s, r["latency_ms"][0]) for r in part.requests if r["ok"]]
+    for plan, points in plans.items():
+        if points:
+            axis.plot(*zip(*points, strict=True), "o", markersize=4, label=plan)
+    lost = [r["unix_s"] - play.unix_s for r in play.requests if not r["ok"]]
+    if lost:
+        axis.plot(lost, [0.98] * len(lost), "rx", transform=axis.get_xaxis_transform(), label="failed")
+    for change in play.changes:
+        at_s = change["unix_s"] - play.unix_s
+        axis.axvline(at_s, color="black", linewidth=0.8, linestyle="--")
+        place = {"xy": (at_s, 1.0), "xycoords": axis.get_xaxis_transform(), "xytext": (2, 3)}
+        axis.annotate(change_words(change), **place, textcoords="offset points", rotation=20, fontsize="small")
+    axis.set(yscale="log", xlabel="s after the begin", ylabel="ms from request to answer")
+    figure.suptitle(_title(play.cell))
+    figure.legend(loc="outside lower center", fontsize="small", ncols=2)
+    return _save(figure, file)
+
+
+def _title(cell: Cell) -> str:
+    lab, rate, model, tokens = cell.group
+    size = "one picture" if tokens is None else f"{tokens} tokens"
+    return f"{model}, {size}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
+
+
+def _subplots(count: int, width: float = 6.4, height: float = 4.8) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * count, 4.8), layout="constrained")
+    figure = Figure(figsize=(width * count, height), layout="constrained")
     return figure, [figure.add_subplot(1, count, place + 1) for place in range(count)]
 
 
