@@ -39,7 +39,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
 
 def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
     single = next((c for c in group if (c.strategy, c.copy) == ("single", 0)), None)
-    figure, axes = _subplots(2 if single else 1)
+    figure, axes = _subplots(2 if single else 1, height=max(3.0, 1.2 + 0.24 * len(group)))
     names, own = [c.label for c in group], [timed[c.id] for c in group]
     _bars(axes[0], names, own, "ms")
     if single is not None:
@@ -68,8 +68,10 @@ def _predicted(results: Results, cells: Sequence[Cell], timed: dict[str, Interva
         axis.scatter([last[c.id] for c in own], [timed[c.id].median for c in own], label=name, s=14)
     ends = [f(*(last[c.id] for c in cells), *(timed[c.id].median for c in cells)) for f in (min, max)]
     axis.plot(ends, ends, color="black", linewidth=0.8)
-    axis.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
-    axis.legend(fontsize="small")
+    axis.set(xlabel="predicted ms", ylabel="measured ms (median)")
+    _log(axis.xaxis)
+    _log(axis.yaxis)
+    _legend(figure)
     return _save(figure, file)
 
 
@@ -82,8 +84,11 @@ def _rates(cells: Sequence[Cell], timed: dict[str, Interval], directory: Path) -
             points = sorted(((c.rate or 0.0, timed[c.id]) for c in line), key=lambda p: p[0])
             spread = [[i.median - i.low for _, i in points], [i.high - i.median for _, i in points]]
             axis.errorbar([r for r, _ in points], [i.median for _, i in points], spread, label=label, capsize=2)
-        axis.set(xscale="log", xlabel="Mbit/s", ylabel="ms", title=f"{key[1]}, {key[2] or 'picture'}, {key[0]}")
-        axis.legend(fontsize="small")
+        axis.set(xlabel="Mbit/s", ylabel="ms (median, interval)")
+        figure.suptitle(f"{key[1]}, {_size(key[2])}, {key[0]}")
+        _log(axis.xaxis)
+        axis.set_xticks(sorted({c.rate or 0.0 for c in shaped}))
+        _legend(figure)
         files.append(_save(figure, directory / f"rates-{place + 1}.svg"))
     return files
 
@@ -105,16 +110,35 @@ def _under_changes(play: Play, file: Path) -> Path:
         axis.axvline(at_s, color="black", linewidth=0.8, linestyle="--")
         place = {"xy": (at_s, 1.0), "xycoords": axis.get_xaxis_transform(), "xytext": (2, 3)}
         axis.annotate(change_words(change), **place, textcoords="offset points", rotation=20, fontsize="small")
-    axis.set(yscale="log", xlabel="s after the begin", ylabel="ms from request to answer")
+    axis.set(xlabel="s after the begin", ylabel="ms from request to answer")
+    _log(axis.yaxis)
     figure.suptitle(_title(play.cell))
-    figure.legend(loc="outside lower center", fontsize="small", ncols=2)
+    _legend(figure)
     return _save(figure, file)
 
 
 def _title(cell: Cell) -> str:
     lab, rate, model, tokens = cell.group
-    size = "one picture" if tokens is None else f"{tokens} tokens"
-    return f"{model}, {size}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
+    return f"{model}, {_size(tokens)}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
+
+
+def _size(tokens: int | None) -> str:
+    return "one picture" if tokens is None else f"{tokens} tokens"
+
+
+def _log(axis: Any) -> None:
+    """Make an x or y axis logarithmic, with plain numbers at 1, 2, 3, 5 and 7 times a power of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def _legend(figure: Any) -> None:
+    """Put the legend below the axes, where it covers nothing however many names there are."""
+    figure.legend(loc="outside lower center", fontsize="small", ncols=3)
 
 
 def _subplots(count: int, width: float = 6.4, height: float = 4.8) -> tuple[Any, Sequence[Any]]:

@@ -35,8 +35,13 @@ ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
 AFTERWARDS_S: Final = 15.0  # of requests after a script's last change: a dead device is noticed after 6 s
 
 
-def run(experiment: Experiment, out: Path, command: str, *, resume: bool, console: Console) -> None:
-    """Measure what is missing in `out` and write it there; raises the error of a lab, a site or a driver."""
+def run(
+    experiment: Experiment, out: Path, command: str, *, resume: bool, console: Console, calibrations: Path | None = None
+) -> None:
+    """Measure what is missing in `out` and write it there; raises the error of a lab, a site or a driver.
+
+    calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
+    """
     wanted = cells(experiment)
     header = {
         **provenance(),
@@ -67,7 +72,9 @@ def run(experiment: Experiment, out: Path, command: str, *, resume: bool, consol
             own = [cell for cell in own if todo[cell] or cell is watched]
             if own:
                 spec = experiment.labs[lab] if rate is None else experiment.labs[lab].with_rate(rate)
-                _Measuring(experiment, out, writer, bar, task, models).network(spec, own, todo, watched)
+                _Measuring(experiment, out, writer, bar, task, models, calibrations or out / "calibration").network(
+                    spec, own, todo, watched
+                )
 
 
 def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) -> dict[str, Path]:
@@ -124,9 +131,10 @@ class _Measuring:
         bar: Progress,
         task: TaskID,
         models: Mapping[str, Path],
+        calibrations: Path,
     ) -> None:
         self.experiment, self.out, self.writer = experiment, out, writer
-        self.bar, self.task, self.models = bar, task, models
+        self.bar, self.task, self.models, self.calibrations = bar, task, models, calibrations
 
     def network(
         self, spec: LabSpec, own: Sequence[Cell], todo: Mapping[Cell, Sequence[int]], watched: Cell | None
@@ -134,7 +142,7 @@ class _Measuring:
         """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
         with ExitStack() as stack:
             lab = stack.enter_context(Lab(spec, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
-            figures = calibrate(spec, lab.hub, lab.hosts, self.out / "calibration", self._say)
+            figures = calibrate(spec, lab.hub, lab.hosts, self.calibrations, self._say)
             self._say(calibration_table(figures))
             for miss in figures.misses():
                 self._say(f"warning: {miss}")
