@@ -114,6 +114,16 @@ def test_infer_with_a_narrow_wire(ask: Any) -> None:
     assert 1e-5 < narrow["max_abs_err"] < 0.05
 
 
+@pytest.mark.parametrize("storage", ["f16", "w8a32", "w8a8"])
+def test_infer_with_narrow_weights(ask: Any, run: Any, storage: str) -> None:
+    pins = ("--strategy", "row", "--devices", "a,b")
+    found = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", storage, "--check")
+    assert found["plan"]["weights"] == storage
+    assert 1e-6 < found["max_abs_err"] < 0.2
+    assert f"weights {storage}" in run("plan", "tiny")[1]
+    assert ask("infer", "tiny", "--tokens", "20", *pins, "--check")["max_abs_err"] < 2e-4
+
+
 def test_infer_texts_and_ids(ask: Any, run: Any) -> None:
     one = ask("infer", "tiny", "--text", "hello world", "--strategy", "auto")
     two = ask("infer", "tiny", "--text", "hello world", "--text", "and more")

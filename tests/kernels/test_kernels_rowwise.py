@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.work import Work
+
 SIZES = {"m": st.integers(0, 9), "h": st.integers(1, 70)}
 
 
@@ -83,7 +85,7 @@ def test_ops_that_do_not_fit_are_refused():
 
 def test_work_is_the_bytes_that_move():
     case = Case("add", [array(3, 4), array(3, 4)], [(3, 4)], bias=False)
-    assert case.kernel.work(case.op, case.slots) == ("rowwise", 0, 0, 0, 0.0, 3 * 48)
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=3 * 48)
 
 
 @pytest.mark.parametrize("scale", [1e-41, 1e-20, 1e20, 3e37])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,17 @@ def test_up_leaves_a_lab_that_status_shows_and_down_removes(file: str, name: str
     assert left_of(name) == []
 
 
-def begin(file: str, directory: Path, where: str = "a") -> subprocess.Popen[str]:
+@contextmanager
+def begin(file: str, directory: Path, where: str = "a") -> Iterator[subprocess.Popen[str]]:
     words = ["run", file, "--dir", str(directory), "--host", where, "--", sys.executable, "-c", SAY]
     process = subprocess.Popen([*HEPTI, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
-    return process
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @needs_emulation

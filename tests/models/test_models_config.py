@@ -6,6 +6,7 @@ import pytest
 
 from hepti_mqtt import models
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import ModelSpec
 
 BERT = {
@@ -238,13 +239,9 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
 
 
 def test_references_name_ranges_in_the_layout_of_their_use():
-    assert models.matrix_ref("layers.0.query.weight", (0, 8), (2, 4)) == (
-        "layers.0.query.weight",
-        (0, 8),
-        (2, 4),
-        "packed",
-    )
-    assert models.vector_ref("layers.0.query.bias", (2, 4)) == ("layers.0.query.bias", (0, 1), (2, 4), "plain")
+    weight, bias = "layers.0.query.weight", "layers.0.query.bias"
+    assert models.matrix_ref(weight, (0, 8), (2, 4)) == WeightRef(weight, (0, 8), (2, 4), "packed")
+    assert models.vector_ref(bias, (2, 4)) == WeightRef(bias, (0, 1), (2, 4), "plain")
 
 
 def test_one_number_cannot_be_a_label_or_a_size():
