@@ -26,8 +26,9 @@ def draw(results: Results, directory: Path) -> list[Path]:
     found, timed = results.cells(), results.intervals()
     cells = sorted((c for c in found.values() if c.id in timed), key=lambda c: (repr(c.group), c.label))
     files = []
-    for place, (_, part) in enumerate(groupby(cells, key=lambda c: c.group)):
-        files.append(_latency(results, list(part), timed, directory / f"latency-{place + 1}.svg"))
+    for place, group in enumerate(list(part) for _, part in groupby(cells, key=lambda c: c.group)):
+        if len(group) > 1:  # one bar compares nothing
+            files.append(_latency(results, group, timed, directory / f"latency-{place + 1}.svg"))
     if cells:
         files.append(_predicted(results, cells, timed, directory / "predicted.svg"))
     if len({c.rate for c in cells}) > 1:
