@@ -44,12 +44,16 @@ bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
 
 # A sample of every experiment that comes with Hepti, on emulated hosts: Linux, root.
-QUICK ?= aa strategies wire replanning
-OUT ?= results/quick-$(shell date +%Y%m%d-%H%M%S)
+QUICK ?= aa matmul-chain strategies wire replanning
+BENCH ?= .cache/bench-venv/bin/hepti bench
+OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 
 bench-quick: bench-venv
-	for name in $(QUICK); do .cache/bench-venv/bin/hepti bench $$name --quick --out $(OUT)/$$name || exit 1; done
-	@echo "reports: $(OUT)/*/report.md"
+	$(BENCH) kernels --quick --seconds 60 --out $(OUT)/kernels
+	for name in $(QUICK); do \
+		$(BENCH) $$name --quick --calibrations $(OUT)/calibrations --out $(OUT)/$$name || exit 1; done
+	@echo "reports:"; ls $(OUT)/kernels/kernels.md $(OUT)/*/report.md
+
 # PyTorch, ONNX Runtime and matplotlib, in an environment of their own.
 bench-venv: $(VENV)/.dev
 	.ci/bench-venv.sh $(PYTHON)

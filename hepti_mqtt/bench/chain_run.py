@@ -27,8 +27,19 @@ from hepti_mqtt.lab.spec import HUB
 START_S: Final = 60.0
 
 
-def run(experiment: ChainExperiment, out: Path, command: str, *, resume: bool, console: Console) -> None:
-    """Measure what is missing in `out` and write it there; raises the error of a lab or a device."""
+def run(
+    experiment: ChainExperiment,
+    out: Path,
+    command: str,
+    *,
+    resume: bool,
+    console: Console,
+    calibrations: Path | None = None,
+) -> None:
+    """Measure what is missing in `out` and write it there; raises the error of a lab or a device.
+
+    calibrations: a directory of earlier ones, None for one of its own in `out`.
+    """
     header = {
         **provenance(),
         "kind": KIND,
@@ -48,15 +59,23 @@ def run(experiment: ChainExperiment, out: Path, command: str, *, resume: bool, c
         task = bar.add_task(experiment.name, total=total, completed=len(done))
         if len(done) < total:
             with ExitStack() as stack:
-                _Measuring(experiment, out, writer, bar, task, stack).all(done)
+                _Measuring(experiment, out, calibrations, writer, bar, task, stack).all(done)
 
 
 class _Measuring:
     """The lab with its broker and both devices, which start at full speed and stay for all conditions."""
 
     def __init__(
-        self, experiment: ChainExperiment, out: Path, writer: Writer, bar: Progress, task: TaskID, stack: ExitStack
+        self,
+        experiment: ChainExperiment,
+        out: Path,
+        calibrations: Path | None,
+        writer: Writer,
+        bar: Progress,
+        task: TaskID,
+        stack: ExitStack,
     ) -> None:
+        self.calibrations = calibrations or out / "calibration"
         self.experiment, self.out, self.writer, self.bar, self.task = experiment, out, writer, bar, task
         self.lab = stack.enter_context(Lab(experiment.lab, out.resolve() / "logs"))
         broker = _start_broker(self.lab, stack)
@@ -87,7 +106,7 @@ class _Measuring:
         if spec.rate_mbit is not None:
             for name in (HUB, *self.lab.hosts):
                 self.lab.apply(Change(0.0, "rate", name, mbit=spec.rate_mbit))
-        figures = calibrate(spec, self.lab.hub, self.lab.hosts, self.out / "calibration", self._say)
+        figures = calibrate(spec, self.lab.hub, self.lab.hosts, self.calibrations, self._say)
         self._say(calibration_table(figures))
         for miss in figures.misses():
             self._say(f"warning: {miss}")

@@ -1,8 +1,9 @@
 """`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
 
-stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy} or {"do": "measure", "key", "strategy",
-"options", "devices" (or null), "wire", "warmup", "repetitions"}. stdout: one line for each, {"ok": true, ...} or
-{"ok": false, "code", "message"}. The broker and the site are those of HEPTI_BROKER and HEPTI_SITE.
+stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "measure", "key", "strategy",
+"options", "devices" (or null), "wire", "warmup", "repetitions", "describe"}, or {"do": "once"} with the keys to "wire".
+stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
+those of HEPTI_BROKER and HEPTI_SITE.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.bench.inputs import BOUNDS, relative_error
-from hepti_mqtt.client import Hepti
+from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError, RemoteError
 
 TIMEOUT_S: Final = 300.0
@@ -38,12 +39,9 @@ class Driver:
 
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Bring the plan up, check the answer, warm up, and time; raises RemoteError for an answer that is wrong."""
-        model, body, expected = self.inputs[order["key"]]
-        pins = {key: order[key] for key in ("strategy", "options", "devices", "wire") if order[key] is not None}
-        hidden = self.hepti.infer(model, **body, **pins, want="hidden", timeout_s=TIMEOUT_S).hidden
-        error, bound = relative_error(hidden, expected), BOUNDS[order["wire"]]
-        if not error <= bound:
-            raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
+        model, body, _ = self.inputs[order["key"]]
+        pins = _pins(order)
+        first, error = self._checked(order)
         for _ in range(order["warmup"]):
             self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
         begun = time.time()
@@ -51,34 +49,52 @@ class Driver:
         last = answers[-1].raw
         return {
             "unix_s": begun,
+            "first_ms": first.latency_ms,
             "latency_ms": [a.latency_ms for a in answers],
             "epochs": sorted({a.plan["id"] for a in answers}),
             "error": error,
             "plan": last["plan"],
             "bytes": last["bytes_on_wire"],
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
-            **self._active(model, order),
+            **(self._active(model) if order["describe"] else {}),
         }
 
-    def _active(self, model: str, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the time line of the planner's own choice is drawn from; empty for pinned strategies."""
-        if order["strategy"] != "auto":
-            return {}
+    def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask once, check the answer, and say how long it took from publish to answer, whatever plan came between."""
+        begun = time.time()
+        answer, error = self._checked(order)
+        return {"unix_s": begun, "latency_ms": [answer.latency_ms], "error": error, "plan": answer.plan}
+
+    def _checked(self, order: Mapping[str, Any]) -> tuple[Answer, float]:
+        """Return an answer and its relative error; raises RemoteError where that is over the bound of the wire."""
+        model, body, expected = self.inputs[order["key"]]
+        answer = self.hepti.infer(model, **body, **_pins(order), want="hidden", timeout_s=TIMEOUT_S)
+        error, bound = relative_error(answer.hidden, expected), BOUNDS[order["wire"]]
+        if not error <= bound:
+            raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
+        return answer, error
+
+    def _active(self, model: str) -> dict[str, Any]:
+        """Return what the time line of the planner's own choice is drawn from."""
         shown = self.hepti.plan(model)
         return {"active": shown["active"], "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
+
+
+def _pins(order: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: order[key] for key in ("strategy", "options", "devices", "wire") if order[key] is not None}
 
 
 def main() -> int:
     """Answer every line of stdin until it ends."""
     with Hepti.connect() as hepti:
         driver = Driver(hepti)
-        actions = {"load": driver.load, "measure": driver.measure}
+        actions = {"load": driver.load, "measure": driver.measure, "once": driver.once}
         for line in sys.stdin:
-            order = json.loads(line)
+            order, begun = json.loads(line), time.time()
             try:
                 answer = {"ok": True, **actions[order["do"]](order)}
             except HeptiError as error:
-                answer = {"ok": False, "code": error.code, "message": str(error)}
+                answer = {"ok": False, "unix_s": begun, "code": error.code, "message": str(error)}
             print(json.dumps(answer), flush=True)
     return 0
 

@@ -125,7 +125,7 @@ def markdown(records: Sequence[Record], provenance: Mapping[str, Any]) -> str:
     """Return the summary as a Markdown table under the provenance."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
     lines = [
-        f"{provenance['cpu']} ({provenance['isa']}), {provenance['system']}, Python {provenance['python']}; "
+        f"{provenance['machine']} ({provenance['isa']}), Python {provenance['python']}; "
         f"{versions}; {provenance['blas']}; revision {provenance['revision']}, seed {provenance['seed']}, "
         f"{provenance['rounds']} rounds. `{records[-1]['command']}`",
         "",

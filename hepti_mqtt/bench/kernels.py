@@ -20,7 +20,7 @@ from typing import Any, Final
 from hepti_mqtt.bench import kernel_report
 from hepti_mqtt.bench.kernel_cases import Case, Conditions, cases, measure
 from hepti_mqtt.bench.kernel_options import Options
-from hepti_mqtt.bench.kernel_provenance import provenance
+from hepti_mqtt.bench.provenance import provenance
 from hepti_mqtt.errors import BenchError
 from hepti_mqtt.kernels import Workers, warm_up
 
@@ -71,7 +71,7 @@ def _in_own_process(options: Options, threads: int, seconds: float | None) -> No
 def _measure_all(options: Options) -> None:
     (threads,) = options.threads
     lines = options.out / LINES
-    origin = {**provenance(options.seed), "rounds": _QUICK_ROUNDS if options.quick else _ROUNDS}
+    origin = {**provenance(), "seed": options.seed, "rounds": _QUICK_ROUNDS if options.quick else _ROUNDS}
     known = _load(lines)
     for record in known[:1]:
         if record["provenance"] != origin:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.plays import Play, change_words, parts
 from hepti_mqtt.bench.results import Results
 from hepti_mqtt.bench.statistics import Interval, ratio
 
@@ -25,18 +26,21 @@ def draw(results: Results, directory: Path) -> list[Path]:
     found, timed = results.cells(), results.intervals()
     cells = sorted((c for c in found.values() if c.id in timed), key=lambda c: (repr(c.group), c.label))
     files = []
-    for place, (_, part) in enumerate(groupby(cells, key=lambda c: c.group)):
-        files.append(_latency(results, list(part), timed, directory / f"latency-{place + 1}.svg"))
+    for place, group in enumerate(list(part) for _, part in groupby(cells, key=lambda c: c.group)):
+        if len(group) > 1:  # one bar compares nothing
+            files.append(_latency(results, group, timed, directory / f"latency-{place + 1}.svg"))
     if cells:
         files.append(_predicted(results, cells, timed, directory / "predicted.svg"))
     if len({c.rate for c in cells}) > 1:
         files += _rates(cells, timed, directory)
+    for place, play in enumerate(results.plays().values()):
+        files.append(_under_changes(play, directory / f"changes-{place + 1}.svg"))
     return files
 
 
 def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
     single = next((c for c in group if (c.strategy, c.copy) == ("single", 0)), None)
-    figure, axes = _subplots(2 if single else 1)
+    figure, axes = _subplots(2 if single else 1, height=max(3.0, 1.2 + 0.24 * len(group)))
     names, own = [c.label for c in group], [timed[c.id] for c in group]
     _bars(axes[0], names, own, "ms")
     if single is not None:
@@ -45,8 +49,7 @@ def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval]
         shared = [(c.label, ratio(base, m)) for c, m in both if m.keys() & base.keys()]
         _bars(axes[1], [n for n, _ in shared], [i for _, i in shared], "times as fast as one device")
         axes[1].axvline(1.0, color="black", linewidth=0.8)
-    lab, rate, model, tokens = group[0].group
-    figure.suptitle(f"{model}, {tokens or 'picture'}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s"))
+    figure.suptitle(_title(group[0]))
     return _save(figure, file)
 
 
@@ -66,8 +69,10 @@ def _predicted(results: Results, cells: Sequence[Cell], timed: dict[str, Interva
         axis.scatter([last[c.id] for c in own], [timed[c.id].median for c in own], label=name, s=14)
     ends = [f(*(last[c.id] for c in cells), *(timed[c.id].median for c in cells)) for f in (min, max)]
     axis.plot(ends, ends, color="black", linewidth=0.8)
-    axis.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
-    axis.legend(fontsize="small")
+    axis.set(xlabel="predicted ms", ylabel="measured ms (median)")
+    _log(axis.xaxis)
+    _log(axis.yaxis)
+    _legend(figure)
     return _save(figure, file)
 
 
@@ -80,16 +85,67 @@ def _rates(cells: Sequence[Cell], timed: dict[str, Interval], directory: Path) -
             points = sorted(((c.rate or 0.0, timed[c.id]) for c in line), key=lambda p: p[0])
             spread = [[i.median - i.low for _, i in points], [i.high - i.median for _, i in points]]
             axis.errorbar([r for r, _ in points], [i.median for _, i in points], spread, label=label, capsize=2)
-        axis.set(xscale="log", xlabel="Mbit/s", ylabel="ms", title=f"{key[1]}, {key[2] or 'picture'}, {key[0]}")
-        axis.legend(fontsize="small")
+        axis.set(xlabel="Mbit/s", ylabel="ms (median, interval)")
+        figure.suptitle(f"{key[1]}, {_size(key[2])}, {key[0]}")
+        _log(axis.xaxis)
+        axis.set_xticks(sorted({c.rate or 0.0 for c in shaped}))
+        _legend(figure)
         files.append(_save(figure, directory / f"rates-{place + 1}.svg"))
     return files
 
 
-def _subplots(count: int) -> tuple[Any, Sequence[Any]]:
+def _under_changes(play: Play, file: Path) -> Path:
+    """Draw how long requests took over when they began, a colour per plan, with the changes as lines."""
+    figure, (axis,) = _subplots(1, width=10.0)
+    plans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for part in parts(play):
+        plans[part.plan] += [(r["unix_s"] - play.unix_s, r["latency_ms"][0]) for r in part.requests if r["ok"]]
+    for plan, points in plans.items():
+        if points:
+            axis.plot(*zip(*points, strict=True), "o", markersize=4, label=plan)
+    lost = [r["unix_s"] - play.unix_s for r in play.requests if not r["ok"]]
+    if lost:
+        axis.plot(lost, [0.98] * len(lost), "rx", transform=axis.get_xaxis_transform(), label="failed")
+    for change in play.changes:
+        at_s = change["unix_s"] - play.unix_s
+        axis.axvline(at_s, color="black", linewidth=0.8, linestyle="--")
+        place = {"xy": (at_s, 1.0), "xycoords": axis.get_xaxis_transform(), "xytext": (2, 3)}
+        axis.annotate(change_words(change), **place, textcoords="offset points", rotation=20, fontsize="small")
+    axis.set(xlabel="s after the begin", ylabel="ms from request to answer")
+    _log(axis.yaxis)
+    figure.suptitle(_title(play.cell))
+    _legend(figure)
+    return _save(figure, file)
+
+
+def _title(cell: Cell) -> str:
+    lab, rate, model, tokens = cell.group
+    return f"{model}, {_size(tokens)}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
+
+
+def _size(tokens: int | None) -> str:
+    return "one picture" if tokens is None else f"{tokens} tokens"
+
+
+def _log(axis: Any) -> None:
+    """Make an x or y axis logarithmic, with plain numbers at 1, 2, 3, 5 and 7 times a power of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def _legend(figure: Any) -> None:
+    """Put the legend below the axes, where it covers nothing however many names there are."""
+    figure.legend(loc="outside lower center", fontsize="small", ncols=3)
+
+
+def _subplots(count: int, width: float = 6.4, height: float = 4.8) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * count, 4.8), layout="constrained")
+    figure = Figure(figsize=(width * count, height), layout="constrained")
     return figure, [figure.add_subplot(1, count, place + 1) for place in range(count)]
 
 

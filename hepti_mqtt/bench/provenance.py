@@ -8,29 +8,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from hepti_mqtt.kernels import isa
 from hepti_mqtt.lab.calibrate import machine
 
-_PACKAGES: Final = ("hepti", "numpy", "numba", "paho-mqtt", "torch", "onnxruntime")
+_PACKAGES: Final = ("hepti", "numpy", "numba", "llvmlite", "paho-mqtt", "torch", "onnxruntime", "onnx")
 
 
 def provenance() -> dict[str, Any]:
-    """Return machine, versions and git revision, as JSON can hold them."""
+    """Return what two results must have in common to stand in one table, as JSON can hold it."""
     return {
         "machine": machine(),
+        "isa": isa(),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        "revision": revision(),
+        "blas": _blas(),
+        "revision": _revision(),
     }
-
-
-def revision() -> str:
-    """Return the git revision of the sources, "-dirty" where they differ from it, "unknown" outside of a checkout."""
-    command = ["git", "-C", str(Path(__file__).parents[2]), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def _version(package: str) -> str | None:
@@ -38,3 +33,21 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _blas() -> str:
+    # NumPy's stubs know no mode; the dictionary is documented.
+    found: Any = np.show_config(mode="dicts")
+    blas = found["Build Dependencies"]["blas"]
+    return f"{blas['name']} {blas['version']}"
+
+
+def _revision() -> str:
+    """Return the git revision of the sources; "-dirty" where they differ from it, "unknown" outside of a checkout."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
 from hepti_mqtt.bench.experiment import AUTO, Cell
+from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
@@ -38,7 +39,8 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     groups = sorted(found.values(), key=lambda cell: repr(cell.group))
     for group, part in groupby(groups, key=lambda cell: cell.group):
         lines += [f"## {_title(group)}", "", *_table(results, list(part)), ""]
-    lines += _changes(results)
+    for play in results.plays().values():
+        lines += _changes(play)
     lines += [f"![{name}]({name})" for name in pictures]
     return "\n".join(lines) + "\n"
 
@@ -104,7 +106,7 @@ def _choice(cell: Cell, plan: Any, group: Sequence[Cell]) -> str:
     name, devices = "/".join([plan["strategy"], *plan["options"].values()]), tuple(sorted(plan["devices"]))
     same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire) == (name, devices, plan["wire"])]
     equals = f" (= {same[0].label})" if same else ""
-    return f"{name} on {', '.join(devices)}{equals}"
+    return f"{plan_words(plan)}{equals}"
 
 
 def _range(i: statistics.Interval) -> str:
@@ -117,24 +119,21 @@ def _title(group: tuple[str, float | None, str, int | None]) -> str:
     return f"{model}, {size}, {lab}" + ("" if rate is None else f" at {rate:g} Mbit/s")
 
 
-def _changes(results: Results) -> list[str]:
-    asked = [r for r in results.records if r["record"] == "under_change"]
-    stamps = [r for r in results.records if r["record"] == "change"]
-    if not stamps:
-        return []
-    lines = ["## Under changes", "", "| s | what | ms | plan |", "|---:|---|---:|---|"]
-    start = stamps[0]["unix_s"] - stamps[0]["begun_s"]
-    rows = []
-    for r in asked:
-        if r["ok"]:
-            plan = f"{r['plan']['strategy']} on {', '.join(r['plan']['devices'])}"
-            rows.append((r["unix_s"], "request", f"{r['latency_ms'][0]:.0f}", plan))
-    for r in stamps:
-        what = " ".join(str(r[k]) for k in ("do", "host", "mbit", "gflops", "share") if k in r)
-        rows.append((r["unix_s"], f"**{what}**", "", r.get("error", "")))
-    lines += [f"| {t - start:.1f} | {what} | {ms} | {plan} |" for t, what, ms, plan in sorted(rows)]
-    failed = [r["message"].splitlines()[0] for r in asked if not r["ok"]]
-    return [*lines, "", f"{len(failed)} requests failed" + (f", the first: {failed[0]}" if failed else ""), ""]
+def _changes(play: Play) -> Iterator[str]:
+    """Tell what happened to a cell under changes: a line per change and per new plan, with the requests between."""
+    yield f"## {_title(play.cell.group)}, {play.cell.label}: under changes"
+    yield ""
+    if not play.whole:
+        yield "Cut off: `--resume` plays it again.\n"
+    yield "| s | what | plan | requests | failed | median ms | slowest ms |"
+    yield "|---:|---|---|---:|---:|---:|---:|"
+    for part in parts(play):
+        times = [r["latency_ms"][0] for r in part.requests if r["ok"]]
+        figures = f"{statistics.median_interval(times).median:.0f} | {max(times):.0f}" if times else "| "
+        failed = len(part.requests) - len(times)
+        yield f"| {part.at_s:.1f} | {part.what} | {part.plan} | {len(part.requests)} | {failed} | {figures} |"
+    failures = [r["message"].splitlines()[0] for r in play.requests if not r["ok"]]
+    yield from ("", f"{len(failures)} of {len(play.requests)} requests failed", *(f"- {m}" for m in failures), "")
 
 
 def _time_lines(results: Results, directory: Path) -> list[Path]:

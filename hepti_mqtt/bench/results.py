@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.plays import Play
 from hepti_mqtt.bench.statistics import Interval, median_interval
 from hepti_mqtt.errors import ConfigError
 
 FORMAT: Final = 1
 FILE: Final = "results.jsonl"
+_SAME: Final = ("experiment", "digest", "machine", "python", "versions", "revision")
 _COLUMNS: Final = (
     *("lab", "rate", "model", "tokens", "strategy", "devices", "wire", "copy", "round", "repetition", "latency_ms"),
     *("compute_ms", "wait_ms", "bytes", "predicted_ms", "error", "failure"),
@@ -24,7 +27,7 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True)
 class Results:
-    """What a file holds. records: of kinds `lab`, `turn`, `under_change`, `change`, as they came."""
+    """What a file holds. records: of kinds `lab`, `turn` and those of a `Play`, as they came."""
 
     header: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
@@ -45,6 +48,19 @@ class Results:
         """Return the median of every cell that has times, over its rounds, in ms."""
         medians = {cell: self.medians(cell) for cell in self.cells()}
         return {cell: median_interval(list(m.values())) for cell, m in medians.items() if m}
+
+    def plays(self) -> dict[str, Play]:
+        """Return the last play of every cell that was watched while a script changed the lab."""
+        plays: dict[str, Play] = {}
+        for r in self.records:
+            if r["record"] == "play":
+                plays[r["cell"]] = Play(cell_of(r["of"]), r["unix_s"])
+            elif r["record"] in ("under_change", "change"):
+                play = plays[r["cell"]]
+                (play.changes if r["record"] == "change" else play.requests).append(r)
+            elif r["record"] == "played":
+                plays[r["cell"]].whole = True
+        return plays
 
     def done(self) -> set[tuple[str, int]]:
         """Return (cell, round) of every turn."""
@@ -86,6 +102,7 @@ class Writer:
     def __init__(self, directory: Path, header: Mapping[str, Any], *, resume: bool) -> None:
         self.path, full = directory / FILE, {"record": "header", "format": FORMAT, **header}
         self.results = Results(full, [])
+        self._lock = threading.Lock()  # changes are written by the thread that makes them
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
@@ -104,12 +121,13 @@ class Writer:
             self.path.write_bytes(b"")
             return
         self.results = read(self.path)
-        for key in ("digest", "experiment", "machine", "versions", "revision"):
-            if self.results.header.get(key) != header.get(key):
-                raise ConfigError(
-                    f"{self.path} has another {key} ({self.results.header.get(key)}, now {header.get(key)}): "
-                    "its times and new ones do not belong in one table; choose another --out"
-                )
+        there = self.results.header
+        other = [f"{k} ({there.get(k)}, now {header.get(k)})" for k in _SAME if there.get(k) != header.get(k)]
+        if other:
+            raise ConfigError(
+                f"{self.path} has another {', another '.join(other)}: its times and new ones do not belong in one "
+                "table; start anew with another --out (what is in this one stays), or go back to what it was made with"
+            )
         with self.path.open("r+b") as file:
             file.truncate(data.rfind(b"\n") + 1)
 
@@ -122,8 +140,9 @@ class Writer:
         self.add("turn", cell=cell.id, of=asdict(cell), round=number, **answer)
 
     def _line(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._lock:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> Writer:
         return self

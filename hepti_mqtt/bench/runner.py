@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
-from hepti_mqtt.lab.changes import Script
+from hepti_mqtt.lab.changes import Script, Stamp
 from hepti_mqtt.lab.hosts import Talking
 from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import LabSite
@@ -31,11 +32,16 @@ from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.strategies import STRATEGIES
 
 ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
-AFTERWARDS: Final = 5  # turns after the last change of a script
+AFTERWARDS_S: Final = 15.0  # of requests after a script's last change: a dead device is noticed after 6 s
 
 
-def run(experiment: Experiment, out: Path, command: str, *, resume: bool, console: Console) -> None:
-    """Measure what is missing in `out` and write it there; raises the error of a lab, a site or a driver."""
+def run(
+    experiment: Experiment, out: Path, command: str, *, resume: bool, console: Console, calibrations: Path | None = None
+) -> None:
+    """Measure what is missing in `out` and write it there; raises the error of a lab, a site or a driver.
+
+    calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
+    """
     wanted = cells(experiment)
     header = {
         **provenance(),
@@ -55,12 +61,20 @@ def run(experiment: Experiment, out: Path, command: str, *, resume: bool, consol
         total = experiment.rounds * len(wanted)
         task = bar.add_task(experiment.name, total=total, completed=total - sum(map(len, todo.values())))
         models = prepare_models(experiment, out, wanted)
-        replay = bool(experiment.changes) and not any(r["record"] == "change" for r in writer.results.records)
-        for (lab, rate), part in groupby(wanted, key=lambda cell: (cell.lab, cell.rate)):
-            own = [cell for cell in part if todo[cell] or replay]
+        played = {cell for cell, play in writer.results.plays().items() if play.whole}
+        # Changes leave a lab that nothing else is measured on.
+        width = len(wanted[0].group) if experiment.changes else 2
+        for (lab, rate, *_), part in groupby(wanted, key=lambda cell: cell.group[:width]):
+            own = list(part)
+            watched = watched_of(experiment, own)
+            if watched is not None and watched.id in played:
+                watched = None
+            own = [cell for cell in own if todo[cell] or cell is watched]
             if own:
                 spec = experiment.labs[lab] if rate is None else experiment.labs[lab].with_rate(rate)
-                _Measuring(experiment, out, writer, bar, task, models).network(spec, own, todo)
+                _Measuring(experiment, out, writer, bar, task, models, calibrations or out / "calibration").network(
+                    spec, own, todo, watched
+                )
 
 
 def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) -> dict[str, Path]:
@@ -85,22 +99,26 @@ def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) ->
     return found
 
 
-def order(cell: Cell, spec: LabSpec, warmup: int, repetitions: int) -> dict[str, Any]:
-    """Return what the driver is told to measure; the planner's own choice among all hosts pins no devices."""
+def watched_of(experiment: Experiment, group: Sequence[Cell]) -> Cell | None:
+    """Return the cell that is asked for while the script changes the lab: Hepti's own choice, on most devices."""
+    own = [cell for cell in group if cell.strategy == AUTO and experiment.changes]
+    return max(own, key=lambda cell: len(cell.devices), default=None)
+
+
+def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
+    """Return what the driver is told; the planner's own choice among all hosts pins no devices."""
     name, _, variant = cell.strategy.partition("/")
     options = next(
         (dict(o) for s in STRATEGIES.values() if s.name == name for o in s.options if variant in o.values()), {}
     )
     free = cell.strategy == AUTO and len(cell.devices) == len(spec.hosts)
     return {
-        "do": "measure",
         "key": _key(cell),
         "strategy": name,
         "options": options,
         "devices": None if free else list(cell.devices),
         "wire": cell.wire,
-        "warmup": warmup,
-        "repetitions": repetitions,
+        **fields,
     }
 
 
@@ -113,15 +131,18 @@ class _Measuring:
         bar: Progress,
         task: TaskID,
         models: Mapping[str, Path],
+        calibrations: Path,
     ) -> None:
         self.experiment, self.out, self.writer = experiment, out, writer
-        self.bar, self.task, self.models = bar, task, models
+        self.bar, self.task, self.models, self.calibrations = bar, task, models, calibrations
 
-    def network(self, spec: LabSpec, own: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]) -> None:
-        """Measure the cells of one lab at one rate."""
+    def network(
+        self, spec: LabSpec, own: Sequence[Cell], todo: Mapping[Cell, Sequence[int]], watched: Cell | None
+    ) -> None:
+        """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
         with ExitStack() as stack:
             lab = stack.enter_context(Lab(spec, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
-            figures = calibrate(spec, lab.hub, lab.hosts, self.out / "calibration", self._say)
+            figures = calibrate(spec, lab.hub, lab.hosts, self.calibrations, self._say)
             self._say(calibration_table(figures))
             for miss in figures.misses():
                 self._say(f"warning: {miss}")
@@ -132,6 +153,8 @@ class _Measuring:
             driver = site.talk("driver", ["-m", "hepti_mqtt.bench.driver"])
             for _, part in groupby(own, key=lambda cell: cell.group):
                 self._group(driver, lab, spec, list(part), todo)
+            if watched is not None:
+                self._under_changes(driver, lab, spec, watched)
 
     def _group(
         self, driver: Talking, lab: Lab, spec: LabSpec, group: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]
@@ -145,22 +168,27 @@ class _Measuring:
             for cell in turns(group, number, e.seed):
                 if number in todo[cell]:
                     self.bar.update(self.task, description=f"{cell.model} {cell.tokens or ''} {cell.label}")
-                    self.writer.turn(cell, number, _ask(driver, order(cell, spec, e.warmup, e.repetitions)))
+                    last = cell.strategy == AUTO and number == e.rounds - 1
+                    fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": last}
+                    self.writer.turn(cell, number, _ask(driver, order(cell, spec, do="measure", **fields)))
                     self.bar.advance(self.task)
-        own = next((cell for cell in group if cell.strategy == AUTO), None)
-        if e.changes and own is not None:
-            self._under_changes(driver, lab, spec, own)
 
     def _under_changes(self, driver: Talking, lab: Lab, spec: LabSpec, cell: Cell) -> None:
         """Ask without a pause while the script changes the lab, and a few times more."""
-        one = order(cell, spec, 0, 1)
-        with Script(self.experiment.changes, lab.apply) as script:
-            left = AFTERWARDS
-            while left:
-                left -= script.finished()
-                self.writer.add("under_change", cell=cell.id, **_ask(driver, one))
-        for stamp in script.stamps:
+        one = order(cell, spec, do="once")
+        self.bar.update(self.task, description=f"{cell.model} under changes")
+        self.writer.add("play", cell=cell.id, of=asdict(cell), unix_s=time.time())
+
+        def report(stamp: Stamp) -> None:
             self.writer.add("change", cell=cell.id, **stamp.record())
+
+        with Script(self.experiment.changes, lab.apply, report) as script:
+            until: float | None = None
+            while until is None or time.monotonic() < until:
+                self.writer.add("under_change", cell=cell.id, **_ask(driver, one))
+                if until is None and script.finished():
+                    until = time.monotonic() + AFTERWARDS_S
+        self.writer.add("played", cell=cell.id)
 
     def _say(self, line: str) -> None:
         self.bar.console.print(line, markup=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.cluster import Cluster, Link, profile_from_caps
+from hepti_mqtt.client.described import cluster_of
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.simulate import Naming, simulate, timeline_svg
@@ -18,15 +18,7 @@ def draw(turn: Mapping[str, Any], file: Path) -> Path:
     """Write the picture of a turn's `active` plan; return its path."""
     plan, spec = Plan.from_dict(turn["active"]), ModelSpec.from_dict(turn["spec"])
     shape = RequestShape((turn["tokens"],))
-    profiles, links = {}, {}
-    for device in (d for d in turn["devices"] if d["device"] in plan.devices and "curves" in d):
-        name, beat = device["device"], device.get("heartbeat") or {}
-        profiles[name] = profile_from_caps(
-            name, device["curves"], device["memory_budget_bytes"], beat.get("slowdown") or 1.0
-        )
-        rate = beat.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
-        links[name] = Link((beat.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
-    cluster = Cluster(profiles, links)
+    cluster = cluster_of(turn["devices"], plan.devices)
     result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)
     cell = turn["of"]
     title = f"{cell['model']}, {plan.strategy} {' '.join(plan.options.values())}, {turn['tokens']} tokens, simulated"

@@ -20,6 +20,9 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--list", action="store_true", help="list the experiments that come with Hepti")
     sub.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: a new directory in ./results)")
     sub.add_argument("--resume", action="store_true", help="go on with what --out has not got yet")
+    sub.add_argument(
+        "--calibrations", type=Path, metavar="DIR", help="verify the quotas kept there instead of finding them anew"
+    )
     sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's")
     sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
     sub.add_argument(
@@ -63,7 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on with a directory: name it with --out")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     out = args.out or Path("results") / f"{experiment.name}-{stamp}"
-    kind.run(experiment, out, shlex.join(["hepti", *sys.argv[1:]]), resume=args.resume, console=output.err)
+    command = shlex.join(["hepti", *sys.argv[1:]])
+    kind.run(experiment, out, command, resume=args.resume, console=output.err, calibrations=args.calibrations)
     return _written(args, out)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.site import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.cluster import Cluster, Link, profile_from_caps
+from hepti_mqtt.client.described import cluster_of
+from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program
@@ -125,24 +126,6 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     kept = f"weights {active['storage']}, wire {active['wire']}, route {active['route']}"
     output.print_lines([f"active: epoch {epoch}, head {active['head']}, {kept}"])
     output.print_lines([f"why: {active['reason']}"])
-
-
-def cluster_of(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
-    """Return the cluster that devices described; raises ConfigError if one of `names` is not there."""
-    by_name = {d["device"]: d for d in found if "curves" in d}
-    missing = [n for n in names if n not in by_name]
-    if missing:
-        raise ConfigError(f"devices of the plan are not there any more: {', '.join(missing)}; try again")
-    profiles, links = {}, {}
-    for name in names:
-        device = by_name[name]
-        hb = device.get("heartbeat") or {}
-        profiles[name] = profile_from_caps(
-            name, device["curves"], device["memory_budget_bytes"], hb.get("slowdown") or 1.0
-        )
-        rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
-        links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
-    return Cluster(profiles, links)
 
 
 @dataclass(frozen=True, slots=True)

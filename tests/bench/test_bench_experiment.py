@@ -101,7 +101,7 @@ def test_rounds_are_shuffled_by_seed_and_nothing_is_lost():
 def test_the_planners_own_choice_is_free_only_among_all_hosts():
     spec = made().labs["four-pi4"]
     by_count = {len(c.devices): c for c in cells(made(strategies=["auto"], devices=[2, 4]))}
-    assert order(by_count[4], spec, 1, 1)["devices"] is None
-    assert order(by_count[2], spec, 1, 1)["devices"] == ["pi1", "pi2"]
+    assert order(by_count[4], spec)["devices"] is None
+    assert order(by_count[2], spec)["devices"] == ["pi1", "pi2"]
     heads = next(c for c in cells(made()) if c.strategy == "row/heads")
-    assert order(heads, spec, 1, 1)["options"] == {"variant": "heads"}
+    assert order(heads, spec)["options"] == {"variant": "heads"}

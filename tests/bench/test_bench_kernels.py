@@ -18,9 +18,8 @@ from hepti_mqtt.errors import BenchError
 from hepti_mqtt.kernels import Workers
 
 ORIGIN = {
-    "cpu": "some CPU",
+    "machine": "2 x some CPU, Linux",
     "isa": "avx2",
-    "system": "Linux",
     "python": "3.11",
     "versions": {"numpy": "2"},
     "blas": "openblas",
@@ -139,7 +138,7 @@ def small(monkeypatch, tmp_path):
     two = [Shape(2, 33, 7, 2.0), Shape(3, 16, 5, 1.0)]
     monkeypatch.setitem(kernel_cases.GROUPS, "linear", (lambda _quick, _seed: two, kernel_cases.GROUPS["linear"][1]))
     monkeypatch.setattr(kernels, "_in_own_process", lambda options, threads, seconds: kernels._measure_all(options))
-    monkeypatch.setattr(kernels, "provenance", lambda seed: {k: v for k, v in ORIGIN.items() if k != "rounds"})
+    monkeypatch.setattr(kernels, "provenance", lambda: {k: v for k, v in ORIGIN.items() if k != "rounds"})
     return Options(tmp_path, quick=True, threads=(1,), only=("linear",))
 
 
@@ -157,7 +156,7 @@ def test_a_run_goes_on_where_the_last_one_ended(small):
 
 def test_results_of_other_software_are_not_mixed(small, monkeypatch):
     kernels.run(small)
-    monkeypatch.setattr(kernels, "provenance", lambda seed: {**ORIGIN, "revision": "def"})
+    monkeypatch.setattr(kernels, "provenance", lambda: {**ORIGIN, "revision": "def"})
     with pytest.raises(BenchError, match="revision abc then, def now; choose another --out"):
         kernels.run(small)
 

@@ -60,6 +60,10 @@ def test_other_versions_and_other_experiments_are_refused(tmp_path):
         Writer(tmp_path, {**HEADER, "digest": "e"}, resume=True)
     with pytest.raises(ConfigError, match="another revision"):
         Writer(tmp_path, {**HEADER, "revision": "s"}, resume=True)
+    both = r"another machine \(m, now n\), another revision \(r, now s\)"
+    with pytest.raises(ConfigError, match=both) as told:
+        Writer(tmp_path, {**HEADER, "machine": "n", "revision": "s"}, resume=True)
+    assert "another --out" in str(told.value)
     (tmp_path / "results.jsonl").write_text(json.dumps({"record": "header", "format": 99}) + "\n")
     with pytest.raises(ConfigError, match="format 99"):
         read(tmp_path)

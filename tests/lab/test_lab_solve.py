@@ -82,3 +82,17 @@ def test_a_machine_that_drifts_during_the_search_is_followed():
 
     found = solve(measure, 24.6, 1.0)
     assert found.cpu == pytest.approx(24.6 / 225, rel=0.05)
+
+
+def test_one_disturbed_measurement_does_not_hold_the_search_for_ever():
+    """A neighbour took the core for the third measurement: too slow there, though the quota is more than enough."""
+    count = 0
+
+    def measure(cpu):
+        nonlocal count
+        count += 1
+        return 110.0 * cpu * {1: 0.9, 2: 0.9, 3: 0.6}.get(count, 1.0)
+
+    found = solve(measure, 24.6, 1.0, 0.212)
+    assert found.speed == pytest.approx(24.6, rel=0.05)
+    assert found.cpu == pytest.approx(24.6 / 110, rel=0.05)

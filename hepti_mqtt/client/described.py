@@ -1,0 +1,30 @@
+"""The cluster that devices described, for simulating a plan where the planner is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hepti_mqtt.cluster import Cluster, Link, profile_from_caps
+from hepti_mqtt.errors import ConfigError
+
+
+def cluster_of(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
+    """Return the cluster of the devices `names` among those that `Hepti.devices` found.
+
+    Raises ConfigError if one of `names` is not there or has not said how fast it is.
+    """
+    by_name = {d["device"]: d for d in found if "curves" in d}
+    missing = [n for n in names if n not in by_name]
+    if missing:
+        raise ConfigError(f"devices of the plan are not there any more: {', '.join(missing)}; try again")
+    profiles, links = {}, {}
+    for name in names:
+        device = by_name[name]
+        hb = device.get("heartbeat") or {}
+        profiles[name] = profile_from_caps(
+            name, device["curves"], device["memory_budget_bytes"], hb.get("slowdown") or 1.0
+        )
+        rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
+        links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
+    return Cluster(profiles, links)
