@@ -19,7 +19,7 @@ from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_of_columns, panel_of_rows
-from hepti_mqtt.kernels.softmax_tile import LN2, LOG2E, softmax_tile, transpose_tile
+from hepti_mqtt.kernels.softmax_tile import LN2, LOG2E, scaled_rows, softmax_tile, transpose_tile
 
 # Scores [KEYS, NR] and the accumulator [d, NR] stay in the first-level cache.
 KEYS: Final = 128
@@ -50,10 +50,12 @@ def _scores(
 def _pack(kv: Any, column: int, low: int, keys: int, d: int, values: Any) -> None:
     """Fill values [panels of d, keys, NR]; what is beyond column d of the last panel is not used."""
     for c in range(0, d, NR):
+        vectors = min(NR, d - c) // LANES
+        at = kv.ctypes.data + 4 * (low * kv.shape[1] + column + c)
+        scaled_rows(vectors, keys, at, kv.shape[1], ONE, values.ctypes.data + 4 * c * keys, NR)
         for i in range(keys):
-            at = c * keys + i * NR
-            for j in range(min(NR, d - c)):
-                values[at + j] = kv[low + i, column + c + j]
+            for j in range(vectors * LANES, min(NR, d - c)):
+                values[c * keys + i * NR + j] = kv[low + i, column + c + j]
 
 
 @helper
@@ -157,15 +159,16 @@ def _query_alone(
 @helper
 def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, at: int) -> None:
     """Write one query's result to out[at:]: its state, or the sum total [d] divided by the norm."""
+    by = ONE if with_state or norm == ZERO else ONE / norm
+    whole = d // LANES * LANES
+    for c in range(0, whole, NR):
+        vectors = min(NR, whole - c) // LANES
+        scaled_rows(vectors, 1, total.ctypes.data + 4 * c, NR, by, out.ctypes.data + 4 * (at + c), NR)
+    for c in range(whole, d):
+        out[at + c] = total[c] * by
     if with_state:
-        for c in range(d):
-            out[at + c] = total[c]
         out[at + d] = high
         out[at + d + 1] = norm
-    else:
-        by = ONE / norm if norm != ZERO else ONE
-        for c in range(d):
-            out[at + c] = total[c] * by
 
 
 _SIGNATURE = (

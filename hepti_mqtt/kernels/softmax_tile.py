@@ -55,6 +55,11 @@ class _Vectors:
         # As the nearest f32: LLVM refuses a float constant that is not exact.
         return ir.Constant(self.vector, [float(np.float32(value))] * self.lanes)
 
+    def splat(self, value: Any) -> Any:
+        undefined = ir.Constant(self.vector, ir.Undefined)
+        first = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(self.integers, [0] * self.lanes))
+
     def load(self, address: Any, offset: int = 0) -> Any:
         value = self.builder.load(self._at(address, offset))
         value.align = 4
@@ -159,9 +164,7 @@ def _write_transpose(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     w = _Vectors(module, name, tile, 5)
     b = w.builder
     x, stride, count, scale, out = w.function.args
-    factor = b.bitcast(b.trunc(scale, _I32), _F32)
-    by = b.insert_element(ir.Constant(w.vector, ir.Undefined), factor, ir.Constant(_I32, 0))
-    by = b.shuffle_vector(by, ir.Constant(w.vector, ir.Undefined), ir.Constant(w.integers, [0] * n))
+    by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
     last = b.sub(count, ir.Constant(_I64, 1))
     rows = []
     for i in range(n):
@@ -178,21 +181,63 @@ def _write_transpose(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     return w.function
 
 
+def _write_copy(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
+    w = _Vectors(module, name, tile, 6)
+    b = w.builder
+    rows, x, stride, scale, out, out_stride = w.function.args
+    by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
+
+    def copy(at: Any, _: list[Any]) -> list[Any]:
+        # `at` is the row's number times the bytes of an f32.
+        source, target = b.add(x, b.mul(at, stride)), b.add(out, b.mul(at, out_stride))
+        for o in range(0, vectors * tile.lanes, tile.lanes):
+            w.store(b.fmul(w.load(source, o), by, flags=_EXACT), target, o)
+        return []
+
+    w.loop(rows, [], copy, ir.Constant(_I64, 0), 4)
+    b.ret_void()
+    return w.function
+
+
+def emit_copy(tile: Tile) -> Callable[..., Any]:
+    """Return the Numba intrinsic of `scaled_rows`."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        vectors, rows, x, stride, scale, out, out_stride = arguments
+        bits = builder.zext(builder.bitcast(scale, _I32), _I64)
+        rest = [rows, x, stride, bits, out, out_stride]
+        _call_by_number(builder, "hepti_copy", tile, vectors, rest, _write_copy)
+        return context.get_dummy_value()
+
+    def emit(_context: Any, _vectors: Any, _rows: Any, _x: Any, _stride: Any, _scale: Any, _out: Any, _os: Any) -> Any:
+        integer = types.int64
+        return types.void(*[integer] * 4, types.float32, *[integer] * 2), codegen
+
+    return emit
+
+
+def _call_by_number(
+    builder: Any, name: str, tile: Tile, vectors: Any, arguments: Any, write: Callable[..., ir.Function]
+) -> None:
+    """Call the function for this number of vectors, 1 to `tile.vectors`; nothing for any other."""
+    end = builder.append_basic_block("vectors.end")
+    choice = builder.switch(vectors, end)
+    for count in range(1, tile.vectors + 1):
+        full = f"{name}_{count}"
+        function = builder.module.globals.get(full) or write(builder.module, full, tile, count)
+        with builder.goto_block(builder.append_basic_block(full)):
+            choice.add_case(ir.Constant(_I64, count), builder.block)
+            builder.call(function, arguments)
+            builder.branch(end)
+    builder.position_at_end(end)
+
+
 def emit_softmax(tile: Tile) -> Callable[..., Any]:
     """Return the Numba intrinsic of `softmax_tile`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         vectors, *rest = arguments
-        end = builder.append_basic_block("softmax.end")
-        choice = builder.switch(vectors, end)
-        for count in range(1, tile.vectors + 1):
-            name = f"hepti_softmax_{count}"
-            function = builder.module.globals.get(name) or _write_softmax(builder.module, name, tile, count)
-            with builder.goto_block(builder.append_basic_block(name)):
-                choice.add_case(ir.Constant(_I64, count), builder.block)
-                builder.call(function, rest)
-                builder.branch(end)
-        builder.position_at_end(end)
+        _call_by_number(builder, "hepti_softmax", tile, vectors, rest, _write_softmax)
         return context.get_dummy_value()
 
     def emit(_context: Any, _vectors: Any, _scores: Any, _keys: Any, _high: Any, _norm: Any, _rescale: Any) -> Any:
@@ -230,6 +275,12 @@ def _plain_softmax(vectors: int, scores: int, keys: int, high: int, norm: int, r
     tops[:] = top
 
 
+def _plain_copy(vectors: int, rows: int, x: int, stride: int, scale: Any, out: int, out_stride: int) -> None:
+    n = vectors * TILE.lanes
+    for i in range(rows if n else 0):
+        floats(out + 4 * i * out_stride, n)[:] = floats(x + 4 * i * stride, n) * scale
+
+
 def _plain_transpose(x: int, stride: int, count: int, scale: Any, out: int) -> None:
     n = TILE.lanes
     for i in range(n):
@@ -247,3 +298,7 @@ softmax_tile: Final = lowered(emit_softmax(TILE), _plain_softmax)
 # Fill out [lanes, NR], its first vector, with scale * the transpose of x [count, lanes]; the last row stands for those
 # that there are not. Arguments: x, floats between its rows, count (at least 1), scale, out.
 transpose_tile: Final = lowered(emit_transpose(TILE), _plain_transpose)
+
+# Fill out [rows, vectors] with scale * x [rows, vectors]. Arguments: vectors (0 to TILE.vectors), rows (at least 1), x,
+# floats between its rows, scale, out, floats between its rows.
+scaled_rows: Final = lowered(emit_copy(TILE), _plain_copy)
