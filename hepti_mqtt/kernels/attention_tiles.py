@@ -1,9 +1,10 @@
 """The compiled part of attention: tiles of queries over blocks of keys.
 
-A tile is up to NR queries of one sequence and one head. Queries lie along the vector lanes: scores are K @ Q.T
-[keys, NR], so that maximum, exponential and sum over keys need no horizontal reduction, and the result is V.T @ P
-[d, NR]; both are the register tile of the matmul. A tile of at most FEW queries, as in decoding, would leave most lanes
-empty: there each query runs alone, with the vector lanes along d. Keys come in blocks with a running maximum and
+A tile is up to NR queries of one sequence and one head. In its scores, K @ Q.T [keys, NR], queries lie along the
+vector lanes, so that maximum, exponential and sum over keys need no horizontal reduction; as many vectors count as
+there are queries. The result, P @ V [queries, d], has d along the lanes, as it is stored. Both are the register tile of
+the matmul. A query alone, as in decoding, would leave most lanes empty: it runs with the vector lanes along d.
+Keys come in blocks with a running maximum and
 sum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022,
 algorithm 1).
 """
@@ -21,11 +22,11 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, helper, 
 from hepti_mqtt.kernels.matmul import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.softmax_tile import LN2, LOG2E, scaled_rows, softmax_tile, transpose_tile
 
-# Scores [KEYS, NR] and the accumulator [d, NR] stay in the first-level cache.
-KEYS: Final = 128
+# Scores and values [KEYS, NR] stay in the second-level cache; 64 and 128 were slower (more rescaling), 512 no faster.
+KEYS: Final = 256
 
-# Queries of a tile up to which one after the other, with lanes along d, is faster than all in the lanes of one tile.
-FEW: Final = 4
+# Queries of a tile up to which one after the other, with lanes along d, is faster than all in the lanes of one vector.
+FEW: Final = 1
 
 LANES: Final = TILE.lanes
 
