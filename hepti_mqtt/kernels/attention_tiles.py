@@ -1,9 +1,10 @@
 """The compiled part of attention: tiles of queries over blocks of keys.
 
-A tile is up to NR queries of one sequence and one head. Queries lie along the vector lanes: scores are K @ Q.T
-[keys, NR], so that maximum, exponential and sum over keys need no horizontal reduction, and the result is V.T @ P
-[d, NR]; both are the register tile of the matmul. A tile of at most FEW queries, as in decoding, would leave most lanes
-empty: there each query runs alone, with the vector lanes along d. Keys come in blocks with a running maximum and
+A tile is up to NR queries of one sequence and one head. In its scores, K @ Q.T [keys, NR], queries lie along the
+vector lanes, so that maximum, exponential and sum over keys need no horizontal reduction; as many vectors count as
+there are queries. The result, P @ V [queries, d], has d along the lanes, as it is stored. Both are the register tile of
+the matmul. A query alone, as in decoding, would leave most lanes empty: it runs with the vector lanes along d.
+Keys come in blocks with a running maximum and
 sum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022,
 algorithm 1).
 """
@@ -16,14 +17,18 @@ import numpy as np
 from numba import float32
 
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
+from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
-from hepti_mqtt.kernels.matmul import MR, NR, tile_of_columns, tile_of_rows
+from hepti_mqtt.kernels.matmul import MR, NR, panel_of_columns, panel_of_rows
+from hepti_mqtt.kernels.softmax_tile import LN2, LOG2E, scaled_rows, softmax_tile, transpose_tile
 
-# Scores [KEYS, NR] and the accumulator [d, NR] stay in the first-level cache.
-KEYS: Final = 128
+# Scores and values [KEYS, NR] stay in the second-level cache; 64 and 128 were slower (more rescaling), 512 no faster.
+KEYS: Final = 256
 
-# Queries of a tile up to which one after the other, with lanes along d, is faster than all in the lanes of one tile.
-FEW: Final = 4
+# Queries of a tile up to which one after the other, with lanes along d, is faster than all in the lanes of one vector.
+FEW: Final = 1
+
+LANES: Final = TILE.lanes
 
 _MINUS_INF: Final = np.float32(-np.inf)
 
@@ -31,58 +36,57 @@ _FIRST, _STOP, _LOW, _HIGH = 0, 1, 2, 3
 
 
 @helper
-def _scores(kv: Any, column: int, low: int, keys: int, queries: Any, d: int, zeros: Any, scores: Any) -> None:
+def _scores(
+    kv: Any, column: int, low: int, keys: int, vectors: int, queries: Any, d: int, zeros: Any, scores: Any
+) -> None:
     width = kv.shape[1]
     for i in range(0, keys, MR):
         rows = min(MR, keys - i)
         at = kv.ctypes.data + 4 * ((low + i) * width + column)
         out = scores.ctypes.data + 4 * i * NR
-        tile_of_rows(rows, at, width, d, queries.ctypes.data, zeros.ctypes.data, 0, out)
+        panel_of_rows(rows, vectors, at, width, d, queries.ctypes.data, zeros.ctypes.data, 0, out, NR)
 
 
 @helper
-def _weighted_values(kv: Any, column: int, low: int, keys: int, scores: Any, d: int, total: Any) -> None:
-    width = kv.shape[1]
-    for c in range(0, d, MR):
-        rows = min(MR, d - c)
-        at = kv.ctypes.data + 4 * (low * width + column + c)
-        out = total.ctypes.data + 4 * c * NR
-        tile_of_columns(rows, at, width, keys, scores.ctypes.data, out, NR, out)
+def _pack(kv: Any, column: int, low: int, keys: int, d: int, values: Any) -> None:
+    """Fill values [panels of d, keys, NR]; what is beyond column d of the last panel is not used."""
+    for c in range(0, d, NR):
+        vectors = min(NR, d - c) // LANES
+        at = kv.ctypes.data + 4 * (low * kv.shape[1] + column + c)
+        scaled_rows(vectors, keys, at, kv.shape[1], ONE, values.ctypes.data + 4 * c * keys, NR)
+        for i in range(keys):
+            for j in range(vectors * LANES, min(NR, d - c)):
+                values[c * keys + i * NR + j] = kv[low + i, column + c + j]
 
 
 @helper
-def _softmax_step(scores: Any, keys: int, d: int, total: Any, high: Any, norm: Any, scale: Any) -> None:
-    """Turn scores into exp(score - running maximum), and scale what was summed before to the new maximum."""
-    for j in range(NR):
-        scale[j] = high[j]
-    for i in range(keys):
-        for j in range(NR):
-            s = scores[i * NR + j]
-            high[j] = s if s > high[j] else high[j]
-    for j in range(NR):
-        # A maximum of -inf would make -inf - -inf = NaN of scores that are all -inf.
-        top = high[j] if high[j] > _MINUS_INF else ZERO
-        scale[j] = exp_of_negative(scale[j] - top)
-        norm[j] = norm[j] * scale[j]
-    for i in range(keys):
-        for j in range(NR):
-            top = high[j] if high[j] > _MINUS_INF else ZERO
-            e = exp_of_negative(scores[i * NR + j] - top)
-            scores[i * NR + j] = e
-            norm[j] += e
-    for c in range(d):
-        for j in range(NR):
-            total[c * NR + j] *= scale[j]
+def _weighted_values(
+    keys: int, count: int, d: int, scores: Any, values: Any, zeros: Any, started: Any, total: Any
+) -> None:
+    """Add scores.T @ values to total [count, d up to whole panels], or start it."""
+    stride = len(total) // NR
+    for c in range(0, d, NR):
+        vectors = -(-min(NR, d - c) // LANES)
+        panel = values.ctypes.data + 4 * c * keys
+        for i in range(0, count, MR):
+            out = total.ctypes.data + 4 * (i * stride + c)
+            start, start_stride = (out, stride) if started else (zeros.ctypes.data, 0)
+            at = scores.ctypes.data + 4 * i
+            panel_of_columns(min(MR, count - i), vectors, at, NR, keys, panel, start, start_stride, out, stride)
 
 
 @helper
 def _transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, queries: Any) -> None:
-    """Fill queries [d, NR] with scale * q.T; lanes without a query with 0."""
-    if count < NR:
-        queries[:] = ZERO
-    for j in range(count):
-        for c in range(d):
-            queries[c * NR + j] = q[row + j, column + c] * scale
+    """Fill the vectors of queries [d, NR] that have a query with scale * q.T; lanes beyond it repeat the last."""
+    whole = d // LANES * LANES
+    for j in range(0, count, LANES):
+        rows = min(LANES, count - j)
+        for c in range(0, whole, LANES):
+            at = q.ctypes.data + 4 * ((row + j) * q.shape[1] + column + c)
+            transpose_tile(at, q.shape[1], rows, scale, queries.ctypes.data + 4 * (c * NR + j))
+        for c in range(whole, d):
+            for i in range(LANES):
+                queries[c * NR + j + i] = q[row + j + min(i, rows - 1), column + c] * scale
 
 
 @helper
@@ -94,10 +98,12 @@ def _shortest(limits: Any, row: int, count: int) -> Any:
 
 
 @helper
-def _has_nan(values: Any) -> bool:
+def _has_nan(total: Any, count: int, d: int) -> bool:
+    stride = len(total) // NR
     found = False
-    for i in range(len(values)):
-        found |= np.isnan(values[i])
+    for i in range(count):
+        for c in range(d):
+            found |= np.isnan(total[i * stride + c])
     return found
 
 
@@ -107,6 +113,13 @@ def _mask(scores: Any, low: int, keys: int, limits: Any, row: int, count: int) -
     for j in range(count):
         for i in range(max(0, limits[row + j] - low), keys):
             scores[i * NR + j] = _MINUS_INF
+
+
+@helper
+def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
+    for i in range(count):
+        for c in range(d):
+            total[i * stride + c] *= by[i]
 
 
 @helper
@@ -145,17 +158,18 @@ def _query_alone(
 
 
 @helper
-def _store(total: Any, stride: int, d: int, high: Any, norm: Any, with_state: int, out: Any, at: int) -> None:
-    """Write one query's result to out[at:]: its state, or the sum divided by the norm; total[c * stride] is its sum."""
+def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, at: int) -> None:
+    """Write one query's result to out[at:]: its state, or the sum total [d] divided by the norm."""
+    by = ONE if with_state or norm == ZERO else ONE / norm
+    whole = d // LANES * LANES
+    for c in range(0, whole, NR):
+        vectors = min(NR, whole - c) // LANES
+        scaled_rows(vectors, 1, total.ctypes.data + 4 * c, NR, by, out.ctypes.data + 4 * (at + c), NR)
+    for c in range(whole, d):
+        out[at + c] = total[c] * by
     if with_state:
-        for c in range(d):
-            out[at + c] = total[c * stride]
         out[at + d] = high
         out[at + d + 1] = norm
-    else:
-        by = norm if norm != ZERO else ONE
-        for c in range(d):
-            out[at + c] = total[c * stride] / by
 
 
 _SIGNATURE = (
@@ -197,7 +211,9 @@ def attention_units(
     """
     queries = np.empty(d * NR, np.float32)
     scores = np.empty(KEYS * NR, np.float32)
-    total = np.empty(d * NR, np.float32)
+    stride = -(-d // NR) * NR
+    values = np.empty(KEYS * stride, np.float32)
+    total = np.empty(NR * stride, np.float32)
     zeros = np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
     width = d + 2 if with_state else d
@@ -207,23 +223,26 @@ def attention_units(
         low, end = tiles[tile, _LOW], tiles[tile, _HIGH]
         column = columns[0] + head * d
         k_column, v_column = columns[1] + head // group * d, columns[2] + head // group * d
-        alone = count <= FEW
+        alone = count <= FEW or end <= low
         if not alone:
-            _transpose(q, row, count, column, d, scale, queries)
-            total[:] = ZERO
+            vectors = -(-count // LANES)
+            _transpose(q, row, count, column, d, scale * LOG2E, queries)
             high[:] = _MINUS_INF
             norm[:] = ZERO
             masked = False
             for block in range(low, end, KEYS):
                 keys = min(KEYS, end - block)
-                _scores(kv, k_column, block, keys, queries, d, zeros, scores)
+                _scores(kv, k_column, block, keys, vectors, queries, d, zeros, scores)
                 if _shortest(limits, row, count) < block + keys:
                     _mask(scores, block, keys, limits, row, count)
                     masked = True
-                _softmax_step(scores, keys, d, total, high, norm, rescale)
-                _weighted_values(kv, v_column, block, keys, scores, d, total)
+                softmax_tile(vectors, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
+                _pack(kv, v_column, block, keys, d, values)
+                if block > low:
+                    _scale_rows(total, count, stride, d, rescale)
+                _weighted_values(keys, count, d, scores, values, zeros, block > low, total)
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
-            alone = masked and _has_nan(total)
+            alone = masked and _has_nan(total, count, d)
         for j in range(count):
             at = ((row + j) * heads + head) * width
             if alone:
@@ -231,6 +250,6 @@ def attention_units(
                     queries[c] = q[row + j, column + c] * scale
                 stop_key = max(low, limits[row + j])
                 top, weight = _query_alone(queries[:d], kv, k_column, v_column, low, stop_key, scores, total[:d])
-                _store(total, 1, d, top, weight, with_state, out, at)
+                _store(total, d, top, weight, with_state, out, at)
             else:
-                _store(total[j:], NR, d, high[j], norm[j], with_state, out, at)
+                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, at)

@@ -179,21 +179,25 @@ class TileWriter:
         return ir.Constant(_I64, value)
 
 
-def emit_tile(layout: Layout, tile: Tile, panel: bool = False) -> Callable[..., Any]:
+def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = False) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the tile of 1 to `tile.rows` rows by number.
 
-    Arguments: those of `tile_of_rows`; with `panel` those of `panel_tile`.
+    Arguments: those of `tile_of_rows`; with `panel` those of `panel_of_rows`; with `prefetch` too, of `panel_tile`.
     """
     widths = range(1, tile.vectors + 1) if panel else (tile.vectors,)
+    kind = f"{'panel' if panel else 'tile'}{'_ahead' if prefetch else ''}_{layout}"
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         module = builder.module
         rows, vectors, *rest = arguments if panel else _of_whole_tile(tile, arguments)
+        rest += [ir.Constant(_I64, 0)] * (len(_SIGNATURE.args) - len(rest))  # where nothing is fetched ahead
         end = builder.append_basic_block("tile.end")
         choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, tile.rows)), rows), end)
         for width, count in product(widths, range(1, tile.rows + 1)):
-            name = f"hepti_{'panel' if panel else 'tile'}_{layout}_{count}x{width}"
-            function = module.globals.get(name) or TileWriter(module, name, tile, count, width, layout, panel).write()
+            name = f"hepti_{kind}_{count}x{width}"
+            function = (
+                module.globals.get(name) or TileWriter(module, name, tile, count, width, layout, prefetch).write()
+            )
             with builder.goto_block(builder.append_basic_block(name)):
                 choice.add_case(ir.Constant(_I64, width * tile.rows + count), builder.block)
                 builder.call(function, rest)
@@ -216,18 +220,32 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False) -> Callable[..., 
         _ss: Any,
         _c: Any,
         _cs: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 10), codegen
+
+    def emit_panel_ahead(
+        _context: Any,
+        _rows: Any,
+        _vectors: Any,
+        _a: Any,
+        _as: Any,
+        _k: Any,
+        _b: Any,
+        _s: Any,
+        _ss: Any,
+        _c: Any,
+        _cs: Any,
         _ahead: Any,
         _bytes: Any,
     ) -> Any:
         return types.void(*[types.int64] * 12), codegen
 
-    return emit_panel if panel else emit
+    return (emit_panel_ahead if prefetch else emit_panel) if panel else emit
 
 
 def _of_whole_tile(tile: Tile, arguments: Any) -> list[Any]:
     rows, *rest = arguments
-    vectors, width, nothing = (ir.Constant(_I64, v) for v in (tile.vectors, tile.width, 0))
-    return [rows, vectors, *rest, width, nothing, nothing]
+    return [rows, ir.Constant(_I64, tile.vectors), *rest, ir.Constant(_I64, tile.width)]
 
 
 def _plain_tile(left: Any, width: int, b: int, start: int, start_stride: int, c: int, c_stride: int) -> None:
@@ -244,26 +262,25 @@ def _plain_rows(rows: int, a: int, stride: int, k: int, b: int, start: int, star
 
 
 def _plain_panel(
-    rows: int,
-    vectors: int,
-    a: int,
-    stride: int,
-    k: int,
-    b: int,
-    start: int,
-    start_stride: int,
-    c: int,
-    c_stride: int,
-    _ahead: int,
-    _bytes_ahead: int,
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
 ) -> None:
     left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
     _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
 
 
+def _plain_panel_ahead(*arguments: int) -> None:
+    _plain_panel(*arguments[:-2])
+
+
 def _plain_columns(rows: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int) -> None:
+    _plain_panel_of_columns(rows, TILE.vectors, a, stride, k, b, start, start_stride, c, NR)
+
+
+def _plain_panel_of_columns(
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
     left = np.asarray([floats(a + 4 * p * stride, rows) for p in range(k)], np.float32).reshape(k, rows).T
-    _plain_tile(left, NR, b, start, start_stride, c, NR)
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
 
 
 # Fill c [rows, NR] with start [rows, NR] + a @ b, where a is [rows, k] (tile_of_rows) or the transpose of [k, rows]
@@ -272,7 +289,11 @@ def _plain_columns(rows: int, a: int, stride: int, k: int, b: int, start: int, s
 tile_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_rows)
 tile_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_columns)
 
-# The same for the first `vectors` vectors of b alone, into rows of c that lie apart, while memory that is needed next
-# is fetched. Arguments: rows, vectors (1 to TILE.vectors), a, floats between rows of a, k, b, start, floats between
-# rows of start, c, floats between rows of c, first address to fetch (need not be valid), bytes to fetch for each k.
-panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)
+# The same for the first `vectors` vectors of b alone, into rows of c that lie apart. Arguments: rows, vectors (1 to
+# TILE.vectors), a, floats between rows of a, k, b, start, floats between rows of start, c, floats between rows of c.
+panel_of_rows: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)
+panel_of_columns: Final = lowered(emit_tile("columns", TILE, panel=True), _plain_panel_of_columns)
+
+# `panel_of_rows` while memory that is needed next is fetched. Arguments: its own, first address to fetch (need not be
+# valid), bytes to fetch for each k.
+panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True, prefetch=True), _plain_panel_ahead)

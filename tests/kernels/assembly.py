@@ -19,7 +19,7 @@ X86 = "x86_64-unknown-linux-gnu"
 MULTIPLY_ADD = re.compile(r"^(vfmadd\d+ps|fmla|mulps)\s")
 # The stack, by whatever name: (%rsp), (%rbp) as a frame pointer never occurs in code without one, [sp, #16].
 STACK = re.compile(r"\(%rsp|\[sp\b")
-TILE_NAME = re.compile(r"^(hepti_(?:tile|panel)_(?:rows|columns)_(\d+)x(\d+)):")
+TILE_NAME = re.compile(r"^(hepti_(?:tile|panel)(?:_ahead)?_(?:rows|columns)_(\d+)x(\d+)):")
 
 
 class Loop(NamedTuple):
