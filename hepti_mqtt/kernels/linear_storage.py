@@ -4,8 +4,8 @@ f16 adds f32 products in ascending order of k. w8a32 does so within a block of `
 sums times their scales in ascending order; it overflows to infinity or NaN where the sum of |x| times 127 in a block
 passes 3.4e38. w8a8 first rounds each block of a row of x to 254 steps between its smallest and largest value (0
 included, so that 0 stays exact), adds products of bytes in i32 without error, and adds the blocks' sums times the
-scales of column and row. Its error is at most the sum over k of |x| scale_column / 2 + |w| scale_row / 2, and f32 rounding. A row with a
-value that is not finite comes out as NaN in every column; magnitudes below 1e-35 count as 0.
+scales of column and row. Its error is at most the sum over k of |x| scale_column / 2 + |w| scale_row / 2, and f32
+rounding. A row with a value that is not finite comes out as NaN in every column; magnitudes below 1e-35 count as 0.
 
 Each output depends on its row of x and its column alone: not on other rows, its tile or the threads.
 """

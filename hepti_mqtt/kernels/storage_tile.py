@@ -73,8 +73,8 @@ class StorageTileWriter:
     Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
     column sums, start, bytes between rows of start, c, bytes between rows of c; all but strides and steps are
     addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width]. Row scales (f32) and zeros
-    (i32, the code of 0) are one for each row, column scales (f32) and sums (i32) [width]. Only w8a8 reads row scales, zeros
-    and sums, and takes what the zeros add out of the sums before they become f32; f16 reads no scales. Scales are
+    (i32, the code of 0) are one for each row, column scales (f32) and sums (i32) [width]. Only w8a8 reads row scales,
+    zeros and sums, and takes what the zeros add out of the sums before they become f32; f16 reads no scales. Scales are
     applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
     """
 
