@@ -19,20 +19,19 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import elementary, linear_storage, references
+from hepti_mqtt.kernels import linear_storage, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.elementary import ONE
+from hepti_mqtt.kernels.epilogue import ACTIVATIONS, NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.isa import TILE
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
+from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
-from hepti_mqtt.kernels.memory import floats
-from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
+from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
-ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "silu", "silu_gate")
-_NONE, _GELU, _GELU_TANH, _RELU, _TANH, _SILU, _SILU_GATE = range(7)
+Matrix = PackedMatrix | NarrowMatrix
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the first-level cache while the tiles pass over
 # them; the rows of x stay in the second level.
@@ -53,52 +52,6 @@ _ADDRESS, _COLUMN, _VALID, _GATE = 0, 1, 2, 3
 _GRAIN: Final = 1 << 19
 
 _LANES: Final = TILE.lanes
-
-_gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
-_silu = elementary.silu
-
-
-@helper
-def _activate(tile: Any, gate: Any, activation: int, scale: Any) -> None:
-    if scale != ONE:
-        for i in range(tile.size):
-            tile[i] *= scale
-    if activation == _GELU:
-        for i in range(tile.size):
-            tile[i] = _gelu(tile[i])
-    elif activation == _GELU_TANH:
-        for i in range(tile.size):
-            tile[i] = _gelu_tanh(tile[i])
-    elif activation == _RELU:
-        for i in range(tile.size):
-            tile[i] = _relu(tile[i])
-    elif activation == _TANH:
-        for i in range(tile.size):
-            tile[i] = _tanh(tile[i])
-    elif activation == _SILU:
-        for i in range(tile.size):
-            tile[i] = _silu(tile[i])
-    elif activation == _SILU_GATE:
-        for i in range(tile.size):
-            tile[i] = _silu(gate[i] * scale) * tile[i]
-
-
-@helper
-def _store(tile: Any, row: int, rows: int, out: Any, at: int, residual: Any, column: int, valid: int) -> None:
-    """Copy tile [rows, NR] to out[row :, at :]; add residual[row :, column :] if that is not negative.
-
-    Rows are taken by address: an index that might be negative, for all that Numba knows, made every store a scatter.
-    """
-    for i in range(rows):
-        sums = floats(tile.ctypes.data + 4 * i * NR, valid)
-        target = floats(out.ctypes.data + 4 * ((row + i) * out.shape[1] + at), valid)
-        if column >= 0:
-            added = floats(residual.ctypes.data + 4 * ((row + i) * residual.shape[1] + column), valid)
-            for j in range(valid):
-                target[j] = sums[j] + added[j]
-        else:
-            for j in range(valid):
-                target[j] = sums[j]
 
 
 @kernel(
@@ -131,9 +84,9 @@ def _linear(
 ) -> None:
     """Fill the columns of some panels in some rows of out; panels [P, 4], bias [P, NR], with a gate [2 P, NR]."""
     k, width = x.shape[1], out.shape[1]
-    gated = activation == _SILU_GATE
+    gated = activation == SILU_GATE
     has_residual = residual.size > 0
-    plain = activation == _NONE and scale == ONE and not has_residual
+    plain = activation == NONE and scale == ONE and not has_residual
     most = min(ROWS, last_row - first_row)
     scratch = np.empty((2 if gated else 1) * most * NR, np.float32)
     gates = scratch[-most * NR :]
@@ -171,43 +124,51 @@ def _linear(
                         )
                         if final and not direct:
                             tile = sums[i * NR : (i + count) * NR]
-                            _activate(tile, gates[i * NR : (i + count) * NR], activation, scale)
+                            activate(tile, gates[i * NR : (i + count) * NR], activation, scale)
                             add = column if has_residual else -1
-                            _store(tile, block + i, count, out, out_column + column, residual, add, valid)
+                            store(tile, NR, block + i, count, out, out_column + column, residual, add, valid)
+
+
+def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
+    """Return the matrices, all packed in one storage and as high as x is wide, and their biases, if any."""
+    storages = {w.storage if isinstance(w, NarrowMatrix) else "f32" for w in weights[:count]}
+    check.that(len(storages) == 1, f"its matrices must all be packed and in one storage, got {sorted(storages)}")
+    k = check.reads[0].shape[1]
+    matrices: list[Matrix] = [w if isinstance(w, NarrowMatrix) else check.packed(w) for w in weights[:count]]
+    for place, matrix in enumerate(matrices):
+        check.that(matrix.rows == k, f"weight {place} has {matrix.rows} rows, x has {k} columns")
+    biases = [check.plain(b, (w.columns,)) for b, w in zip(weights[count:], matrices, strict=False)]
+    return matrices, biases
 
 
 def _panels(
-    check: Check, matrices: Sequence[Weight], biases: Sequence[Weight], k: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
-    """Return (table of panels: address, first column, valid columns, 0; bias by panel [P, NR]; n)."""
+    matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return (table of panels: address, first column, valid columns, 0; bias by panel [P, NR])."""
     table: list[tuple[int, int, int, int]] = []
     bias_rows: list[NDArray[np.float32]] = []
     column = 0
-    for place, weight in enumerate(matrices):
-        matrix = check.packed(weight)
-        check.that(matrix.rows == k, f"weight {place} has {matrix.rows} rows, x has {k} columns")
+    for place, matrix in enumerate(matrices):
         padded = np.zeros((len(matrix.panels), NR), np.float32)
         if biases:
-            padded.reshape(-1)[: matrix.columns] = check.plain(biases[place], (matrix.columns,))
+            padded.reshape(-1)[: matrix.columns] = biases[place]
         bias_rows.append(padded)
         address = matrix.panels.__array_interface__["data"][0]
         for p in range(len(matrix.panels)):
             valid = min(NR, matrix.columns - p * NR)
-            table.append((address + 4 * p * k * NR, column + p * NR, valid, 0))
+            table.append((address + 4 * p * matrix.rows * NR, column + p * NR, valid, 0))
         column += matrix.columns
-    return np.asarray(table, np.int64).reshape(-1, 4), np.concatenate(bias_rows), column
+    return np.asarray(table, np.int64).reshape(-1, 4), np.concatenate(bias_rows)
 
 
 def _gated(
-    check: Check, matrices: Sequence[Weight], biases: Sequence[Weight], k: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
+    matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return what `_panels` does for W_2, with the panels of W_1 in the table and their bias behind."""
-    check.that(len(matrices) == 2, f"the activation silu_gate needs 2 weights, gate and up, got {len(matrices)}")
-    gate, gate_bias, gate_columns = _panels(check, matrices[:1], biases[:1], k)
-    table, bias, columns = _panels(check, matrices[1:], biases[1:], k)
-    check.that(gate_columns == columns, f"gate has {gate_columns} columns, up {columns}")
+    gate, gate_bias = _panels(matrices[:1], biases[:1])
+    table, bias = _panels(matrices[1:], biases[1:])
     table[:, _GATE] = gate[:, _ADDRESS]
-    return table, np.concatenate([bias, gate_bias]), columns
+    return table, np.concatenate([bias, gate_bias])
 
 
 def _parts(panels: int, rows: int, k: int, pool: Workers) -> list[Part]:
@@ -218,8 +179,6 @@ def _parts(panels: int, rows: int, k: int, pool: Workers) -> list[Part]:
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    if any(isinstance(w, NarrowMatrix) for w in weights):
-        return linear_storage.bind(op, slots, weights, pool)
     check = Check(op, slots)
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
     scale, out_column = np.float32(op.attrs.get("scale", 1.0)), op.attrs.get("out_column", 0)
@@ -231,9 +190,13 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     count = len(weights) // 2 if has_bias else len(weights)
     check.that(count >= 1, "needs a weight")
     check.weights(weights, 2 * count if has_bias else count)
+    matrices, biases = _checked(check, weights, count)
     m, k = check.reads[0].shape
-    collect = _gated if activation == _SILU_GATE else _panels
-    table, bias, n = collect(check, weights[:count], weights[count:], k)
+    n = sum(w.columns for w in matrices)
+    if activation == SILU_GATE:
+        check.that(count == 2, f"the activation silu_gate needs 2 weights, gate and up, got {count}")
+        gate, n = (w.columns for w in matrices)
+        check.that(gate == n, f"gate has {gate} columns, up {n}")
     if "out_column" in op.attrs:
         rows, width = check.writes[0].shape
         fits = rows == m and out_column >= 0 and out_column + n <= width
@@ -242,15 +205,20 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
-    parts = _parts(len(table), m, k, pool)
-    if not parts:
+    if not m or not n:
         return nothing
+    finish = (activation, scale, out_column)
+    narrow = [w for w in matrices if isinstance(w, NarrowMatrix)]
+    if narrow:
+        return linear_storage.bind((m, k), narrow, biases, has_residual, finish, pool)
+    table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
+    parts = _parts(len(table), m, k, pool)
     alive = tuple(weights)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Weight, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear, (reads[0], writes[0], residual, table, bias, activation, scale, out_column), parts)
+        pool.each(_linear, (reads[0], writes[0], residual, table, bias, *finish), parts)
 
     return run
 

@@ -29,7 +29,7 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_ARGUMENTS: Final = 11
+_ARGUMENTS: Final = 13
 # Bytes of a cache line; and how far ahead of its use a line is asked for: widening fills the window in which the CPU
 # would find loads by itself, and 2 KB read memory a tenth faster at one row.
 _LINE: Final = 64
@@ -68,12 +68,13 @@ def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool =
 
 
 class StorageTileWriter:
-    """Writes the LLVM function of one tile: c = a @ panel * column scales * row scales + bias.
+    """Writes the LLVM function of one tile: c = start + a @ panel * column scales * row scales.
 
-    Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, column scales, column sums, bias, c, bytes
-    between rows of c; all but strides and steps are addresses. a is [rows, steps] of four bytes each; c is f32. Row
-    scales (f32) and zeros (i32, the code of 0) are [rows], column scales, bias (f32) and sums (i32) [width]. Only w8a8
-    reads row scales, zeros and sums, and takes what the zeros add out of the sums before they become f32. Scales are
+    Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
+    column sums, start, bytes between rows of start, c, bytes between rows of c; all but strides and steps are
+    addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width]. Row scales (f32) and zeros
+    (i32, the code of 0) are one for each row, column scales (f32) and sums (i32) [width]. Only w8a8 reads row scales,
+    zeros and sums, and takes what the zeros add out of the sums before they become f32; f16 reads no scales. Scales are
     applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
     """
 
@@ -89,9 +90,19 @@ class StorageTileWriter:
     def write(self) -> ir.Function:
         """Return the finished function."""
         b, f = self.builder, self.form
-        a, stride, steps, panel, row_scales, zeros, column_scales, column_sums, bias, c, c_stride = self.function.args
+        a, stride, steps, panel, *rest = self.function.args
+        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride = rest
         at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
-        start = self._start(zeros, column_sums)
+        at_zeros, at_scales, at_start, at_c = (
+            [b.add(address, b.mul(between, self._int(i))) for i in range(self.rows)]
+            for address, between in (
+                (zeros, scale_stride),
+                (row_scales, scale_stride),
+                (first, first_stride),
+                (c, c_stride),
+            )
+        )
+        start = self._start(at_zeros, column_sums, at_start)
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
         b.position_at_end(body)
@@ -117,7 +128,7 @@ class StorageTileWriter:
             result.add_incoming(begin, before)
             result.add_incoming(end, body)
             new[place] = result
-        self._finish(new, row_scales, column_scales, bias, c, c_stride)
+        self._finish(new, at_scales, column_scales, at_start, at_c)
         b.ret_void()
         return self.function
 
@@ -130,37 +141,40 @@ class StorageTileWriter:
             ahead = self.builder.add(at, self._int(_AHEAD + line))
             self.builder.call(function, [self.builder.inttoptr(ahead, address), read, level, data])
 
-    def _finish(self, sums: list[Any], row_scales: Any, column_scales: Any, bias: Any, c: Any, c_stride: Any) -> None:
-        """Scale the sums, add the bias and store them."""
+    def _finish(
+        self, sums: list[Any], at_scales: list[Any], column_scales: Any, at_start: list[Any], at_c: list[Any]
+    ) -> None:
+        """Scale the sums, add what the tile starts with and store them."""
         b, f = self.builder, self.form
         wide = ir.VectorType(_F32, f.lanes)
-        of_columns = [self._load(b.add(column_scales, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
-        biases = [self._load(b.add(bias, self._int(4 * j * f.lanes)), wide) for j in range(f.vectors)]
+        columns = [self._int(4 * j * f.lanes) for j in range(f.vectors)]
+        scales = [] if f.kind == "f16" else [self._load(b.add(column_scales, at), wide) for at in columns]
         for i in range(self.rows):
-            row = b.add(c, b.mul(c_stride, self._int(i)))
-            for j in range(f.vectors):
+            of_row = self._splat(self._load(at_scales[i], _F32), wide) if f.kind == "w8a8" else None
+            for j, at in enumerate(columns):
                 value = sums[i * f.vectors + j]
-                if f.kind == "w8a8":
-                    value = b.fmul(b.sitofp(value, wide), of_columns[j])
-                    of_row = self._splat(self._load(b.add(row_scales, self._int(4 * i)), _F32), wide)
-                    value = self._multiply_add(value, of_row, biases[j])
-                elif f.kind == "w8a32":
-                    value = self._multiply_add(value, of_columns[j], biases[j])
-                else:
-                    value = b.fadd(value, biases[j])
-                b.store(value, self._pointer(b.add(row, self._int(4 * j * f.lanes)), wide)).align = 4
+                if f.kind != "f16":
+                    start = self._load(b.add(at_start[i], at), wide)
+                    if f.kind == "w8a8":
+                        value = self._multiply_add(b.fmul(b.sitofp(value, wide), scales[j]), of_row, start)
+                    else:
+                        value = self._multiply_add(value, scales[j], start)
+                b.store(value, self._pointer(b.add(at_c[i], at), wide)).align = 4
 
     def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
         return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
 
-    def _start(self, zeros: Any, column_sums: Any) -> list[Any]:
+    def _start(self, at_zeros: list[Any], column_sums: Any, at_start: list[Any]) -> list[Any]:
+        """Return what the sums begin with: f16 the start itself, the others what their scales do not change."""
         b, f = self.builder, self.form
-        if f.kind != "w8a8":
+        columns = [self._int(4 * j * f.lanes) for j in range(f.vectors)]
+        if f.kind == "w8a32":
             return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * f.vectors)
-        of_columns = [self._load(b.add(column_sums, self._int(4 * j * f.lanes)), self.vector) for j in range(f.vectors)]
-        codes = [self._load(b.add(zeros, self._int(4 * i)), _I32) for i in range(self.rows)]
-        minus = [self._splat(b.neg(code), self.vector) for code in codes]
+        if f.kind == "f16":
+            return [self._load(b.add(row, at), self.vector) for row in at_start for at in columns]
+        of_columns = [self._load(b.add(column_sums, at), self.vector) for at in columns]
+        minus = [self._splat(b.neg(self._load(zero, _I32)), self.vector) for zero in at_zeros]
         return [b.mul(z, total) for z in minus for total in of_columns]
 
     def _weight(self, address: Any) -> Any:
@@ -239,9 +253,11 @@ def emit_storage_tile(shape: Form) -> Callable[..., Any]:
         _panel: Any,
         _row_scales: Any,
         _zeros: Any,
+        _scale_stride: Any,
         _column_scales: Any,
         _column_sums: Any,
-        _bias: Any,
+        _start: Any,
+        _start_stride: Any,
         _c: Any,
         _c_stride: Any,
     ) -> Any:
@@ -286,25 +302,29 @@ def _plain(shape: Form) -> Callable[..., None]:
         panel: int,
         row_scales: int,
         zeros: int,
+        scale_stride: int,
         column_scales: int,
         column_sums: int,
-        bias: int,
+        start: int,
+        start_stride: int,
         c: int,
         c_stride: int,
     ) -> None:
         n, k = shape.width, steps * group
-        of_columns, biases = _at(column_scales, n, np.float32), _at(bias, n, np.float32)
         left = np.stack([_at(a + i * stride, k, left_dtype) for i in range(rows)])
         right = _at(panel, k * n, weight_dtype).reshape(steps, n, group).transpose(0, 2, 1).reshape(k, n)
-        if shape.kind != "w8a8":
+        begin = np.stack([_at(start + i * start_stride, n, np.float32) for i in range(rows)])
+        if shape.kind == "w8a8":
+            of_zero = np.concatenate([_at(zeros + i * scale_stride, 1, np.int32) for i in range(rows)])
+            of_rows = np.stack([_at(row_scales + i * scale_stride, 1, np.float32) for i in range(rows)])
+            taken_out = np.outer(of_zero, _at(column_sums, n, np.int32))
+            exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
+            result = exact.astype(np.float32) * _at(column_scales, n, np.float32) * of_rows + begin
+        else:
             wide = right.astype(np.float32)
             # Row by row: BLAS may add in another order for another number of rows.
-            result = np.stack([row @ wide for row in left]) * of_columns + biases
-        else:
-            taken_out = np.outer(_at(zeros, rows, np.int32), _at(column_sums, n, np.int32))
-            exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
-            of_rows = _at(row_scales, rows, np.float32)
-            result = exact.astype(np.float32) * of_columns * of_rows[:, None] + biases
+            result = np.stack([row @ wide for row in left])
+            result = result * _at(column_scales, n, np.float32) + begin if shape.kind == "w8a32" else result + begin
         for i in range(rows):
             _at(c + i * c_stride, n, np.float32)[...] = result[i]
 
