@@ -26,7 +26,7 @@ from hepti_mqtt.kernels import Workers, warm_up
 
 LINES: Final = "kernels.jsonl"
 _THREAD_VARIABLES: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_ROUNDS, _QUICK_ROUNDS = 15, 7
+_ROUNDS, _QUICK_ROUNDS = 9, 5
 
 
 @dataclass(frozen=True, slots=True)
