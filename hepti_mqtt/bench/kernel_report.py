@@ -25,8 +25,8 @@ from hepti_mqtt.bench.kernel_bars import (
 )
 from hepti_mqtt.errors import BenchError
 
-# Rows and columns in inches of one plot.
-_PLOT: Final = (5.2, 4.2)
+# Ticks of the axis of rows.
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 384)
 
 
 class Figure(NamedTuple):
@@ -203,5 +203,8 @@ def _draw(speed: Any, seconds: Any, records: Sequence[Record], threads: int, ban
     for axis, word in ((speed, "GFLOP/s"), (seconds, "ms")):
         axis.set(xscale="log", xlabel="rows m", ylabel=word)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        axis.set_xticks(_ROWS, [str(m) for m in _ROWS])
+        axis.minorticks_off()
+    # Below the plots: within them it would lie on the curves.
+    speed.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     seconds.set_yscale("log")
