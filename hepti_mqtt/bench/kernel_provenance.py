@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +12,6 @@ import numpy as np
 
 from hepti_mqtt.kernels import isa
 
-# What OpenBLAS is told to take the CPU for.
-BLAS_CORE: Final = "OPENBLAS_CORETYPE"
 _PACKAGES: Final = ("hepti", "numpy", "numba", "llvmlite", "torch", "onnxruntime", "onnx")
 
 
@@ -43,7 +40,7 @@ def _blas() -> str:
     # NumPy's stubs know no mode; the dictionary is documented.
     found: Any = np.show_config(mode="dicts")
     blas = found["Build Dependencies"]["blas"]
-    return f"{blas['name']} {blas['version']}, core {os.environ.get(BLAS_CORE, 'of its own choice')}"
+    return f"{blas['name']} {blas['version']}"
 
 
 def _cpu() -> str:

@@ -20,12 +20,13 @@ from typing import Any, Final
 from hepti_mqtt.bench import kernel_report
 from hepti_mqtt.bench.kernel_cases import Case, Conditions, cases, measure
 from hepti_mqtt.bench.kernel_options import Options
-from hepti_mqtt.bench.kernel_provenance import BLAS_CORE, provenance
+from hepti_mqtt.bench.kernel_provenance import provenance
 from hepti_mqtt.errors import BenchError
-from hepti_mqtt.kernels import Workers, isa, warm_up
+from hepti_mqtt.kernels import Workers, warm_up
 
 LINES: Final = "kernels.jsonl"
 _THREAD_VARIABLES: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_RIVALS_SETTINGS: Final = ("OPENBLAS_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_")
 _ROUNDS, _QUICK_ROUNDS = 9, 5
 
 
@@ -56,10 +57,9 @@ def run(options: Options) -> Results:
 
 def _in_own_process(options: Options, threads: int, seconds: float | None) -> None:
     said = {**asdict(options), "out": str(options.out), "threads": [threads], "seconds": seconds}
-    environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
-    if isa() == "avx512":
-        # OpenBLAS takes CPUs that it does not know for AVX2 ones, at half the speed: no rival to be proud of.
-        environment.setdefault(BLAS_CORE, "SkylakeX")
+    # Rivals choose their own code: an inherited setting such as OPENBLAS_CORETYPE=Haswell would halve their speed.
+    untuned = {name: value for name, value in os.environ.items() if not name.startswith(_RIVALS_SETTINGS)}
+    environment = {**untuned, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
     done = subprocess.run(
         [sys.executable, "-m", "hepti_mqtt.bench.kernels", json.dumps(said)],
         env=environment,

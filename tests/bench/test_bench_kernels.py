@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from statistics import median
 
 import numpy as np
@@ -198,6 +199,20 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path, capsys):
     assert said["missing"] == 0
     assert said["provenance"]["versions"]["numpy"]
     assert (tmp_path / "rows-1.svg").exists()
+
+
+def test_rivals_are_not_slowed_by_inherited_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    handed = {}
+
+    def run(_command, env, **_options):
+        handed.update(env)
+        return subprocess.CompletedProcess([], 0, stderr="")
+
+    monkeypatch.setattr(kernels.subprocess, "run", run)
+    kernels._in_own_process(Options(tmp_path), 2, None)
+    assert "OPENBLAS_CORETYPE" not in handed
+    assert handed["OPENBLAS_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--threads", "0"], ["--threads", "x"]])
