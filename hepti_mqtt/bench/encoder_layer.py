@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from statistics import median
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.errors import BenchError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.models import tensor_sources
@@ -188,13 +189,13 @@ def _onnxruntime_layer(spec: ModelSpec, tensors: Tensors, rows: int, threads: in
 def _rivals(spec: ModelSpec, tensors: Tensors, rows: int, threads: int) -> dict[str, Runner | None]:
     """Return the rivals by name; None for one whose packages are not installed."""
     makers: dict[str, tuple[tuple[str, ...], Callable[[], Runner]]] = {
-        "pytorch": (("torch",), lambda: _torch_layer(spec, tensors, threads)),
+        "torch": (("torch",), lambda: _torch_layer(spec, tensors, threads)),
         "onnxruntime": (("onnx", "onnxruntime"), lambda: _onnxruntime_layer(spec, tensors, rows, threads)),
     }
     return {name: make() if all(map(find_spec, needs)) else None for name, (needs, make) in makers.items()}
 
 
-def _times(runners: dict[str, Runner], x: Array, threads: int, rounds: int) -> dict[str, list[float]]:
+def _times(runners: Mapping[str, Runner], x: Array, threads: int, rounds: int) -> dict[str, list[float]]:
     """Return each runner's time in every round, in turns that begin with another runner each round."""
     # One thread's own time leaves out when another process had the core.
     clock = time.thread_time if threads == 1 else time.perf_counter
@@ -217,37 +218,57 @@ def _median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return median(values), ordered[max(0, n // 2 - reach)], ordered[min(n - 1, (n - 1) // 2 + reach)]
 
 
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """Those who run one layer on x [rows, h]: all that are installed, ours as "ours", with each one's largest error."""
+
+    x: Array
+    runs: Mapping[str, Runner]
+    missing: Sequence[str]
+    errors: Mapping[str, float]
+
+
+def checked_runners(spec: ModelSpec, rows: int, threads: int, seed: int, workers: Workers) -> Runners:
+    """Return the runners of one layer on the same seeded weights.
+
+    Raises BenchError if an output differs from ours by more than 1e-4.
+    """
+    tensors = layer_tensors(spec, seed)
+    x = np.random.default_rng(seed + 1).standard_normal((rows, spec.hidden), np.float32)
+    rivals = _rivals(spec, tensors, rows, threads)
+    ours = OurLayer(spec, tensors, rows, workers)
+    runs: dict[str, Runner] = {"ours": ours, **{n: r for n, r in rivals.items() if r is not None}}
+    want = np.array(ours(x))
+    errors = {name: float(np.abs(run(x) - want).max(initial=0.0)) for name, run in runs.items()}
+    if wrong := {name: error for name, error in errors.items() if not error <= _TOLERANCE}:
+        raise BenchError(
+            f"a layer's outputs differ from ours by {wrong}, more than {_TOLERANCE}; nothing was timed. Run the tests "
+            "of the kernels: pytest tests/kernels"
+        )
+    return Runners(x, runs, [n for n in rivals if n not in runs], errors)
+
+
 def measure(rows: int, threads: int = 1, model: str = "bert-large", rounds: int = 30, seed: int = 0) -> list[Record]:
     """Return one record of ours and one of every rival, for one layer of a model kind over `rows` tokens.
 
-    Times of one thread are its CPU time, of more the wall clock's. Raises ArithmeticError if an output differs by more
-    than 1e-4: then nothing was timed.
+    Times of one thread are its CPU time, of more the wall clock's. Raises BenchError if a runner computes wrongly.
     """
     spec = spec_of_kind(model, layers=1)
-    tensors = layer_tensors(spec, seed)
-    x = np.random.default_rng(seed + 1).standard_normal((rows, spec.hidden), np.float32)
     warm_up()
     workers = Workers(threads)
     try:
-        rivals = _rivals(spec, tensors, rows, threads)
-        ours = OurLayer(spec, tensors, rows, workers)
-        runners: dict[str, Runner] = {"hepti": ours, **{n: r for n, r in rivals.items() if r is not None}}
-        want = np.array(ours(x))
-        errors = {name: float(np.abs(run(x) - want).max(initial=0.0)) for name, run in runners.items()}
-        if wrong := {name: error for name, error in errors.items() if not error <= _TOLERANCE}:
-            raise ArithmeticError(f"outputs differ from ours by {wrong}, more than {_TOLERANCE}: nothing was timed")
-        times = _times(runners, x, threads, rounds)
+        runners = checked_runners(spec, rows, threads, seed, workers)
+        times = _times(runners.runs, runners.x, threads, rounds)
     finally:
         workers.close()
     records = []
-    for name in ("hepti", *rivals):
-        if name not in times:
-            records.append(Record(name, model, rows, threads, "not installed"))
-            continue
-        ratios = [theirs / mine for theirs, mine in zip(times[name], times["hepti"], strict=True)]
+    for name in times:
+        ratios = [theirs / mine for theirs, mine in zip(times[name], times["ours"], strict=True)]
         middle = 1e3 * median(times[name])
-        records.append(Record(name, model, rows, threads, "ok", middle, *_median_interval(ratios), errors[name]))
-    return records
+        records.append(
+            Record(name, model, rows, threads, "ok", middle, *_median_interval(ratios), runners.errors[name])
+        )
+    return [*records, *(Record(name, model, rows, threads, "not installed") for name in runners.missing)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-import numpy as np
-
-from hepti_mqtt.bench import kernel_options
-from hepti_mqtt.bench.kernel_rivals import F32, rivals
+from hepti_mqtt.bench import kernel_linear, kernel_options
+from hepti_mqtt.bench.encoder_layer import checked_runners
+from hepti_mqtt.bench.kernel_rivals import int8_rivals, rivals
 from hepti_mqtt.bench.kernel_shapes import Shape, shapes
-from hepti_mqtt.bench.kernel_timing import Contender, interleaved
-from hepti_mqtt.errors import BenchError
-from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
+from hepti_mqtt.bench.kernel_timing import interleaved
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.peak import fma_peak, read_bandwidth
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.plan import Storage
 
-QUICK_SHAPES: Final = 24
-CURVE_ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+# Shapes with fewer weights than this are judged in the mean alone.
+LARGE_WEIGHTS: Final = 1 << 18
+QUICK_SHAPES, QUICK_INT8_SHAPES = 24, 8
+CURVE_ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 197, 256, 384)
+# Rows from which the arithmetic, and not the memory, limits int8.
+INT8_ROWS: Final = 48
+# 197 rows are those of ViT-Large, whose matrices are as large as BERT-Large's.
+LAYER_MODEL, LAYER_ROWS = "bert-large", (128, 197, 384)
 # The weights that one call streams: larger than last-level caches, as a model's weights are.
 STREAM_BYTES: Final = 1 << 28
+_MATRICES: Final = ((1024, 1024), (4096, 1024), (1024, 4096))
+_STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape of one group."""
+    """One shape of one group; `storage` is that of the weights, where a group has cases in several."""
 
     group: str
     shape: Shape
+    storage: Storage = "f32"
 
     @property
     def key(self) -> str:
         """Return what names the case in the file of results."""
-        return f"{self.group}:{self.shape.m}x{self.shape.n}x{self.shape.k}"
+        return f"{self.group}:{self.shape.m}x{self.shape.n}x{self.shape.k}:{self.storage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,83 +56,65 @@ class Conditions:
     seed: int
 
 
-def _every_shape(quick: bool, seed: int) -> Sequence[Shape]:
-    return random.Random(seed).sample(shapes(), QUICK_SHAPES) if quick else shapes()
+Pools = Mapping[str, Workers]
+Cases = Iterator[tuple[Shape, Storage]]
 
 
-def _curve_shapes(quick: bool, _seed: int) -> Sequence[Shape]:
-    """Return t(rows) over the two matrices that make up most of BERT-Large."""
-    matrices = [(1024, 1024)] if quick else [(1024, 1024), (4096, 1024), (1024, 4096)]
-    return [Shape(m, n, k, 0.0) for n, k in matrices for m in CURVE_ROWS]
+def _sample(of: Sequence[Shape], count: int, quick: bool, seed: int) -> Cases:
+    chosen = random.Random(seed).sample(of, min(count, len(of))) if quick else of
+    return ((shape, "f32") for shape in chosen)
 
 
-def _stream_shapes(quick: bool, _seed: int) -> Sequence[Shape]:
-    rows = (1,) if quick else (1, 2, 4, 8)
-    return [Shape(m, n, k, 0.0) for n, k in ((1024, 1024), (4096, 1024), (1024, 4096)) for m in rows]
+def _every_shape(quick: bool, seed: int) -> Cases:
+    return _sample(shapes(), QUICK_SHAPES, quick, seed)
 
 
-def _data(case: Case, seed: int) -> tuple[F32, F32, F32]:
-    m, n, k, _ = case.shape
-    rng = np.random.default_rng([seed, m, n, k])
-    x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32) / np.float32(k**0.5)
-    return x, w, rng.standard_normal(n, np.float32)
+def _curve_shapes(quick: bool, _seed: int) -> Cases:
+    """Return t(rows) over the matrices that make up most of BERT-Large."""
+    return ((Shape(m, n, k, 0.0), "f32") for n, k in _MATRICES[: 1 if quick else None] for m in CURVE_ROWS)
 
 
-def _weight(name: str, array: F32, packed: bool) -> Weight:
-    plain = array.reshape(-1, array.shape[-1])
-    rows, columns = plain.shape
-    buffer = allocate(WeightRef(name, (0, rows), (0, columns), "packed" if packed else "plain"))
-    buffer.put(plain, 0, 0)
-    return buffer.finish()
+def _stream_shapes(quick: bool, _seed: int) -> Cases:
+    for n, k in _MATRICES[: 1 if quick else None]:
+        for storage in _STORAGES:
+            rows = (1, 2, 4, 8) if storage == "f32" and not quick else (1,)
+            yield from ((Shape(m, n, k, 0.0), storage) for m in rows)
 
 
-def _ours(x: F32, w: F32, b: F32, pool: Workers) -> tuple[Contender, F32]:
-    """Return (the op as the executor calls it, its output)."""
-    attrs = {"bias": True, "activation": None, "residual": False}
-    out = np.empty((len(x), len(b)), np.float32)
-    op, slots = Compute("linear", (0,), (1,), (), attrs), (SlotSpec(x.shape), SlotSpec(out.shape))
-    weights = [_weight("w", w, packed=True), _weight("b", b, packed=False)]
-    KERNELS["linear"].checked(op, slots, weights, pool)([x], [out])
-    return partial(KERNELS["linear"].bind(op, slots, weights, pool), [x], [out]), out
+def _int8_shapes(quick: bool, seed: int) -> Cases:
+    wanted = [s for s in shapes() if s.m >= INT8_ROWS and s.n * s.k >= LARGE_WEIGHTS]
+    return _sample(wanted, QUICK_INT8_SHAPES, quick, seed)
 
 
-def check(name: str, got: F32, x: F32, w: F32, b: F32) -> None:
-    """Raise BenchError unless got = x @ w + b within the bound of a sum of k products in any order.
-
-    |error| <= (k + 2) u (|x| |w| + |b|), u = 2^-24 (Higham 2002, section 3.1); NaN is out of any bound.
-    """
-    exact = x.astype(np.float64) @ w + b
-    bound = (x.shape[1] + 2) * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(w) + np.abs(b))
-    wrong = ~(np.abs(got - exact) <= bound)
-    if wrong.any():
-        raise BenchError(
-            f"{name} computes [{x.shape[0]}, {x.shape[1]}] @ [{w.shape[0]}, {w.shape[1]}] wrongly in {wrong.sum()} of "
-            f"{wrong.size} values; nothing was timed. Run the tests of the kernels: pytest tests/kernels"
-        )
+def _layer_shapes(_quick: bool, _seed: int) -> Cases:
+    spec = spec_of_kind(LAYER_MODEL)
+    return ((Shape(m, spec.mlp, spec.hidden, 0.0), "f32") for m in LAYER_ROWS)
 
 
-def _against_rivals(case: Case, conditions: Conditions, pools: Mapping[str, Workers]) -> dict[str, Any]:
-    x, w, b = _data(case, conditions.seed)
-    contenders: dict[str, Contender] = {}
-    for name, pool in pools.items():
-        contenders[name], out = _ours(x, w, b, pool)
-        check(name, out, x, w, b)
-    for name, make in rivals().items():
-        contenders[name], result = make(x, w, b, conditions.threads)
-        contenders[name]()
-        check(name, result(), x, w, b)
+def _against_rivals(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    of = kernel_linear.data(case.shape, conditions.seed)
+    contenders = {name: kernel_linear.ours(of, "f32", pool)[0] for name, pool in pools.items()}
+    contenders |= kernel_linear.theirs(of, rivals(), conditions.threads)
     peak = fma_peak(repeats=2)
     seconds = interleaved(contenders, conditions.rounds)
-    return {"seconds": seconds, "peak_flops_per_s": max(peak, fma_peak(repeats=2))}
+    return {"seconds": seconds, "peak_flops_per_s": max(peak, fma_peak(repeats=2)), "flops": case.shape.flops}
 
 
-def _streaming(case: Case, conditions: Conditions, pools: Mapping[str, Workers]) -> dict[str, Any]:
+def _narrow(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    """Time w8a8 beside the other storages of our own and dynamic int8 of others, both with the activations' part."""
+    of = kernel_linear.data(case.shape, conditions.seed)
+    names = {"ours" if storage == "w8a8" else f"ours, {storage}": storage for storage in _STORAGES}
+    contenders = {name: kernel_linear.ours(of, storage, pools["ours"])[0] for name, storage in names.items()}
+    contenders |= kernel_linear.theirs_int8(of, int8_rivals(), conditions.threads)
+    return {"seconds": interleaved(contenders, conditions.rounds), "flops": case.shape.flops}
+
+
+def _streaming(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     """Time few rows against weights that lie in no cache: as many copies of the matrix as fill STREAM_BYTES."""
-    x, w, b = _data(case, conditions.seed)
-    copies = -(-STREAM_BYTES // w.nbytes)
-    made = [_ours(x, w, b, pools["ours"]) for _ in range(copies)]
-    for _, out in made:
-        check("ours", out, x, w, b)
+    of = kernel_linear.data(case.shape, conditions.seed)
+    made = [kernel_linear.ours(of, case.storage, pools["ours"])]
+    nbytes = made[0][1]
+    made += [kernel_linear.ours(of, case.storage, pools["ours"]) for _ in range(-(-STREAM_BYTES // nbytes) - 1)]
 
     def all_of_them() -> None:
         for call, _ in made:
@@ -132,16 +123,28 @@ def _streaming(case: Case, conditions: Conditions, pools: Mapping[str, Workers])
     before = read_bandwidth()
     seconds = interleaved({"ours": all_of_them}, conditions.rounds)
     bandwidth = max(before, read_bandwidth())
-    return {"seconds": seconds, "weight_bytes": copies * w.nbytes, "read_bytes_per_s": bandwidth}
+    flops = len(made) * case.shape.flops
+    return {"seconds": seconds, "weight_bytes": len(made) * nbytes, "read_bytes_per_s": bandwidth, "flops": flops}
 
 
-Measure = Callable[[Case, Conditions, Mapping[str, Workers]], dict[str, Any]]
-Choose = Callable[[bool, int], Sequence[Shape]]
+def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    spec, rows = spec_of_kind(LAYER_MODEL, layers=1), case.shape.m
+    runners = checked_runners(spec, rows, conditions.threads, conditions.seed, pools["ours"])
+    contenders = {name: partial(run, runners.x) for name, run in runners.runs.items()}
+    h, up = spec.hidden, spec.mlp
+    flops = 2.0 * rows * (4 * h * h + 2 * h * up) + 4.0 * rows * rows * h
+    return {"seconds": interleaved(contenders, conditions.rounds), "flops": flops}
+
+
+Measure = Callable[[Case, Conditions, Pools], dict[str, Any]]
+Choose = Callable[[bool, int], Cases]
 
 GROUPS: Final[Mapping[str, tuple[Choose, Measure]]] = {
     "linear": (_every_shape, _against_rivals),
     "curve": (_curve_shapes, _against_rivals),
     "stream": (_stream_shapes, _streaming),
+    "int8": (_int8_shapes, _narrow),
+    "layer": (_layer_shapes, _layer),
 }
 
 if tuple(GROUPS) != kernel_options.GROUPS:
@@ -151,15 +154,19 @@ if tuple(GROUPS) != kernel_options.GROUPS:
 def cases(groups: Sequence[str], quick: bool, seed: int) -> Iterator[Case]:
     """Return the cases of some groups; `quick` takes a seeded sample of the shapes."""
     for group in groups:
-        for shape in GROUPS[group][0](quick, seed):
-            yield Case(group, shape)
+        for shape, storage in GROUPS[group][0](quick, seed):
+            yield Case(group, shape, storage)
 
 
-def measure(case: Case, conditions: Conditions, pools: Mapping[str, Workers]) -> dict[str, Any]:
-    """Return the record of one case: what it is, seconds per call of every contender and round, and the roofs.
+def measure(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    """Return the record of one case: what it is, seconds per call of every contender and round, FLOPs, roofs.
 
-    pools: {"ours": as many threads as the conditions say} and, to compare with, {"ours, 1 thread": ...}.
+    pools: {"ours": as many threads as the conditions say} and, to compare with, {"ours, 1 thread": ...}. elapsed_s is
+    what the case took in all, with its data, checks and warm-up.
     """
     m, n, k, weight = case.shape
-    names = {"key": case.key, "group": case.group, "threads": conditions.threads}
-    return {**names, "m": m, "n": n, "k": k, "weight": weight, **GROUPS[case.group][1](case, conditions, pools)}
+    began = time.monotonic()
+    found = GROUPS[case.group][1](case, conditions, pools)
+    names = {"key": case.key, "group": case.group, "storage": case.storage, "threads": conditions.threads}
+    sizes = {"m": m, "n": n, "k": k, "weight": weight}
+    return {**names, **sizes, **found, "elapsed_s": time.monotonic() - began}

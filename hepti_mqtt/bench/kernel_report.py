@@ -5,20 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.bench.kernel_timing import Ratio, ratio
+from hepti_mqtt.bench import kernel_bars
+from hepti_mqtt.bench.kernel_bars import (
+    SINGLE,
+    Found,
+    Record,
+    Value,
+    least,
+    mean,
+    of_bandwidth,
+    of_peak,
+    ratio_to,
+    times,
+)
 from hepti_mqtt.errors import BenchError
 
-Record = Mapping[str, Any]
-
-# A shape with fewer weights than this is judged in the mean alone.
-LARGE_WEIGHTS: Final = 1 << 18
-FEW_ROWS: Final = (8, 48)
-_SINGLE: Final = "ours, 1 thread"
+# Ticks of the axis of rows.
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 384)
 
 
 class Figure(NamedTuple):
@@ -30,82 +38,53 @@ class Figure(NamedTuple):
     shape: str = ""
 
 
-def ratio_to(record: Record, rival: str) -> Ratio:
-    """Return how many times as fast as `rival` the record's kernel is."""
-    return ratio(record["seconds"]["ours"], record["seconds"][rival], record["provenance"]["seed"])
-
-
 def summary(records: Sequence[Record]) -> list[Figure]:
-    """Return the figures that the project judges its kernels by, for every thread count in the records."""
+    """Return figures of every group, rival and thread count in the records; the bars are judged in `kernel_bars`."""
     figures: list[Figure] = []
     for threads in sorted({r["threads"] for r in records}):
         mine = [r for r in records if r["threads"] == threads]
         word = f"{threads} thread" + "s" * (threads > 1)
         linear = [r for r in mine if r["group"] == "linear"]
         for rival in _rivals(linear):
-            figures += _against(linear, rival, word)
+            figures += _against(f"f32 × {rival}, {word}", linear, rival)
+            few = [r for r in linear if kernel_bars.few_rows(r)]
+            low, high = kernel_bars.FEW_ROWS
+            figures += _against(f"f32 × {rival}, {word}, {low} ≤ m ≤ {high}", few, rival)
         figures += _scaling(linear, word)
-        figures += _roofs(mine, word)
+        int8 = [r for r in mine if r["group"] == "int8"]
+        for other in ("ours, f32", "ours, w8a32", "ours, f16", *_rivals(int8)):
+            figures += _against(f"w8a8 × {other}, {word}", [r for r in int8 if other in r["seconds"]], other)
+        if threads == 1:  # both roofs are one thread's
+            figures += _roofs(mine)
     return figures
 
 
-def _against(linear: Sequence[Record], rival: str, word: str) -> list[Figure]:
-    few = [r for r in linear if FEW_ROWS[0] <= r["m"] <= FEW_ROWS[1]]
-    large = [r for r in linear if r["n"] * r["k"] >= LARGE_WEIGHTS]
-    name = f"× {rival}, {word}"
-    return [
-        *_mean(f"{name}: mean by FLOPs", linear, lambda r: ratio_to(r, rival).value),
-        *_least(f"{name}: least of n·k ≥ 2^18", large, lambda r: ratio_to(r, rival).value),
-        *_mean(f"{name}: mean by FLOPs, {FEW_ROWS[0]} ≤ m ≤ {FEW_ROWS[1]}", few, lambda r: ratio_to(r, rival).value),
-    ]
+def _against(name: str, records: Sequence[Record], rival: str) -> list[Figure]:
+    by_flops, worst = mean(records, times(rival)), kernel_bars.least_of_large(records, times(rival))
+    return [*_figure(f"{name}: mean by FLOPs", by_flops), *_figure(f"{name}: least of n·k ≥ 2^18", worst)]
 
 
 def _scaling(linear: Sequence[Record], word: str) -> list[Figure]:
-    both = [r for r in linear if _SINGLE in r["seconds"] and r["m"] >= 64]
-    name = f"× own one thread, {word}, m ≥ 64"
-    return [
-        *_mean(f"{name}: mean by FLOPs", both, lambda r: ratio_to(r, _SINGLE).value),
-        *_least(f"{name}: least", both, lambda r: ratio_to(r, _SINGLE).value),
-    ]
+    both = [r for r in linear if SINGLE in r["seconds"] and r["m"] >= kernel_bars.MANY_ROWS]
+    return _both(f"× own one thread, {word}, m ≥ {kernel_bars.MANY_ROWS}", both, times(SINGLE))
 
 
-def _roofs(records: Sequence[Record], word: str) -> list[Figure]:
-    big = [r for r in records if r["group"] == "linear" and r["m"] >= 96 and min(r["n"], r["k"]) >= 768]
-    streams = [r for r in records if r["group"] == "stream" and r["m"] == 1]
-    # Both roofs are one thread's.
-    one = word == "1 thread"
-    return [
-        *_least(f"of the FMA peak, {word}, m ≥ 96, n, k ≥ 768: least", big if one else [], of_peak),
-        *_mean(f"of the FMA peak, {word}, m ≥ 96, n, k ≥ 768: mean by FLOPs", big if one else [], of_peak),
-        *_least(f"of the read bandwidth, {word}, m = 1: least", streams if one else [], of_bandwidth),
-    ]
+def _roofs(records: Sequence[Record]) -> list[Figure]:
+    big = [r for r in records if r["group"] == "linear" and kernel_bars.compute_bound(r)]
+    figures = _both("of the FMA peak, 1 thread, m ≥ 96, n, k ≥ 768", big, of_peak)
+    streams = [r for r in records if r["group"] == "stream"]
+    for storage, m in sorted({(r["storage"], r["m"]) for r in streams}):
+        own = [r for r in streams if (r["storage"], r["m"]) == (storage, m)]
+        figures += _figure(f"{storage} of the read bandwidth, 1 thread, m = {m}: least", least(own, of_bandwidth))
+    return figures
 
 
-def of_peak(record: Record) -> float:
-    """Return the part of one thread's measured FMA peak that the kernel reaches."""
-    return _flops_per_s(record, "ours") / float(record["peak_flops_per_s"])
+def _both(name: str, records: Sequence[Record], value: Value) -> list[Figure]:
+    return [*_figure(f"{name}: mean by FLOPs", mean(records, value)), *_figure(f"{name}: least", least(records, value))]
 
 
-def of_bandwidth(record: Record) -> float:
-    """Return the part of one thread's measured read bandwidth at which the kernel reads its weights."""
-    return float(record["weight_bytes"] / median(record["seconds"]["ours"]) / record["read_bytes_per_s"])
-
-
-def _mean(name: str, records: Sequence[Record], value: Callable[[Record], float]) -> list[Figure]:
-    """Return the mean weighted by the FLOPs that each shape has in all Programs."""
-    total = sum(r["weight"] for r in records)
-    return [Figure(name, sum(r["weight"] * value(r) for r in records) / total, len(records))] if total else []
-
-
-def _least(name: str, records: Sequence[Record], value: Callable[[Record], float]) -> list[Figure]:
-    if not records:
-        return []
-    worst = min(records, key=value)
-    return [Figure(name, value(worst), len(records), _shape(worst))]
-
-
-def _shape(record: Record) -> str:
-    return f"m={record['m']} n={record['n']} k={record['k']}"
+def _figure(name: str, found: Found | None) -> list[Figure]:
+    return [Figure(name, *found)] if found else []
 
 
 def _rivals(records: Iterable[Record]) -> list[str]:
@@ -118,16 +97,28 @@ def _rivals(records: Iterable[Record]) -> list[str]:
 
 
 def _flops_per_s(record: Record, name: str) -> float:
-    return float(2.0 * record["m"] * record["n"] * record["k"] / median(record["seconds"][name]))
+    return float(record["flops"] / median(record["seconds"][name]))
+
+
+def _durations(records: Sequence[Record]) -> str:
+    """Return how long each group took, by threads."""
+    groups = dict.fromkeys((r["group"], r["threads"]) for r in records)
+    spent = {key: [r["elapsed_s"] for r in records if (r["group"], r["threads"]) == key] for key in groups}
+    said = [f"{group} ({threads}): {len(s)} in {sum(s):.0f} s" for (group, threads), s in spent.items()]
+    return "Cases by group (threads): " + ", ".join(said) + "."
 
 
 def markdown(records: Sequence[Record], provenance: Mapping[str, Any]) -> str:
-    """Return the summary as a Markdown table under the provenance."""
+    """Return the verdicts and the summary as Markdown tables under the provenance."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
     lines = [
         f"{provenance['machine']} ({provenance['isa']}), Python {provenance['python']}; "
         f"{versions}; {provenance['blas']}; revision {provenance['revision']}, seed {provenance['seed']}, "
         f"{provenance['rounds']} rounds. `{records[-1]['command']}`",
+        "",
+        _durations(records),
+        "",
+        *kernel_bars.table(records),
         "",
         "| figure | value | shapes | where |",
         "|---|---:|---:|---|",
@@ -140,14 +131,26 @@ def table(records: Sequence[Record]) -> str:
     """Return one CSV line per record and contender: median, GFLOP/s, and how much faster ours is, with its interval."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    columns = ("group", "threads", "m", "n", "k", "contender", "median_s", "gflop_per_s", "ours_times", "low", "high")
+    columns = (
+        "group",
+        "storage",
+        "threads",
+        "m",
+        "n",
+        "k",
+        "contender",
+        "median_s",
+        "gflop_per_s",
+        "ours_times",
+        "low",
+        "high",
+    )
     writer.writerow(columns)
     for r in records:
         for name, seconds in r["seconds"].items():
-            copies = r.get("weight_bytes", 4 * r["n"] * r["k"]) // (4 * r["n"] * r["k"])
-            speed = copies * _flops_per_s(r, name) / 1e9
+            speed = _flops_per_s(r, name) / 1e9
             figures = [f"{median(seconds):.9f}", f"{speed:.2f}", *(f"{v:.4f}" for v in ratio_to(r, name))]
-            writer.writerow([r["group"], r["threads"], r["m"], r["n"], r["k"], name, *figures])
+            writer.writerow([r["group"], r["storage"], r["threads"], r["m"], r["n"], r["k"], name, *figures])
     return out.getvalue()
 
 
@@ -200,5 +203,8 @@ def _draw(speed: Any, seconds: Any, records: Sequence[Record], threads: int, ban
     for axis, word in ((speed, "GFLOP/s"), (seconds, "ms")):
         axis.set(xscale="log", xlabel="rows m", ylabel=word)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        axis.set_xticks(_ROWS, [str(m) for m in _ROWS])
+        axis.minorticks_off()
+    # Below the plots: within them it would lie on the curves.
+    speed.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     seconds.set_yscale("log")

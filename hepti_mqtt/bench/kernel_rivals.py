@@ -7,6 +7,7 @@ PyTorch and ONNX Runtime add the bias as Hepti does; NumPy has no fused bias and
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -33,6 +34,23 @@ def _torch(x: F32, w: F32, b: F32, threads: int) -> Made:
     left, bias = torch.from_numpy(x), torch.from_numpy(b)
     linear = torch.nn.functional.linear
     return lambda: linear(left, weight, bias), lambda: linear(left, weight, bias).numpy()
+
+
+def _torch_int8(x: F32, w: F32, b: F32, threads: int) -> Made:
+    """Dynamic int8: weights quantised once, activations in every call."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    plain = torch.nn.Linear(*w.shape)
+    plain.weight, plain.bias = (torch.nn.Parameter(torch.from_numpy(np.array(a))) for a in (w.T, b))
+    with warnings.catch_warnings():
+        # It is to move to a package of its own; what it computes stays what it was.
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(plain), {torch.nn.Linear}, torch.qint8)
+    (linear,) = model
+    left = torch.from_numpy(x)
+    return lambda: linear(left), lambda: linear(left).numpy()
 
 
 def _onnxruntime(x: F32, w: F32, b: F32, threads: int) -> Made:
@@ -65,17 +83,28 @@ def _onnxruntime(x: F32, w: F32, b: F32, threads: int) -> Made:
     return call, lambda: out
 
 
-_MAKERS: Final[Mapping[str, tuple[tuple[str, ...], Maker]]] = {
+_Makers = Mapping[str, tuple[tuple[str, ...], Maker]]
+_MAKERS: Final[_Makers] = {
     "numpy": (("numpy",), _numpy),
     "torch": (("torch",), _torch),
     "onnxruntime": (("onnxruntime", "onnx"), _onnxruntime),
 }
+_INT8_MAKERS: Final[_Makers] = {"torch int8": (("torch",), _torch_int8)}
 
 
 def rivals() -> dict[str, Maker]:
     """Return the makers of those that are installed, by name."""
+    return _installed(_MAKERS)
+
+
+def int8_rivals() -> dict[str, Maker]:
+    """Return the makers of those in int8 that are installed, by name."""
+    return _installed(_INT8_MAKERS)
+
+
+def _installed(makers: _Makers) -> dict[str, Maker]:
     return {
         name: maker
-        for name, (needs, maker) in _MAKERS.items()
+        for name, (needs, maker) in makers.items()
         if all(importlib.util.find_spec(package) for package in needs)
     }

@@ -72,13 +72,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _kernels(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench import kernel_report, kernels
+    from hepti_mqtt.bench import kernel_bars, kernel_report, kernels
 
     options = kernel_options.options_of(args)
     results = kernels.run(options)
     if args.json:
         figures = [figure._asdict() for figure in kernel_report.summary(results.records)]
-        output.print_json({"provenance": results.provenance, "missing": results.missing, "figures": figures})
+        bars = [
+            {"name": name, "bar": bar, "measured": found and found.value, "met": met}
+            for name, bar, found, met in kernel_bars.verdicts(results.records)
+        ]
+        said = {"provenance": results.provenance, "missing": results.missing, "bars": bars, "figures": figures}
+        output.print_json(said)
         return 0
     output.print_lines(kernel_report.markdown(results.records, results.provenance).splitlines())
     output.print_lines([f"written to {options.out}"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from statistics import median
 
 import numpy as np
 import pytest
 
-from hepti_mqtt.bench import kernel_cases, kernel_report, kernel_rivals, kernels
+from hepti_mqtt.bench import kernel_bars, kernel_cases, kernel_linear, kernel_report, kernel_rivals, kernels
 from hepti_mqtt.bench.kernel_cases import Case, Conditions
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.kernel_shapes import Shape, shapes
@@ -37,6 +38,9 @@ def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
         **names,
         "weight": weight,
         "seconds": seconds,
+        "storage": "f32",
+        "flops": 2.0 * m * n * k,
+        "elapsed_s": 1.0,
         "peak_flops_per_s": 1e9,
         "provenance": ORIGIN,
         "command": "c",
@@ -71,20 +75,20 @@ def test_the_rivals_compute_the_same():
     rng = np.random.default_rng(1)
     x, w, b = (rng.standard_normal(s, np.float32) for s in ((5, 7), (7, 9), (9,)))
     assert "numpy" in kernel_rivals.rivals()
-    for name, make in kernel_rivals.rivals().items():
-        call, result = make(x, w, b, 1)
-        call()
-        kernel_cases.check(name, result(), x, w, b)
+    of = kernel_linear.made_of(x, w, b)
+    assert set(kernel_linear.theirs(of, kernel_rivals.rivals(), 1)) == set(kernel_rivals.rivals())
+    assert set(kernel_linear.theirs_int8(of, kernel_rivals.int8_rivals(), 1)) == set(kernel_rivals.int8_rivals())
 
 
 @pytest.mark.parametrize("wrong", [1e-4, np.nan])
 def test_a_wrong_result_is_refused_before_anything_is_timed(wrong):
     x, w, b = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32), np.zeros(5, np.float32)
     good = x @ w
-    kernel_cases.check("ours", good, x, w, b)
+    of = kernel_linear.made_of(x, w, b)
+    kernel_linear.check("ours", good, of, of.rounding())
     good[2, 4] += wrong
     with pytest.raises(BenchError, match=r"ours computes .* wrongly in 1 of 15 values; nothing was timed"):
-        kernel_cases.check("ours", good, x, w, b)
+        kernel_linear.check("ours", good, of, of.rounding())
 
 
 def test_a_rival_that_computes_wrongly_stops_the_case(monkeypatch):
@@ -103,13 +107,33 @@ def test_the_summary_weighs_by_flops_and_names_the_worst_shape():
         record(8, 32, 32, 0.0, ours=1.0, numpy=0.1),  # too few weights to be judged alone
     ]
     figures = {f.name: f for f in kernel_report.summary(records)}
-    assert figures["× numpy, 1 thread: mean by FLOPs"].value == pytest.approx(1.75)
-    least = figures["× numpy, 1 thread: least of n·k ≥ 2^18"]
+    assert figures["f32 × numpy, 1 thread: mean by FLOPs"].value == pytest.approx(1.75)
+    least = figures["f32 × numpy, 1 thread: least of n·k ≥ 2^18"]
     assert (least.value, least.shape, least.of) == (1.0, "m=16 n=512 k=512", 2)
-    assert figures["× numpy, 1 thread: mean by FLOPs, 8 ≤ m ≤ 48"].value == pytest.approx(1.0)
+    assert figures["f32 × numpy, 1 thread, 8 ≤ m ≤ 48: mean by FLOPs"].value == pytest.approx(1.0)
     assert figures["of the FMA peak, 1 thread, m ≥ 96, n, k ≥ 768: least"].value == pytest.approx(
         2 * 128 / 1000 * 1.048576
     )
+
+
+def test_every_bar_has_a_verdict():
+    records = [
+        record(128, 1024, 1024, 1.0, ours=1.0, torch=1.1),
+        record(16, 1024, 1024, 1.0, ours=1.0, torch=1.0),
+        record(128, 1024, 1024, 1.0, ours=1.0, torch=9.0, threads=2),
+        record(64, 512, 512, 1.0, ours=1.0, group="int8", **{"ours, f32": 3.6}),
+    ]
+    found = {v.name: v for v in kernel_bars.verdicts(records)}
+    assert len(found) == len(kernel_bars.BARS)
+    assert found["f32 × PyTorch: mean by FLOPs"].met
+    assert found["f32 × PyTorch: mean by FLOPs"].found == (pytest.approx(1.05), 2, "")
+    few = found["f32, 8 ≤ m ≤ 48 × PyTorch: least of n·k ≥ 2^18"]
+    assert (few.met, few.found) == (False, (1.0, 1, "m=16 n=1024 k=1024"))
+    assert found["w8a8, m ≥ 48 × own f32: mean by FLOPs"].met
+    assert found["f32 × NumPy: mean by FLOPs"].met is None
+    lines = "\n".join(kernel_bars.table(records))
+    assert lines.count("not measured") == len(found) - 6 - 1
+    assert lines.count("**not met**") == 2 + 1
 
 
 def test_two_threads_are_compared_with_one_of_the_same_process():
@@ -128,14 +152,14 @@ def test_the_report_is_tables_and_plots(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"kernels.md", "kernels.csv", "rows-1.png", "rows-1.svg"}
     lines = (tmp_path / "kernels.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
-    assert lines[2].split(",")[5] == "numpy"
-    assert float(lines[2].split(",")[8]) == 2.0
+    assert lines[2].split(",")[6] == "numpy"
+    assert float(lines[2].split(",")[9]) == 2.0
 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Return options for two small shapes, measured in this process; NumPy alone is the rival."""
-    two = [Shape(2, 33, 7, 2.0), Shape(3, 16, 5, 1.0)]
+    two = [(Shape(2, 33, 7, 2.0), "f32"), (Shape(3, 16, 5, 1.0), "f32")]
     monkeypatch.setitem(kernel_cases.GROUPS, "linear", (lambda _quick, _seed: two, kernel_cases.GROUPS["linear"][1]))
     monkeypatch.setattr(kernels, "_in_own_process", lambda options, threads, seconds: kernels._measure_all(options))
     monkeypatch.setattr(kernels, "provenance", lambda: {k: v for k, v in ORIGIN.items() if k != "rounds"})
@@ -149,7 +173,7 @@ def test_a_run_goes_on_where_the_last_one_ended(small):
     first, second = whole.splitlines(keepends=True)
     lines.write_text(first + second[:40])  # cut off while it was written
     results = kernels.run(small)
-    assert [r["key"] for r in results.records] == ["linear:2x33x7", "linear:3x16x5"]
+    assert [r["key"] for r in results.records] == ["linear:2x33x7:f32", "linear:3x16x5:f32"]
     assert lines.read_text().startswith(first)
     assert all(median(r["seconds"]["ours"]) > 0 for r in results.records)
 
@@ -174,6 +198,20 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path, capsys):
     assert said["missing"] == 0
     assert said["provenance"]["versions"]["numpy"]
     assert (tmp_path / "rows-1.svg").exists()
+
+
+def test_rivals_are_not_slowed_by_inherited_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    handed = {}
+
+    def run(_command, env, **_options):
+        handed.update(env)
+        return subprocess.CompletedProcess([], 0, stderr="")
+
+    monkeypatch.setattr(kernels.subprocess, "run", run)
+    kernels._in_own_process(Options(tmp_path), 2, None)
+    assert "OPENBLAS_CORETYPE" not in handed
+    assert handed["OPENBLAS_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--threads", "0"], ["--threads", "x"]])

@@ -1,13 +1,14 @@
 """What every registered kernel owes: bad arrays are refused before any memory is touched.
 
 The ops are those of real Programs (every family, every method, every wire dtype), so that a kernel that a Program uses
-is tested by being registered.
+is tested by being registered; kernels that no encoder uses have an op here.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,16 +17,28 @@ from sites import FAMILIES, METHODS
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, allocate
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import NUMPY_DTYPE, Compute
+from hepti_mqtt.plan import Plan, Storage
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import make_plan, programs
+
+ROWS = SlotSpec((5, 12))
+GAMMA = WeightRef("gamma", (0, 1), (0, 12), "plain")
+ADD_RMS = {"bias": False, "eps": 1e-5, "keep_sum": True}
+BY_HAND = {
+    "softmax": (Compute("softmax", (0,), (1,), (), {}), (ROWS, ROWS)),
+    "rms_norm": (Compute("rms_norm", (0,), (1,), (GAMMA,), {"eps": 1e-5}), (ROWS, ROWS)),
+    "add_rms_norm": (Compute("add_rms_norm", (0, 1), (2, 3), (GAMMA,), ADD_RMS), (ROWS,) * 4),
+}
 
 
 @functools.cache
 def examples():
-    """Return {kernel: (op, slots)}: for each kernel the first op of a Program in which every array has elements."""
-    found = {}
+    """Return {kernel: (op, slots)}: for each kernel the first op of a Program in which every array has elements.
+
+    "linear in STORAGE" is `linear` over weights kept narrow.
+    """
+    found = dict(BY_HAND)
     for spec in FAMILIES.values():
         mask = (1,) if spec.head.pooling == "mask" else ()
         shape = RequestShape((spec.max_tokens,), mask_rows=mask)
@@ -38,6 +51,10 @@ def examples():
                     for op in program.ops:
                         if isinstance(op, Compute) and all(program.slots[s].nbytes for s in (*op.reads, *op.writes)):
                             found.setdefault(op.kernel, (op, program.slots))
+    op, slots = found["linear"]
+    for storage in set(get_args(Storage)) - {"f32"}:
+        refs = tuple(r._replace(storage=storage) if r.layout == "packed" else r for r in op.weights)
+        found[f"linear in {storage}"] = replace(op, weights=refs), slots
     return found
 
 
@@ -53,7 +70,7 @@ class Bound:
 
     def __init__(self, name, workers):
         self.op, slots = examples()[name]
-        self.run = KERNELS[name].checked(self.op, slots, [weight(r) for r in self.op.weights], workers)
+        self.run = KERNELS[self.op.kernel].checked(self.op, slots, [weight(r) for r in self.op.weights], workers)
         self.reads = [np.zeros(slots[s].shape, NUMPY_DTYPE[slots[s].dtype]) for s in self.op.reads]
         self.writes = [poisoned(slots[s]) for s in self.op.writes]
 
@@ -66,7 +83,7 @@ class Bound:
             np.testing.assert_array_equal(array, was)
 
 
-@pytest.fixture(params=sorted(KERNELS))
+@pytest.fixture(params=sorted([*KERNELS, *(f"linear in {s}" for s in get_args(Storage) if s != "f32")]))
 def bound(request):
     assert request.param in examples(), "no Program uses this kernel: give `examples` an op of it"
     with pool(1) as workers:
