@@ -44,7 +44,7 @@ bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
 
 # A sample of every experiment that comes with Hepti, on emulated hosts: Linux, root.
-QUICK ?= aa strategies wire replanning
+QUICK ?= aa matmul-chain strategies wire replanning
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 

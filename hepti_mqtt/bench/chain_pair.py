@@ -77,18 +77,19 @@ def cases(rows: Sequence[int], shares: Sequence[int], chunks: int) -> tuple[Case
 
 
 def rounds(
-    pair: ChainPair, wanted: Sequence[Case], count: int, seed: int, condition: Mapping[str, Any]
+    pair: ChainPair, todo: Sequence[tuple[int, Case]], seed: int, condition: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record for each case and round, in an order of its own each round, after one round that is not kept.
+    """Yield a record for each (round, case), each round in an order of its own, after one turn of every case unkept.
 
     condition: what every record says beside its measurement, for example rate_mbit and cpu_percent.
     """
-    shuffle = random.Random(seed).sample
-    for number in range(-1, count):
-        for case in shuffle(wanted, len(wanted)):
-            record = pair.measure(case)
-            if number >= 0:
-                yield {"experiment": "chain", "round": number, **condition, **record}
+    for case in dict.fromkeys(case for _, case in todo):
+        pair.measure(case)
+    for number in sorted({number for number, _ in todo}):
+        own = [case for n, case in todo if n == number]
+        random.Random(f"{seed}/{number}").shuffle(own)
+        for case in own:
+            yield {"round": number, **condition, **pair.measure(case)}
 
 
 def _answer(talk: Talking) -> dict[str, Any]:

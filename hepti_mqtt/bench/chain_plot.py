@@ -24,14 +24,14 @@ def plot_shares(found: Mapping[Key, Point], rows: int, out: Path) -> None:
         for field, (label, style) in {**_CURVES, **_OVERLAP}.items():
             values = [(share, 1e3 * getattr(p, field)) for share, p in mine if getattr(p, field) is not None]
             axes.plot(*zip(*values, strict=True), style, label=label) if values else None
-        best = paper.BEST_SHARE.get((condition.rate_mbit, condition.cpu_percent))
+        best = paper.BEST_SHARE.get((condition.rate_mbit or 0, condition.cpu_percent))
         if best is not None and rows == paper.ROWS:
             axes.axvline(best, color="black", linestyle="-.", label="paper, best share")
         if condition == Condition(940, 100) and rows == paper.ROWS:
             axes.plot([90], [paper.TOGETHER_MS], "k*", markersize=12, label="paper, 90 %")
             axes.plot([0], [paper.ALONE_MS], "kx", label="paper, one device")
         axes.set(
-            title=f"{condition.rate_mbit} Mbit/s, CPU {condition.cpu_percent} %, m = {rows}",
+            title=f"{condition.label}, m = {rows}",
             xlabel="rows on the secondary device, %",
             ylabel="latency, ms",
         )
@@ -49,7 +49,7 @@ def plot_rows(found: Mapping[Key, Point], condition: Condition, out: Path) -> No
     axes.plot(rows, [1e3 * min(p.best_s for p in mine[m]) for m in rows], "s--", label="ours, two: measured")
     axes.plot([paper.ROWS], [paper.ALONE_MS], "kx", label="paper, one device")
     axes.plot([paper.ROWS], [paper.TOGETHER_MS], "k*", markersize=12, label="paper, two")
-    title = f"Best share, {condition.rate_mbit} Mbit/s, CPU {condition.cpu_percent} %"
+    title = f"Best share, {condition.label}"
     axes.set(title=title, xlabel="m, rows of the left matrix", ylabel="latency, ms")
     axes.legend(fontsize="small")
     figure.savefig(out)

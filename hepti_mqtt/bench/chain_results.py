@@ -14,10 +14,16 @@ from typing import Any, NamedTuple
 
 
 class Condition(NamedTuple):
-    """Rate of the links in Mbit/s, and percent of the secondary device's CPU."""
+    """Rate of the links in Mbit/s (None: as they are), and percent of the secondary device's CPU."""
 
-    rate_mbit: int
+    rate_mbit: int | None
     cpu_percent: int
+
+    @property
+    def label(self) -> str:
+        """Return it for people."""
+        rate = "links as they are" if self.rate_mbit is None else f"{self.rate_mbit} Mbit/s"
+        return f"{rate}, CPU {self.cpu_percent} %"
 
 
 class Key(NamedTuple):
@@ -48,6 +54,11 @@ class Point:
     def best_s(self) -> float:
         """Return the least time in which both devices gave the product."""
         return self.split_s if self.overlap_s is None else min(self.split_s, self.overlap_s)
+
+
+def turn_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a record from every other one of its experiment."""
+    return tuple(record[key] for key in ("rate_mbit", "cpu_percent", "round", "rows", "share", "chunks", "kind"))
 
 
 def points(records: Iterable[Mapping[str, Any]]) -> dict[Key, Point]:
@@ -110,7 +121,7 @@ def gains(found: Mapping[Key, Point], condition: Condition, curve: str = "best_s
 def contradictions(found: Mapping[Key, Point], rows: int, curve: str = "additive_s") -> list[str]:
     """Return in words what differs in kind from the paper; empty if nothing does."""
     best = best_shares(found, rows, curve)
-    rates = sorted({c.rate_mbit for c in best})
+    rates = sorted({c.rate_mbit for c in best}, key=lambda rate: rate or 0)
     speeds = sorted({c.cpu_percent for c in best})
     out = []
     for rate in rates:

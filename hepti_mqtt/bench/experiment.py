@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.config import load_yaml
@@ -16,6 +16,8 @@ from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
 from hepti_mqtt.strategies import STRATEGIES
+
+Parsed = TypeVar("Parsed")
 
 AUTO: Final = "auto"
 ALL: Final = "all"
@@ -98,6 +100,17 @@ def load(
 
     quick: with the changes of its `quick:`. lab, rates: instead of those in the file.
     """
+    return load_with(lambda _: parse, experiment, quick, lab, rates)
+
+
+def load_with(
+    parser_of: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any], Path], Parsed]],
+    experiment: str,
+    quick: bool,
+    lab: str | None,
+    rates: Sequence[float] | None,
+) -> Parsed:
+    """Return what the parser that is chosen by a file's content makes of it, as `load` does."""
     known = names()
     path = known.get(experiment, Path(experiment))
     if not path.is_file():
@@ -113,8 +126,9 @@ def load(
     chosen.update(own if quick else {})
     chosen.update({key: value for key, value in given.items() if value is not None})
     try:
-        parse({**chosen, **own, **{k: v for k, v in given.items() if v is not None}}, path.parent)
-        return parse(chosen, path.parent)
+        parser = parser_of(chosen)
+        parser({**chosen, **own, **{k: v for k, v in given.items() if v is not None}}, path.parent)
+        return parser(chosen, path.parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -127,12 +141,12 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
     for key in ("name", "lab", "models", "strategies", "devices"):
         if key not in data:
             raise ConfigError(f"an experiment needs `{key}:`")
-    labs = {spec.name: spec for spec in (_lab(each, base) for each in _list("lab", data["lab"]))}
-    rates = tuple(_number("rates", rate) for rate in _list("rates", data.get("rates", [])))
+    labs = {spec.name: spec for spec in (lab_of(each, base) for each in listed("lab", data["lab"]))}
+    rates = tuple(number("rates", rate) for rate in listed("rates", data.get("rates", [])))
     for spec in labs.values():
         for rate in rates:
             spec.with_rate(rate)
-    given = _list("strategies", data["strategies"])
+    given = listed("strategies", data["strategies"])
     strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in _strategy(name))
     changes: tuple[Change, ...] = ()
     if data.get("changes") is not None:
@@ -144,16 +158,16 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
         kind=_one_of("kind", data.get("kind", "infer"), KINDS),
         labs=labs,
         rates=rates,
-        models=dict(_model(each, base) for each in _list("models", data["models"])),
-        lengths=tuple(_whole("lengths", n, 1) for n in _list("lengths", data.get("lengths", [128]))),
+        models=dict(_model(each, base) for each in listed("models", data["models"])),
+        lengths=tuple(whole("lengths", n, 1) for n in listed("lengths", data.get("lengths", [128]))),
         strategies=strategies,
-        devices=tuple(_devices(each, labs) for each in _list("devices", data["devices"])),
-        wire=tuple(_one_of("wire", each, WIRES) for each in _list("wire", data.get("wire", ["f32"]))),
-        repetitions=_whole("repetitions", data.get("repetitions", 3), 1),
-        warmup=_whole("warmup", data.get("warmup", 1), 0),
-        rounds=_whole("rounds", data.get("rounds", 6), 1),
-        seed=_whole("seed", data.get("seed", 0), 0),
-        layers=None if data.get("layers") is None else _whole("layers", data["layers"], 1),
+        devices=tuple(_devices(each, labs) for each in listed("devices", data["devices"])),
+        wire=tuple(_one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
+        repetitions=whole("repetitions", data.get("repetitions", 3), 1),
+        warmup=whole("warmup", data.get("warmup", 1), 0),
+        rounds=whole("rounds", data.get("rounds", 6), 1),
+        seed=whole("seed", data.get("seed", 0), 0),
+        layers=None if data.get("layers") is None else whole("layers", data["layers"], 1),
         changes=changes,
         source=dict(data),
     )
@@ -194,7 +208,8 @@ def _reads_pictures(kind: str | Path) -> bool:
         return checkpoint.spec.text is None
 
 
-def _lab(value: Any, base: Path) -> LabSpec:
+def lab_of(value: Any, base: Path) -> LabSpec:
+    """Return the lab of a name in configs/lab or a path; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"`lab` is {value!r}; it needs the name of a file in configs/lab, or a path")
     own = CONFIGS / "lab" / f"{value}.yaml"
@@ -244,7 +259,8 @@ def _path(value: Any, base: Path) -> Path:
     return (base / value).resolve()
 
 
-def _list(key: str, value: Any) -> list[Any]:
+def listed(key: str, value: Any) -> list[Any]:
+    """Return a value or a list of them as a list; raises ConfigError for a mapping."""
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, Mapping):
@@ -252,13 +268,15 @@ def _list(key: str, value: Any) -> list[Any]:
     return [value]
 
 
-def _whole(key: str, value: Any, least: int) -> int:
+def whole(key: str, value: Any, least: int) -> int:
+    """Return a whole number from `least`; raises ConfigError that names the key."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"`{key}` is {value!r}; it needs a whole number from {least}")
     return value
 
 
-def _number(key: str, value: Any) -> float:
+def number(key: str, value: Any) -> float:
+    """Return a number of Mbit/s; raises ConfigError that names the key."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"`{key}` has {value!r}; it needs Mbit/s as numbers")
     return float(value)

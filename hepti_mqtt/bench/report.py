@@ -29,10 +29,7 @@ def write(directory: Path) -> list[Path]:
 
 def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the whole report."""
-    h = results.header
-    lines = [f"# {h['experiment']}", "", f"{h['machine']}; Python {h['python']}; "]
-    lines[-1] += ", ".join(f"{k} {v}" for k, v in h["versions"].items())
-    lines += [f"revision {h['revision']}, seed {h['seed']}, experiment {h['digest']}, `{h['command']}`", ""]
+    lines = head(results)
     for r in (r for r in results.records if r["record"] == "lab"):
         rate = r["lab"]["rate_mbit"]
         lines += [f"## Lab {r['lab']['name']}, {'links as they are' if rate is None else f'{rate:g} Mbit/s'}", ""]
@@ -46,6 +43,15 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         lines += _changes(play)
     lines += [f"![{name}]({name})" for name in pictures]
     return "\n".join(lines) + "\n"
+
+
+def head(results: Results) -> list[str]:
+    """Return the lines that say where results come from."""
+    h = results.header
+    lines = [f"# {h['experiment']}", "", f"{h['machine']}; Python {h['python']}; "]
+    lines[-1] += ", ".join(f"{k} {v}" for k, v in h["versions"].items())
+    lines += [f"revision {h['revision']}, seed {h['seed']}, experiment {h['digest']}, `{h['command']}`", ""]
+    return lines
 
 
 def compare(a: Results, b: Results) -> tuple[bool, list[str]]:

@@ -131,7 +131,7 @@ class Writer:
         with self.path.open("r+b") as file:
             file.truncate(data.rfind(b"\n") + 1)
 
-    def add(self, kind: str, **fields: Any) -> None:
+    def add(self, kind: str, /, **fields: Any) -> None:
         """Append a record; it is in the file when this returns."""
         self._line({"record": kind, **fields})
 

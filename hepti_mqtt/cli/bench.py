@@ -46,9 +46,11 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench.experiment import cells, load, names
+    from hepti_mqtt.bench.experiment import names
+    from hepti_mqtt.bench.kinds import load
 
-    rows = [(name, len(cells(load(name))), len(cells(load(name, quick=True)))) for name in names()]
+    loaded = [(name, load(name), load(name, quick=True)) for name in names()]
+    rows = [(name, kind.count(whole), kind.count(quick)) for name, (kind, whole), (_, quick) in loaded]
     if args.json:
         output.print_json({"experiments": [{"name": n, "cells": c, "quick_cells": q} for n, c, q in rows]})
     else:
@@ -57,16 +59,15 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench.experiment import load
-    from hepti_mqtt.bench.runner import run
+    from hepti_mqtt.bench.kinds import load
 
-    experiment = load(args.what, args.quick, args.lab, args.rate)
+    kind, experiment = load(args.what, args.quick, args.lab, args.rate)
     if args.resume and args.out is None:
         raise ConfigError("--resume goes on with a directory: name it with --out")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     out = args.out or Path("results") / f"{experiment.name}-{stamp}"
     command = shlex.join(["hepti", *sys.argv[1:]])
-    run(experiment, out, command, resume=args.resume, console=output.err, calibrations=args.calibrations)
+    kind.run(experiment, out, command, resume=args.resume, console=output.err, calibrations=args.calibrations)
     return _written(args, out)
 
 
@@ -91,7 +92,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _written(args: argparse.Namespace, directory: Path) -> int:
-    from hepti_mqtt.bench.report import write
+    from hepti_mqtt.bench.kinds import write
 
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory of results")

@@ -25,6 +25,7 @@ from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
+from hepti_mqtt.kernels.memory import floats
 from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 from hepti_mqtt.program import Compute, SlotSpec
@@ -84,14 +85,20 @@ def _activate(tile: Any, gate: Any, activation: int, scale: Any) -> None:
 
 @helper
 def _store(tile: Any, row: int, rows: int, out: Any, at: int, residual: Any, column: int, valid: int) -> None:
-    """Copy tile [rows, NR] to out[row :, at :]; add residual[row :, column :] if that is not negative."""
+    """Copy tile [rows, NR] to out[row :, at :]; add residual[row :, column :] if that is not negative.
+
+    Rows are taken by address: an index that might be negative, for all that Numba knows, made every store a scatter.
+    """
     for i in range(rows):
+        sums = floats(tile.ctypes.data + 4 * i * NR, valid)
+        target = floats(out.ctypes.data + 4 * ((row + i) * out.shape[1] + at), valid)
         if column >= 0:
+            added = floats(residual.ctypes.data + 4 * ((row + i) * residual.shape[1] + column), valid)
             for j in range(valid):
-                out[row + i, at + j] = tile[i * NR + j] + residual[row + i, column + j]
+                target[j] = sums[j] + added[j]
         else:
             for j in range(valid):
-                out[row + i, at + j] = tile[i * NR + j]
+                target[j] = sums[j]
 
 
 @kernel(

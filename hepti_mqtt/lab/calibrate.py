@@ -17,7 +17,7 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.hosts import Host, Talking
 from hepti_mqtt.lab.solve import WITHIN, solve
-from hepti_mqtt.lab.spec import HUB, LabSpec, check_quotas
+from hepti_mqtt.lab.spec import HUB, YARDSTICKS, HostSpec, LabSpec, Yardstick, check_quotas
 
 START_S: Final = 180.0  # kernels may have to be compiled, on a board
 ANSWER_S: Final = 90.0
@@ -51,7 +51,8 @@ class HostFigures:
     """What one host was to have, and has.
 
     cpu: quota as a share of one core, None where there is none. Speeds in GFLOP/s of [256, 1024] x [1024, 1024] and
-    GB/s, throttled; links in Mbit/s from and to the host, and ms, to the hub, with both ends unthrottled.
+    GB/s, throttled; links in Mbit/s from and to the host, and ms, to the hub, with both ends unthrottled. by: whose
+    speed the target is.
     """
 
     host: str
@@ -64,11 +65,17 @@ class HostFigures:
     up_mbit: float | None = None
     down_mbit: float | None = None
     rtt_ms: float | None = None
+    by: Yardstick = "numpy"
+
+    @property
+    def gflops(self) -> float:
+        """Return the speed that the target is compared with."""
+        return self.kernel_gflops if self.by == "kernel" else self.numpy_gflops
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The figures of all hosts of a lab. full_gflops: NumPy on an unthrottled core, None without emulated hosts."""
+    """The figures of all hosts of a lab. full_gflops: an unthrottled core, None without emulated hosts."""
 
     lab: str
     machine: str
@@ -90,7 +97,7 @@ class Calibration:
         out = []
         for h in self.hosts:
             pairs = (
-                ("GFLOP/s", h.numpy_gflops, h.target_gflops),
+                ("GFLOP/s", h.gflops, h.target_gflops),
                 ("Mbit/s up", h.up_mbit, h.rate_mbit),
                 ("Mbit/s down", h.down_mbit, h.rate_mbit),
             )
@@ -136,9 +143,8 @@ def calibrate(spec: LabSpec, hub: Host, hosts: Mapping[str, Host], cache: Path |
         check_quotas(spec, full, os.cpu_count() or 1)
     figures = []
     for host in spec.hosts:
-        before = known.get(host.name)
-        measured = _speeds(hosts[host.name], host.gflops, host.threads, full, before)
-        report(f"{host.name}: {measured.numpy_gflops:.1f} GFLOP/s{_cell(measured.cpu, '.1%', ' at ', ' of a core')}")
+        measured = _speeds(hosts[host.name], host, spec.calibrate, full, known.get(host.name))
+        report(f"{host.name}: {measured.gflops:.1f} GFLOP/s{_cell(measured.cpu, '.1%', ' at ', ' of a core')}")
         figures.append(measured)
     for place, h in enumerate(figures):
         if hosts[h.host] is not hub:
@@ -166,49 +172,55 @@ def machine() -> str:
 def cache_key(spec: LabSpec) -> str:
     """Return the name of a calibration: the same machine, version, hosts and speeds; rates are always measured."""
     hosts = [(h.name, h.gflops, h.threads, h.ssh, h.command) for h in spec.hosts]
-    text = json.dumps([machine(), __version__, spec.name, spec.kind, hosts])
+    text = json.dumps([machine(), __version__, spec.name, spec.kind, spec.calibrate, hosts])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _speeds(
-    host: Host, target: float | None, threads: int, full: float | None, before: HostFigures | None
-) -> HostFigures:
-    with _prober(host, threads) as ask:
+def _speeds(host: Host, spec: HostSpec, by: Yardstick, full: float | None, before: HostFigures | None) -> HostFigures:
+    target = spec.gflops
+    with _prober(host, spec.threads) as ask:
         ask("warm")
+        found: dict[Yardstick, float] = {}
         cpu = None
         if target is not None and isinstance(host, Adjustable):
             adjust, guess = host.set_cpu, target / full if full else None
 
             def measure(cpu: float) -> float:
                 adjust(cpu)
-                return float(ask("numpy")["gflops_per_s"])
+                return float(ask(by)["gflops_per_s"])
 
             if before is not None and before.cpu is not None:
                 adjust(before.cpu)
                 host.throttle(True)
                 speed = measure(before.cpu)
                 if abs(speed / target - 1) <= WITHIN:
-                    return replace(before, numpy_gflops=speed)
+                    return (
+                        replace(before, kernel_gflops=speed) if by == "kernel" else replace(before, numpy_gflops=speed)
+                    )
                 guess = before.cpu
-            adjust(guess if guess is not None else threads / 2)
+            adjust(guess if guess is not None else spec.threads / 2)
             host.throttle(True)
-            found = solve(measure, target, float(threads), guess)
-            cpu, speed = found.cpu, found.speed
+            solution = solve(measure, target, float(spec.threads), guess)
+            cpu, found[by] = solution.cpu, solution.speed
         else:
             host.throttle(True)
-            speed = float(ask("numpy")["gflops_per_s"])
-        return HostFigures(host.name, target, cpu, speed, ask("kernel")["gflops_per_s"], ask("memory")["gb_per_s"])
+        for other in (other for other in YARDSTICKS if other not in found):
+            found[other] = float(ask(other)["gflops_per_s"])
+        return HostFigures(
+            host.name, target, cpu, found["numpy"], found["kernel"], float(ask("memory")["gb_per_s"]), by=by
+        )
 
 
 def _full_speed(spec: LabSpec, hosts: Mapping[str, Host]) -> float | None:
-    """Return NumPy's GFLOP/s on one unthrottled core, None if no host has a quota to find."""
+    """Return GFLOP/s on one unthrottled core, by the lab's yardstick, None if no host has a quota to find."""
     for host in spec.hosts:
         if host.gflops is not None and isinstance(hosts[host.name], Adjustable):
             with _prober(hosts[host.name], 1) as ask:
-                return float(ask("numpy")["gflops_per_s"])
+                ask("warm")
+                return float(ask(spec.calibrate)["gflops_per_s"])
     return None
 
 

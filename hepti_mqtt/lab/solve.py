@@ -57,8 +57,8 @@ def solve(measure: Callable[[float], float], target: float, most: float, start: 
             below, above = (cpu, speed), above if above is not None and above[0] > cpu else None
         else:
             above, below = (cpu, speed), below if below is not None and below[0] < cpu else None
-        if below is not None and above is not None and above[0] - below[0] < AIM * above[0]:
-            below = above = None  # so near to each other they contradict: one was disturbed, and would hold for ever
+        if below is not None and above is not None and above[0] - below[0] < AIM * cpu:
+            below = above = None  # closer than any speed can be told apart: the machine has drifted since
         cpu = min(max(_next(cpu, speed, target, below, above), LEAST), most)
     raise LabError(
         f"no quota was found for {target:g} GFLOP/s (of a core: GFLOP/s): {', '.join(seen)}; the machine is "

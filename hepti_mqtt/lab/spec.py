@@ -16,6 +16,8 @@ Kind = Literal["emulated", "ssh", "local"]
 HUB: Final = "hub"
 SWITCH: Final = "switch"
 KINDS: Final = ("emulated", "ssh", "local")
+Yardstick = Literal["numpy", "kernel"]
+YARDSTICKS: Final = ("numpy", "kernel")
 RATE_MBIT: Final = (0.1, 40_000.0)  # tbf counts the bucket in 32 bits and packets by the tick
 GFLOPS: Final = (0.01, 100_000.0)
 MEMORY_BYTES: Final = (16 * 2**20, 2**44)
@@ -52,6 +54,7 @@ class LabSpec:
 
     rate_mbit: goodput of every link each way (None: not shaped). broker, planner: names of hosts, None: the lab's own
     host `hub` and beside the broker. hub_cpu: the hub's share of one core. address: where boards reach the hub.
+    calibrate: whose speed `gflops` is, NumPy's or that of Hepti's kernel.
     """
 
     name: str
@@ -62,6 +65,7 @@ class LabSpec:
     hub_cpu: float = DEFAULT_HUB_CPU
     planner: str | None = None
     address: str | None = None
+    calibrate: Yardstick = "numpy"
 
     def host(self, name: str) -> HostSpec:
         """Return the host of a name; raises ConfigError that lists the names."""
@@ -138,6 +142,9 @@ def _lab(data: Any) -> LabSpec:
         raise ConfigError("`hosts` needs a mapping of names, e.g. `hosts: {pi1: {gflops: 24.6}}`")
     if len(listed) > MAX_HOSTS:
         raise ConfigError(f"`hosts` has {len(listed)} entries; at most {MAX_HOSTS} share a lab")
+    yardstick = fields.get("calibrate", "numpy")
+    if yardstick not in YARDSTICKS:
+        raise ConfigError(f"`calibrate` is {yardstick!r}; it is one of {', '.join(YARDSTICKS)}")
     hosts = tuple(
         _host(name, {**defaults, **_mapping(f"host {name}", own or {})}, kind) for name, own in listed.items()
     )
@@ -150,6 +157,7 @@ def _lab(data: Any) -> LabSpec:
         _number("hub_cpu", fields.get("hub_cpu", DEFAULT_HUB_CPU), HUB_CPU),
         _text("planner", fields),
         _text("address", fields),
+        cast(Yardstick, yardstick),
     )
     for role, name in (("broker", spec.broker), ("planner", spec.planner)):
         if name is not None and name != HUB:
@@ -163,6 +171,8 @@ def _lab(data: Any) -> LabSpec:
 def _check_kind(spec: LabSpec) -> LabSpec:
     if spec.kind != "emulated" and spec.rate_mbit is not None:
         raise ConfigError(f"`rate` shapes emulated links only, and the lab is of kind {spec.kind}: take it out")
+    if spec.kind != "emulated" and spec.calibrate != "numpy":
+        raise ConfigError(f"`calibrate` sets emulated quotas only, and the lab is of kind {spec.kind}: take it out")
     if spec.kind == "ssh" and spec.broker is None and spec.address is None:
         raise ConfigError(
             "a lab of kind ssh needs `address:` (where the boards reach this machine, whose broker they use) or "
@@ -195,7 +205,9 @@ def _host(name: Any, fields: Mapping[str, Any], kind: str) -> HostSpec:
         raise ConfigError(f"host {name}: {error}") from error
 
 
-_LAB_KEYS: Final = ("name", "kind", "hosts", "defaults", "rate", "broker", "hub_cpu", "planner", "address")
+_LAB_KEYS: Final = (
+    *("name", "kind", "hosts", "defaults", "rate", "broker", "hub_cpu", "planner", "address", "calibrate"),
+)
 _HOST_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("gflops", "memory", "threads", "rate"),
     "ssh": ("ssh", "python", "command", "threads", "memory"),

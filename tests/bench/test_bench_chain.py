@@ -104,7 +104,7 @@ def pair(tmp_path_factory):
 @pytest.mark.processes
 def test_two_processes_measure_every_kind(pair):
     wanted = cases((8,), (50, 100), 2)
-    records = list(rounds(pair, wanted, 2, 3, {"rate_mbit": 940, "cpu_percent": 100}))
+    records = list(rounds(pair, [(n, c) for n in range(2) for c in wanted], 3, {"rate_mbit": 940, "cpu_percent": 100}))
     assert len(records) == 2 * len(wanted)
     by_case = {(r["share"], r["chunks"], r["kind"]): r for r in records}
     rows_bytes = 4 * WIDTH * 4  # half of eight rows, one way

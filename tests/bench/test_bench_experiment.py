@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hepti_mqtt.bench import kinds
 from hepti_mqtt.bench.experiment import STRATEGY_NAMES, cells, load, names, parse
 from hepti_mqtt.bench.runner import order, turns
 from hepti_mqtt.errors import ConfigError
@@ -79,8 +80,9 @@ def test_what_is_missing_is_named(key):
 
 @pytest.mark.parametrize("name", names())
 def test_the_experiments_that_come_with_hepti_can_be_read(name):
-    assert cells(load(name))
-    assert cells(load(name, quick=True))
+    for quick in (False, True):
+        kind, made = kinds.load(name, quick)
+        assert kind.count(made)
 
 
 def test_a_file_that_is_not_there_names_those_that_are():

@@ -165,3 +165,18 @@ def test_rates_do_not_change_the_key_and_speeds_do():
     spec = LabSpec("this", "emulated", (HostSpec("a", gflops=20.0),), rate_mbit=100.0)
     assert cache_key(spec) == cache_key(spec.with_rate(940.0))
     assert cache_key(spec) != cache_key(replace(spec, hosts=(HostSpec("a", gflops=21.0),)))
+
+
+def test_a_quota_may_follow_the_kernel(tmp_path):
+    spec = LabSpec("k", "emulated", (HostSpec("a", 24.6),), calibrate="kernel")
+    with QuotaHost("a", tmp_path / "a") as host:
+        found = calibrate(spec, host, {"a": host}, tmp_path, lambda _: None)
+        assert len(host.asked("kernel")) >= 3  # unthrottled, found, and seen again
+        assert host.asked("numpy") == [host.cpu]
+        assert found.hosts[0].by == "kernel"
+        host.becomes(140.0)
+        assert calibrate(spec, host, {"a": host}, tmp_path, lambda _: None).hosts[0].by == "kernel"
+        assert host.asked("numpy") == []
+    off = replace(found, hosts=(replace(FIGURES, by="kernel", numpy_gflops=50.0), replace(FIGURES, numpy_gflops=50.0)))
+    assert len(off.misses()) == 1
+    assert cache_key(spec) != cache_key(replace(spec, calibrate="numpy"))

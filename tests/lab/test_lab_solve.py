@@ -84,3 +84,15 @@ def test_one_disturbed_measurement_does_not_hold_the_search_for_ever():
     found = solve(measure, 24.6, 1.0, 0.212)
     assert found.speed == pytest.approx(24.6, rel=0.05)
     assert found.cpu == pytest.approx(24.6 / 110, rel=0.05)
+
+
+def test_a_machine_that_drifts_during_the_search_is_followed():
+    calls = 0
+
+    def measure(cpu: float) -> float:
+        nonlocal calls
+        calls += 1
+        return cpu * (200.0 if calls < 8 else 225.0) * (1 + 0.08 * (-1) ** calls * (calls < 8))
+
+    found = solve(measure, 24.6, 1.0)
+    assert found.cpu == pytest.approx(24.6 / 225, rel=0.05)
