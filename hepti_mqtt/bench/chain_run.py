@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Measure what is missing in `out` and write it there; raises the error of a lab or a device.
 
-    calibrations: a directory of earlier ones, None for one of its own in `out`.
+    calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
     """
     header = {
         **provenance(),
@@ -59,7 +59,7 @@ def run(
         task = bar.add_task(experiment.name, total=total, completed=len(done))
         if len(done) < total:
             with ExitStack() as stack:
-                _Measuring(experiment, out, calibrations, writer, bar, task, stack).all(done)
+                _Measuring(experiment, out, writer, bar, task, stack, calibrations or out / "calibration").all(done)
 
 
 class _Measuring:
@@ -69,14 +69,14 @@ class _Measuring:
         self,
         experiment: ChainExperiment,
         out: Path,
-        calibrations: Path | None,
         writer: Writer,
         bar: Progress,
         task: TaskID,
         stack: ExitStack,
+        calibrations: Path,
     ) -> None:
-        self.calibrations = calibrations or out / "calibration"
-        self.experiment, self.out, self.writer, self.bar, self.task = experiment, out, writer, bar, task
+        self.experiment, self.writer, self.bar, self.task = experiment, writer, bar, task
+        self.calibrations = calibrations
         self.lab = stack.enter_context(Lab(experiment.lab, out.resolve() / "logs"))
         broker = _start_broker(self.lab, stack)
         hosts = self.lab.hosts

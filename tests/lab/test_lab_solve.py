@@ -72,18 +72,6 @@ def test_a_machine_that_is_never_the_same_twice_is_refused_with_what_was_seen():
         solve(lambda cpu: 140 * cpu * (1.4 if next(turns) % 2 else 0.7), 24.6, 1.0, 0.2)
 
 
-def test_a_machine_that_drifts_during_the_search_is_followed():
-    calls = 0
-
-    def measure(cpu: float) -> float:
-        nonlocal calls
-        calls += 1
-        return cpu * (200.0 if calls < 8 else 225.0) * (1 + 0.08 * (-1) ** calls * (calls < 8))
-
-    found = solve(measure, 24.6, 1.0)
-    assert found.cpu == pytest.approx(24.6 / 225, rel=0.05)
-
-
 def test_one_disturbed_measurement_does_not_hold_the_search_for_ever():
     """A neighbour took the core for the third measurement: too slow there, though the quota is more than enough."""
     count = 0
@@ -96,3 +84,15 @@ def test_one_disturbed_measurement_does_not_hold_the_search_for_ever():
     found = solve(measure, 24.6, 1.0, 0.212)
     assert found.speed == pytest.approx(24.6, rel=0.05)
     assert found.cpu == pytest.approx(24.6 / 110, rel=0.05)
+
+
+def test_a_machine_that_drifts_during_the_search_is_followed():
+    calls = 0
+
+    def measure(cpu: float) -> float:
+        nonlocal calls
+        calls += 1
+        return cpu * (200.0 if calls < 8 else 225.0) * (1 + 0.08 * (-1) ** calls * (calls < 8))
+
+    found = solve(measure, 24.6, 1.0)
+    assert found.cpu == pytest.approx(24.6 / 225, rel=0.05)
