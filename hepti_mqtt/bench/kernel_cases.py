@@ -55,6 +55,11 @@ class Conditions:
     rounds: int
     seed: int
 
+    @property
+    def pause_s(self) -> float:
+        """Return how long idle threads of a rival may spin on a core that the next one needs: OpenBLAS some 25 ms."""
+        return 0.05 if self.threads > 1 else 0.0
+
 
 Pools = Mapping[str, Workers]
 Cases = Iterator[tuple[Shape, Storage]]
@@ -96,7 +101,7 @@ def _against_rivals(case: Case, conditions: Conditions, pools: Pools) -> dict[st
     contenders = {name: kernel_linear.ours(of, "f32", pool)[0] for name, pool in pools.items()}
     contenders |= kernel_linear.theirs(of, rivals(), conditions.threads)
     peak = fma_peak(repeats=2)
-    seconds = interleaved(contenders, conditions.rounds)
+    seconds = interleaved(contenders, conditions.rounds, conditions.pause_s)
     return {"seconds": seconds, "peak_flops_per_s": max(peak, fma_peak(repeats=2)), "flops": case.shape.flops}
 
 
@@ -106,7 +111,7 @@ def _narrow(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     names = {"ours" if storage == "w8a8" else f"ours, {storage}": storage for storage in _STORAGES}
     contenders = {name: kernel_linear.ours(of, storage, pools["ours"])[0] for name, storage in names.items()}
     contenders |= kernel_linear.theirs_int8(of, int8_rivals(), conditions.threads)
-    return {"seconds": interleaved(contenders, conditions.rounds), "flops": case.shape.flops}
+    return {"seconds": interleaved(contenders, conditions.rounds, conditions.pause_s), "flops": case.shape.flops}
 
 
 def _streaming(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     contenders = {name: partial(run, runners.x) for name, run in runners.runs.items()}
     h, up = spec.hidden, spec.mlp
     flops = 2.0 * rows * (4 * h * h + 2 * h * up) + 4.0 * rows * rows * h
-    return {"seconds": interleaved(contenders, conditions.rounds), "flops": flops}
+    return {"seconds": interleaved(contenders, conditions.rounds, conditions.pause_s), "flops": flops}
 
 
 Measure = Callable[[Case, Conditions, Pools], dict[str, Any]]

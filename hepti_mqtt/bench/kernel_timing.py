@@ -24,12 +24,12 @@ class Ratio(NamedTuple):
     high: float
 
 
-def interleaved(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
+def interleaved(contenders: Mapping[str, Contender], rounds: int, pause_s: float = 0.0) -> dict[str, list[float]]:
     """Return the seconds per call of every contender in every round; each is warmed up before.
 
     The order turns by one place per round, so that nobody always runs behind the same neighbour. Before its sample a
-    contender runs once unmeasured: what the neighbour left in the caches, and its threads that still spin, are not its
-    own.
+    contender runs once unmeasured: what the neighbour left in the caches is not its own. pause_s: before that, so that
+    the neighbour's idle threads spin no longer.
     """
     names = list(contenders)
     times = {name: _calls(contenders[name]) for name in names}
@@ -37,6 +37,7 @@ def interleaved(contenders: Mapping[str, Contender], rounds: int) -> dict[str, l
     for turn in range(rounds):
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
+            time.sleep(pause_s)
             contenders[name]()
             samples[name].append(_clock(contenders[name], times[name]))
     return samples
