@@ -15,7 +15,7 @@ from hepti_mqtt.bench.chain import PRIMARY, SECONDARY
 from hepti_mqtt.bench.chain_experiment import KIND, ChainExperiment
 from hepti_mqtt.bench.chain_pair import ChainPair, rounds
 from hepti_mqtt.bench.chain_results import Condition, turn_of
-from hepti_mqtt.bench.provenance import provenance
+from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
@@ -40,18 +40,11 @@ def run(
 
     calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
     """
-    header = {
-        **provenance(),
-        "kind": KIND,
-        "experiment": experiment.name,
-        "digest": experiment.digest,
-        "seed": experiment.seed,
-        "command": command,
-        "file": experiment.source,
-    }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        Writer(out, json.loads(json.dumps(header, default=str)), resume=resume) as writer,
+        Writer(
+            out, json.loads(json.dumps({**header(experiment, command), "kind": KIND}, default=str)), resume=resume
+        ) as writer,
         Progress(*columns, console=console) as bar,
     ):
         done = {turn_of(r) for r in writer.results.records if r["record"] == "case"}

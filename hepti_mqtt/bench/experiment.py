@@ -20,6 +20,8 @@ from hepti_mqtt.strategies import STRATEGIES
 Parsed = TypeVar("Parsed")
 
 AUTO: Final = "auto"
+# What every other cell is compared with: the method that knows one device only.
+ALONE: Final = next(s.name for s in STRATEGIES.values() if s.most_devices == 1)
 ALL: Final = "all"
 WIRES: Final = ("f32", "f16", "i8")
 KINDS: Final = ("infer",)

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.experiment import ALONE, Cell
 from hepti_mqtt.bench.plays import Play, change_words, parts
 from hepti_mqtt.bench.results import Results
 from hepti_mqtt.bench.statistics import Interval, ratio
@@ -39,7 +39,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
 
 
 def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
-    single = next((c for c in group if (c.strategy, c.copy) == ("single", 0)), None)
+    single = next((c for c in group if (c.strategy, c.copy) == (ALONE, 0)), None)
     figure, axes = _subplots(2 if single else 1, height=max(3.0, 1.2 + 0.24 * len(group)))
     names, own = [c.label for c in group], [timed[c.id] for c in group]
     _bars(axes[0], names, own, "ms")

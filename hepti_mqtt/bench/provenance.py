@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -25,6 +26,42 @@ def provenance() -> dict[str, Any]:
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "blas": _blas(),
         "revision": _revision(),
+    }
+
+
+class Described(Protocol):
+    """What every kind of experiment says of itself."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of what it measures."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of models, inputs and order."""
+        ...
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Return the file as it was read."""
+        ...
+
+
+def header(experiment: Described, command: str) -> dict[str, Any]:
+    """Return what stands at the head of an experiment's results."""
+    return {
+        **provenance(),
+        "experiment": experiment.name,
+        "digest": experiment.digest,
+        "seed": experiment.seed,
+        "command": command,
+        "file": experiment.source,
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
-from hepti_mqtt.bench.experiment import AUTO, Cell
+from hepti_mqtt.bench.experiment import ALONE, AUTO, Cell
 from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
@@ -69,7 +69,7 @@ def compare(a: Results, b: Results) -> tuple[bool, list[str]]:
 def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
     times = {cell: results.medians(cell.id) for cell in group}
     turns = {cell: [r for r in results.turns() if r["cell"] == cell.id] for cell in group}
-    single = next((cell for cell in group if (cell.strategy, cell.copy) == ("single", 0) and times[cell]), None)
+    single = next((cell for cell in group if (cell.strategy, cell.copy) == (ALONE, 0) and times[cell]), None)
     for cell in group:
         original = next((c for c in group if cell.copy and (c.id != cell.id) and _pinned(c) == _pinned(cell)), None)
         if original is not None and times[cell] and times[original]:

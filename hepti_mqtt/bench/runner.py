@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from hepti_mqtt.bench.experiment import AUTO, Cell, Experiment, cells
 from hepti_mqtt.bench.inputs import random_input, reference
-from hepti_mqtt.bench.provenance import provenance
+from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ConfigError
@@ -43,17 +43,9 @@ def run(
     calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
     """
     wanted = cells(experiment)
-    header = {
-        **provenance(),
-        "experiment": experiment.name,
-        "digest": experiment.digest,
-        "seed": experiment.seed,
-        "command": command,
-        "file": experiment.source,
-    }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        Writer(out, json.loads(json.dumps(header, default=str)), resume=resume) as writer,
+        Writer(out, json.loads(json.dumps(header(experiment, command), default=str)), resume=resume) as writer,
         Progress(*columns, console=console) as bar,
     ):
         done = writer.results.done()
