@@ -22,7 +22,7 @@ from hepti_mqtt.bench.inputs import random_input, reference
 from hepti_mqtt.bench.outside import Outside, require
 from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
-from hepti_mqtt.bench.sources import Baselines, Site, Source
+from hepti_mqtt.bench.sources import Baselines, Site, Source, with_room
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.calibrate import calibrate
@@ -118,7 +118,8 @@ class _Measuring:
     ) -> None:
         """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
         with ExitStack() as stack:
-            lab = stack.enter_context(Lab(spec, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
+            made = with_room(spec) if self.experiment.outside else spec
+            lab = stack.enter_context(Lab(made, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
             figures = calibrate(spec, lab.hub, lab.hosts, self.calibrations, self._say)
             self._say(calibration_table(figures))
             for miss in figures.misses():
@@ -127,9 +128,10 @@ class _Measuring:
             site = stack.enter_context(LabSite.of(spec, lab.hub, lab.hosts, used))
             lab.restart = site.restart
             self.writer.add("lab", lab=asdict(spec), calibration=figures.to_dict(), misses=figures.misses())
-            asked = Site(self.experiment, lab, site.talk("driver", ["-m", "hepti_mqtt.bench.driver"]))
-            outside = stack.enter_context(Outside())
-            sources: dict[str, Source] = {SITE: asked, OUTSIDE: Baselines(self.experiment, lab, self.models, outside)}
+            asked, outside = Site(self.experiment, lab, site), stack.enter_context(Outside())
+            memory = {host.name: host.memory_bytes for host in spec.hosts}
+            baselines = Baselines(self.experiment, lab, self.models, memory, outside)
+            sources: dict[str, Source] = {SITE: asked, OUTSIDE: baselines}
             for _, part in groupby(own, key=lambda cell: cell.group):
                 self._group(sources, list(part), todo)
             if watched is not None:

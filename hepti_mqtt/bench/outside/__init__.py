@@ -82,18 +82,21 @@ class Outside:
     ) -> dict[str, Any]:
         """Load, check the hidden states against `reference` (.npy), warm up, and time; return what a turn's record has.
 
-        Loading is at full speed; the hosts are throttled for everything after it. The first host has the input and the
-        output, and its clock counts. Raises ConfigError for a number of hosts that the baseline does not take.
+        Loading and checking is at full speed, as in a turn of Hepti; everything after it throttled. The first host has
+        the input and the output, and its clock counts. Raises ConfigError for a number of hosts that the baseline does not take.
         """
         baseline = BASELINES[name]
         if not baseline.least <= len(hosts) <= baseline.most:
             raise ConfigError(f"{name} takes {baseline.least} to {baseline.most} hosts, not {len(hosts)}")
         begun = time.time()
         try:
-            group, versions = self._load(baseline, hosts, model, body, reference)
-            first = time.perf_counter()
-            error = _ask(group, {"do": "check"})[0]["error"]
-            first_ms = 1e3 * (time.perf_counter() - first)
+            _throttle(hosts, on=False)
+            try:
+                group, loaded = self._load(baseline, hosts, model, body, reference)
+                checked = _ask(group, {"do": "check"})
+            finally:
+                _throttle(hosts, on=True)
+            error = checked[0]["error"]
             if not error <= TOLERANCE:  # NaN is wrong too
                 raise LabError(f"{name} is off by {error:.1e} of its norm, more than {TOLERANCE:g}: it is not timed")
             times = [_ask(group, {"do": "measure"})[0]["latency_ms"] for _ in range(warmup + repetitions)]
@@ -101,7 +104,8 @@ class Outside:
         except HeptiError as failure:
             self._end(baseline, hosts)  # some ranks may wait for one that is gone
             return {"ok": False, "unix_s": begun, "code": failure.code, "message": str(failure)}
-        said = {"first_ms": first_ms, "latency_ms": times[warmup:], "error": error, "versions": versions}
+        said = {"latency_ms": times[warmup:], "error": error, "versions": loaded[0]["versions"]}
+        said["rss_bytes"] = [rank["rss_bytes"] for rank in checked]
         return {"ok": True, "unix_s": begun, **said}
 
     def close(self) -> None:
@@ -119,22 +123,15 @@ class Outside:
 
     def _load(
         self, baseline: Baseline, hosts: Sequence[Host], model: Path, body: Mapping[str, Any], reference: Path
-    ) -> tuple[list[Talking], dict[str, str]]:
-        try:
-            for host in hosts:
-                host.throttle(False)
-            group = [self._worker(baseline.library, host) for host in hosts]
-            port = _ask(group[:1], {"do": "port"})[0]["port"]
-            for rank, (host, worker) in enumerate(zip(hosts, group, strict=True)):
-                place = host.provide(reference) if rank == 0 else None
-                part = {"module": baseline.module, "variant": baseline.variant, "rank": rank, "world": len(hosts)}
-                what = {"model": host.provide(model), "body": body, "reference": place}
-                worker.send(json.dumps({"do": "load", **part, "master": f"{hosts[0].address}:{port}", **what}))
-            versions, *_ = [_answer(worker)["versions"] for worker in group]
-        finally:
-            for host in hosts:
-                host.throttle(True)
-        return group, versions
+    ) -> tuple[list[Talking], list[dict[str, Any]]]:
+        group = [self._worker(baseline.library, host) for host in hosts]
+        port = _ask(group[:1], {"do": "port"})[0]["port"]
+        for rank, (host, worker) in enumerate(zip(hosts, group, strict=True)):
+            place = host.provide(reference) if rank == 0 else None
+            part = {"module": baseline.module, "variant": baseline.variant, "rank": rank, "world": len(hosts)}
+            what = {"model": host.provide(model), "body": body, "reference": place}
+            worker.send(json.dumps({"do": "load", **part, "master": f"{hosts[0].address}:{port}", **what}))
+        return group, [_answer(worker) for worker in group]
 
     def _worker(self, library: Library, host: Host) -> Talking:
         key = id(host), library
@@ -150,6 +147,11 @@ class Outside:
             if worker is not None:
                 worker.signal(9)
                 worker.wait(END_S)
+
+
+def _throttle(hosts: Sequence[Host], *, on: bool) -> None:
+    for host in hosts:
+        host.throttle(on)
 
 
 def _ask(group: Sequence[Talking], order: Mapping[str, Any]) -> list[dict[str, Any]]:

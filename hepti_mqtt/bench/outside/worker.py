@@ -50,9 +50,10 @@ class Worker:
         return {"versions": self._made.versions}
 
     def check(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute once; return the relative error of the hidden states where there is a reference."""
+        """Compute once; return the relative error of the hidden states where there is a reference, and memory held."""
         found, expected = self._made.compute(), self._expected
-        return {"error": None if found is None or expected is None else relative_error(found, expected)}
+        error = None if found is None or expected is None else relative_error(found, expected)
+        return {"error": error, "rss_bytes": psutil.Process().memory_info().rss}
 
     def measure(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """Compute once and return how long it took, from the moment at which all ranks stand ready."""
