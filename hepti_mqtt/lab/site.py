@@ -91,7 +91,9 @@ class LabSite:
         for device, agent in zip(self.devices, agents, strict=True):
             agent.send("measure")
             self._await([device.host.name], (), ONLINE_S)  # one after the other: neighbours share cores and caches
+        self.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait_ready()
+        self.throttle(True)
 
     def wait_ready(self, timeout_s: float = ONLINE_S) -> dict[str, Any]:
         """Return what the devices say and each model's plan, once all are there; raises LabError naming who is not."""

@@ -83,7 +83,8 @@ class Outside:
         """Load, check the hidden states against `reference` (.npy), warm up, and time; return what a turn's record has.
 
         Loading and checking is at full speed, as in a turn of Hepti; everything after it throttled. The first host has
-        the input and the output, and its clock counts. Raises ConfigError for a number of hosts that the baseline does not take.
+        the input and the output, and its clock counts. Raises ConfigError for a number of hosts that the baseline does
+        not take.
         """
         baseline = BASELINES[name]
         if not baseline.least <= len(hosts) <= baseline.most:
