@@ -85,6 +85,9 @@ class StorageTileWriter:
         self.function = ir.Function(module, _SIGNATURE, name)
         self.function.linkage = "internal"
         self.function.attributes.add("noinline")
+        if shape.kind == "w8a8" and shape.dot.enables:
+            # llvmlite's own `add` takes only attributes without a value.
+            set.add(self.function.attributes, f'"target-features"="{shape.dot.enables}"')
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
     def write(self) -> ir.Function:

@@ -22,6 +22,7 @@ CPUS = {
     "nehalem": ("sse", "plain"),
     "cortex-a72": ("neon", "plain"),  # Raspberry Pi 4
     "cortex-a76": ("neon", "dotprod"),  # Raspberry Pi 5
+    "generic": ("neon", "dotprod"),  # a CPU of which LLVM knows nothing; Linux tells that it has sdot
 }
 # What one multiply-add, one dot product, and the widening of a half and of a byte are called; a full register.
 WORDS = {
