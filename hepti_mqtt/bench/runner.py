@@ -144,12 +144,18 @@ class _Measuring:
             self.writer.add("lab", lab=asdict(spec), calibration=figures.to_dict(), misses=figures.misses())
             driver = site.talk("driver", ["-m", "hepti_mqtt.bench.driver"])
             for _, part in groupby(own, key=lambda cell: cell.group):
-                self._group(driver, lab, spec, list(part), todo)
+                self._group(driver, site, lab, spec, list(part), todo)
             if watched is not None:
                 self._under_changes(driver, lab, spec, watched)
 
     def _group(
-        self, driver: Talking, lab: Lab, spec: LabSpec, group: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]
+        self,
+        driver: Talking,
+        site: LabSite,
+        lab: Lab,
+        spec: LabSpec,
+        group: Sequence[Cell],
+        todo: Mapping[Cell, Sequence[int]],
     ) -> None:
         place = _reference(self.out, group[0].model, group[0].tokens)
         body = json.loads(place.with_suffix(".json").read_text())
@@ -162,7 +168,13 @@ class _Measuring:
                     self.bar.update(self.task, description=f"{cell.model} {cell.tokens or ''} {cell.label}")
                     last = cell.strategy == AUTO and number == e.rounds - 1
                     fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": last}
-                    self.writer.turn(cell, number, _ask(driver, order(cell, spec, do="measure", **fields)))
+                    # Weights are loaded at full speed: an experiment of large models would wait for little else.
+                    site.throttle(False)
+                    turn = _ask(driver, order(cell, spec, do="bring"))
+                    site.throttle(True)
+                    if turn["ok"]:
+                        turn |= _ask(driver, order(cell, spec, do="measure", **fields))
+                    self.writer.turn(cell, number, turn)
                     self.bar.advance(self.task)
 
     def _under_changes(self, driver: Talking, lab: Lab, spec: LabSpec, cell: Cell) -> None:
