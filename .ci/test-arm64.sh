@@ -1,7 +1,7 @@
 #!/bin/sh
 # Run the kernels' tests on real aarch64 code under user-mode emulation: .ci/test-arm64.sh PYTHON [CPU...]
-# CPUs: cortex-a72 (Raspberry Pi 4, no dot product) and cortex-a76 (Raspberry Pi 5, sdot). Not qemu's `max`: no such CPU
-# exists. What is fetched and compiled stays in .cache/arm64. Tests that start processes are left to `make test`.
+# CPUs: cortex-a72 (Raspberry Pi 4, no dot product) and cortex-a76 (Raspberry Pi 5, sdot). Not qemu's `max`: LLVM
+# knows no such CPU. What is fetched and compiled stays in .cache/arm64. Tests that start processes are left to `make test`.
 set -eu
 cd "$(dirname "$0")/.."
 python=$1
@@ -74,6 +74,7 @@ describe() {
     esac
 }
 
+failed=0
 for cpu in "$@"; do
     describe "$cpu"
     if ! qemu-aarch64-static -cpu help | grep -qw "$cpu"; then
@@ -95,5 +96,7 @@ assert (llvm.get_host_cpu_name(), isa(), dot()) == (cpu, "neon", expected), (llv
 print("neon, int8 by %s: %d kernels compiled, %d from the cache" % (dot(), *warm_up()), flush=True)
 sys.exit(pytest.main(arguments))' "$cpu" "$dot" \
         -p no:cacheprovider --ignore=tests/kernels/test_kernels_jit.py \
-        --ignore=tests/kernels/test_kernels_assembly.py -k 'not instruction_set_of_this_machine' tests/kernels
+        --ignore=tests/kernels/test_kernels_assembly.py -k 'not instruction_set_of_this_machine' tests/kernels ||
+        failed=1
 done
+exit $failed
