@@ -16,7 +16,7 @@ from hepti_mqtt.kernels.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.jit import JIT, lowered
 from hepti_mqtt.kernels.linear_storage import _quantise_rows
-from hepti_mqtt.kernels.storage_tile import _plain, emit_storage_tile, form
+from hepti_mqtt.kernels.storage_tile import emit_storage_tile, form, plain_tile
 from hepti_mqtt.kernels.weights import BLOCK, blocks
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
@@ -215,7 +215,7 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
         pytest.skip("this CPU does not convert half precision")
     if shape.kind == "w8a8" and shape.dot.intrinsic and shape.lanes > DOTS[dot()].lanes:
         pytest.skip("this CPU has no such instruction")
-    call, plain = called(lowered(emit_storage_tile(shape), _plain(shape))), _plain(shape)
+    call, plain = called(lowered(emit_storage_tile(shape), plain_tile(shape))), plain_tile(shape)
     rng = np.random.default_rng(3)
     n = shape.width
     for rows, steps in product(range(1, shape.rows + 1), (0, 1, 9)):
@@ -252,7 +252,7 @@ def test_every_half_is_widened_exactly(hard):
     if hard and not form("f16").half_in_hardware:
         pytest.skip("this CPU does not convert half precision")
     shape = form("f16", half_in_hardware=hard)
-    call = called(lowered(emit_storage_tile(shape), _plain(shape)))
+    call = called(lowered(emit_storage_tile(shape), plain_tile(shape)))
     n = shape.width
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(-1, n)
     one, ones, bias = np.ones((1, 1), np.float32), np.ones(n, np.float32), np.full(n, -0.0, np.float32)
