@@ -122,7 +122,8 @@ class StorageTileWriter:
         at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
         weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
         if f.kind in self.ahead:
-            self._prefetch(at, *self.ahead[f.kind])
+            ahead, level = self.ahead[f.kind]
+            self._prefetch(b.add(at, self._int(ahead)), f.vector_bytes * f.vectors, level)
         new = []
         for i, row in enumerate(at_rows):
             x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
@@ -142,13 +143,13 @@ class StorageTileWriter:
         return new
 
     def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
-        """Ask for the lines of the panel that are used some steps later, one for each that a step takes."""
-        address, level = _I8.as_pointer(), ir.Constant(_I32, locality)
+        """Ask for `nbytes` from an address on, to be in the first level of cache (3) or in the second (2)."""
+        address = _I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
-        read, data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
-        for line in range(0, self.form.vector_bytes * self.form.vectors, _LINE):
-            ahead = self.builder.add(at, self._int(nbytes + line))
-            self.builder.call(function, [self.builder.inttoptr(ahead, address), read, level, data])
+        read, level, data = (ir.Constant(_I32, value) for value in (0, locality, 1))
+        for line in range(0, nbytes, _LINE):
+            place = self.builder.inttoptr(self.builder.add(at, self._int(line)), address)
+            self.builder.call(function, [place, read, level, data])
 
     def _finish(
         self, sums: list[Any], at_scales: list[Any], column_scales: Any, at_start: list[Any], at_c: list[Any]

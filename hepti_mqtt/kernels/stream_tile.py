@@ -18,6 +18,8 @@ from hepti_mqtt.kernels.weights import BLOCK
 _I64: Final = ir.IntType(64)
 # By kind, how far ahead of its use a line is asked for, and into which cache (2: the second level).
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (8192, 2), "w8a32": (8192, 2)}
+# How many blocks ahead their scales and sums are asked for: what the loop waits for, it cannot hide.
+_BLOCKS_AHEAD: Final = 2
 
 
 class StreamTileWriter(StorageTileWriter):
@@ -52,9 +54,13 @@ class StreamTileWriter(StorageTileWriter):
         at_zeros, at_scales = (self._rows_of(b.add(of, of_rows), scale_stride) for of in (zeros, row_scales))
         at_x = [b.add(row, b.mul(done, self._int(4))) for row in at_rows]
         at_panel = b.add(panel, b.mul(done, self._int(f.vector_bytes * f.vectors)))
-        begin = self._start(at_zeros, b.add(column_sums, of_columns), at_c)
-        sums = self._run(at_x, count, at_panel, begin)
-        self._finish(sums, at_scales, b.add(column_scales, of_columns), at_c, at_c)
+        at_scale, at_sum = (b.add(of, of_columns) for of in (column_scales, column_sums))
+        for at in (at_scale, at_sum) if f.kind == "w8a8" else (at_scale,):
+            self._prefetch(b.add(at, self._int(_BLOCKS_AHEAD * 4 * f.width)), 4 * f.width, 3)
+        sums = self._run(at_x, count, at_panel, [ir.Constant(self.vector, None)] * (self.rows * f.vectors))
+        if f.kind == "w8a8":
+            sums = [b.add(x, y) for x, y in zip(sums, self._start(at_zeros, at_sum, at_c), strict=True)]
+        self._finish(sums, at_scales, at_scale, at_c, at_c)
         following = b.add(block, self._int(1))
         block.add_incoming(self._int(0), before)
         block.add_incoming(following, b.block)
