@@ -30,9 +30,8 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 13
-# Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and into which cache (3 the first
-# level, 2 the second): widening fills the window in which the CPU
-# would find loads by itself, and 2 KB read memory a tenth faster at one row.
+# Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and for which level of cache (3 the
+# first): widening fills the window in which the CPU would find loads by itself.
 _LINE: Final = 64
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
 _SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
@@ -143,7 +142,7 @@ class StorageTileWriter:
         return new
 
     def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
-        """Ask for `nbytes` from an address on, to be in the first level of cache (3) or in the second (2)."""
+        """Ask for `nbytes` from an address on, for a level of cache: 3 the first, 2 the second, 0 the first alone."""
         address = _I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
         read, level, data = (ir.Constant(_I32, value) for value in (0, locality, 1))
