@@ -15,7 +15,7 @@ from hepti_mqtt.kernels import NarrowMatrix, allocate
 from hepti_mqtt.kernels.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.jit import JIT, lowered
-from hepti_mqtt.kernels.linear_storage import _quantise_rows
+from hepti_mqtt.kernels.linear_dot import _quantise_rows
 from hepti_mqtt.kernels.storage_tile import _plain, emit_storage_tile, form
 from hepti_mqtt.kernels.weights import BLOCK, blocks
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
@@ -196,9 +196,26 @@ def test_codes_of_rows_are_within_half_a_step_and_zero_is_exact(m, k, scale):
 def called(tile):
     @numba.njit
     def call(
-        rows, a, stride, steps, panel, of_rows, zeros, between, of_columns, sums, start, start_stride, c, c_stride
+        rows,
+        vectors,
+        a,
+        stride,
+        steps,
+        panel,
+        of_rows,
+        zeros,
+        between,
+        of_columns,
+        sums,
+        start,
+        apart,
+        c,
+        to,
+        ahead,
+        by,
     ):
-        tile(rows, a, stride, steps, panel, of_rows, zeros, between, of_columns, sums, start, start_stride, c, c_stride)
+        scales = (of_rows, zeros, between, of_columns, sums)
+        tile(rows, vectors, a, stride, steps, panel, *scales, start, apart, c, to, ahead, by)
 
     return call
 
@@ -217,13 +234,14 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
         pytest.skip("this CPU has no such instruction")
     call, plain = called(lowered(emit_storage_tile(shape), _plain(shape))), _plain(shape)
     rng = np.random.default_rng(3)
-    n = shape.width
-    for rows, steps in product(range(1, shape.rows + 1), (0, 1, 9)):
+    widths = range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
+    for rows, vectors, steps in product(range(1, shape.rows + 1), widths, (0, 1, 9)):
+        n = vectors * shape.lanes
         group = 4 if shape.kind == "w8a8" else 1
         a = rng.integers(-128, 128, (rows, 4 * steps + 8)).astype(np.int8)
         if group == 1:
             a = rng.standard_normal((rows, steps + 2)).astype(np.float32)
-        panel = rng.integers(-127, 128, (steps, n, group)).astype(np.int8)
+        panel = rng.integers(-127, 128, (steps, shape.width, group)).astype(np.int8)
         if shape.kind == "f16":
             odd = [0.0, -0.0, 6e-8, -6e-8, 6e-5, 65504.0, -65504.0]
             panel = np.where(rng.random((steps, n)) < 0.2, rng.choice(odd, (steps, n)), rng.standard_normal((steps, n)))
@@ -239,7 +257,7 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
             arrays = (a, panel, of_rows, zeros, of_columns, sums, start, c[1:])
             at = [x.ctypes.data for x in arrays]
             between = (zeros.strides[0], *at[4:7], start.strides[0], at[7], c.strides[0])
-            tile(rows, at[0], a.strides[0], steps, *at[1:4], *between)
+            tile(rows, vectors, at[0], a.strides[0], steps, *at[1:4], *between, at[1], 64)
             assert (c[[0, -1]] == 7).all()
             assert (c[:, n:] == 7).all()
             results.append(c)
@@ -259,7 +277,7 @@ def test_every_half_is_widened_exactly(hard):
     zero, c = np.zeros(n, np.int32), np.zeros(n, np.float32)
     for part in halves:
         at = [x.ctypes.data for x in (part, one, zero, ones, zero, bias, c)]
-        call(1, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n)
+        call(1, shape.vectors, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n, 0, 0)
         np.testing.assert_array_equal(c, part.astype(np.float32))
 
 

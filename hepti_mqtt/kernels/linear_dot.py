@@ -1,0 +1,198 @@
+"""The loops of `linear` over int8 weights and int8 activations; see `linear_storage`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import float32, int32, uint8
+
+from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
+from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
+from hepti_mqtt.kernels.isa import DOT
+from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
+from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, dot_tile
+from hepti_mqtt.kernels.weights import BLOCK
+
+_MR: Final = FORMS["w8a8"].rows
+_NR: Final = FORMS["w8a8"].width
+_LANES: Final = FORMS["w8a8"].lanes
+
+# Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
+# how many are valid.
+_CODES, _SUMS, _SCALES, _BIAS, _COLUMN, _VALID = range(6)
+
+# A panel is used for _CHUNKS times _ROWS rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
+# the codes of _ROWS rows and their sums stay in the first while the tiles pass over them.
+_ROWS: Final = 48
+_CHUNKS: Final = 8
+# The first tiles of a piece fetch the next one, a line of 64 bytes in every step.
+_LINE: Final = 64
+_FETCHERS: Final = _NR * GROUP // _LINE
+
+_LEVELS: Final = np.float32(254.0)
+_TINY: Final = np.float32(1e-35)
+_HALF: Final = np.float32(0.5)
+_NAN: Final = np.float32(np.nan)
+_INFINITE: Final = 0x7F800000
+_FLIP: Final = np.int32(0x7FFFFFFF)
+# What is taken from a code of 0 to 255 so that it is what the instruction takes.
+_OFFSET: Final = np.int32(128 if DOT.signed else 0)
+
+
+@exact
+def _step(high: Any, low: Any) -> Any:
+    return high / _LEVELS - low / _LEVELS  # the difference of the two alone could be infinite
+
+
+@helper
+def _quantise_block(x: Any, codes: Any, count: int) -> Any:
+    """Fill `count` codes and return the step (NaN if not all is finite) and the code of 0."""
+    # Bits with all but the sign flipped below 0 are ordered like the values, NaN outermost: integers vectorise.
+    top, bottom = np.int32(0), np.int32(0)
+    for i in range(count):
+        bits = np.int32(bits_of(x[i]))
+        key = np.int32(bits ^ ((bits >> np.int32(31)) & _FLIP))
+        top = max(top, key)
+        bottom = min(bottom, key)
+    finite = top < _INFINITE and bottom > -_INFINITE - 1
+    high = from_bits(top)
+    low = from_bits(bottom ^ _FLIP) if bottom < 0 else np.float32(0)
+    step = _step(high, low) if finite else _NAN
+    by = np.float32(1) / step if step > _TINY else np.float32(0)
+    zero = np.int32(_HALF - low * by) if finite else np.int32(0)
+    shift = np.float32(zero) + _HALF
+    if finite:
+        for i in range(count):
+            codes[i] = np.uint8(np.int32(np.int32(x[i] * by + shift) - _OFFSET))
+    else:
+        codes[:count] = 0
+    return step, zero - _OFFSET
+
+
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
+def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
+    """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k]."""
+    k = x.shape[1]
+    whole = k // BLOCK
+    for row in range(first, last):
+        # Slices from where a block begins: i alone is an index that the compiler knows to be positive, and vectorises;
+        # and a length that it knows leaves no loop of single values.
+        for block in range(whole):
+            begin = block * BLOCK
+            scales[row, block], zeros[row, block] = _quantise_block(x[row, begin:], codes[row, begin:], BLOCK)
+        if whole < scales.shape[1]:
+            begin = whole * BLOCK
+            scales[row, whole], zeros[row, whole] = _quantise_block(x[row, begin:], codes[row, begin:], k - begin)
+        codes[row, k:] = 0
+
+
+@kernel(
+    INT,
+    INT,
+    INT,
+    reads(float32, 2),
+    reads(int32, 2),
+    fills(float32, 2),
+    reads(float32, 2),
+    TABLE,
+    INT,
+    FLOAT,
+    INT,
+    INT,
+    INT,
+    INT,
+    INT,
+)
+def _linear_dot(
+    left: int,
+    stride: int,
+    k: int,
+    row_scales: Any,
+    zeros: Any,
+    out: Any,
+    residual: Any,
+    panels: Any,
+    activation: int,
+    scale: Any,
+    out_column: int,
+    first_panel: int,
+    last_panel: int,
+    first_row: int,
+    last_row: int,
+) -> None:
+    """Fill the columns of some panels in some rows of out; left is the address of codes, rows `stride` bytes apart.
+
+    panels: [P, 6], with a gate [2 P, 6], the gates behind.
+    """
+    gated = activation == SILU_GATE
+    has_residual = residual.size > 0
+    plain = activation == NONE and scale == ONE and not has_residual
+    scratch = np.empty((2 if gated else 1) * _ROWS * _NR, np.float32)
+    gates = scratch[-_ROWS * _NR :]
+    out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
+    chunks = -(-(last_row - first_row) // _ROWS)
+    panel_count = last_panel - first_panel
+    for turn in range(chunks * panel_count):
+        # All panels for the first _CHUNKS chunks of rows, then for the next: each panel for one chunk after the other.
+        group = turn // (_CHUNKS * panel_count)
+        of_group = min(_CHUNKS, chunks - group * _CHUNKS)
+        p, chunk = divmod(turn - group * _CHUNKS * panel_count, of_group)
+        p += first_panel
+        first = first_row + (group * _CHUNKS + chunk) * _ROWS
+        rows = min(_ROWS, last_row - first)
+        # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
+        tiles = -(-rows // _MR)
+        column, valid = panels[p, _COLUMN], panels[p, _VALID]
+        vectors = -(-valid // _LANES)
+        direct = plain and valid == vectors * _LANES
+        for is_gate in range(1 if gated else 0, -1, -1):
+            at = p + is_gate * (len(panels) // 2)
+            sums = gates if is_gate else scratch
+            for low in range(0, max(k, 1), BLOCK):
+                depth = min(BLOCK, k - low)
+                steps = -(-depth // GROUP)
+                final = not is_gate and low + depth >= k
+                block = low // BLOCK
+                codes = panels[at, _CODES] + low * _NR
+                of_columns = panels[at, _SCALES] + 4 * block * _NR
+                of_codes = panels[at, _SUMS] + 4 * block * _NR
+                for t in range(tiles):
+                    i = t * rows // tiles
+                    count = (t + 1) * rows // tiles - i
+                    row = first + i
+                    x = left + row * stride + low
+                    of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
+                    zero = zeros.ctypes.data + row * scale_stride + 4 * block
+                    c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
+                    begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, _BIAS], 0)
+                    if final and direct:
+                        c = out.ctypes.data + row * out_stride + 4 * (out_column + column)
+                        c_stride = out_stride
+                    share = t - tiles + _FETCHERS
+                    ahead = codes + steps * GROUP * _NR + share * steps * _LINE
+                    fetch = _LINE if share >= 0 else 0
+                    dot_tile(
+                        count,
+                        vectors,
+                        x,
+                        stride,
+                        steps,
+                        codes,
+                        of_rows,
+                        zero,
+                        scale_stride,
+                        of_columns,
+                        of_codes,
+                        begin,
+                        begin_stride,
+                        c,
+                        c_stride,
+                        ahead,
+                        fetch,
+                    )
+                    if final and not direct:
+                        tile = sums[i * _NR : (i + count) * _NR]
+                        activate(tile, gates[i * _NR : (i + count) * _NR], activation, scale)
+                        add = column if has_residual else -1
+                        store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
