@@ -11,6 +11,7 @@ from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.isa import DOT
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
+from hepti_mqtt.kernels.memory import floats, octets
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, dot_tile
 from hepti_mqtt.kernels.weights import BLOCK
 
@@ -34,8 +35,12 @@ _LEVELS: Final = np.float32(254.0)
 _TINY: Final = np.float32(1e-35)
 _HALF: Final = np.float32(0.5)
 _NAN: Final = np.float32(np.nan)
-_INFINITE: Final = 0x7F800000
-_FLIP: Final = np.int32(0x7FFFFFFF)
+# Bits of infinity, of minus infinity, and of the largest number that is not below 0.
+_INFINITE: Final = np.int32(0x7F800000)
+_MINUS_INFINITE: Final = np.uint32(0xFF800000)
+_LARGEST: Final = np.uint32(0x7FFFFFFF)
+# Blocks that are quantised at a time.
+_BATCH: Final = 16
 # What is taken from a code of 0 to 255 so that it is what the instruction takes.
 _OFFSET: Final = np.int32(128 if DOT.signed else 0)
 
@@ -46,45 +51,72 @@ def _step(high: Any, low: Any) -> Any:
 
 
 @helper
-def _quantise_block(x: Any, codes: Any, count: int) -> Any:
-    """Fill `count` codes and return the step (NaN if not all is finite) and the code of 0."""
-    # Bits with all but the sign flipped below 0 are ordered like the values, NaN outermost: integers vectorise.
-    top, bottom = np.int32(0), np.int32(0)
+def _range(x: Any, count: int) -> Any:
+    """Return the bits of the largest of `count` values and 0, and of the smallest where one is below 0.
+
+    Bits of f32 >= 0 are ordered like the values as signed integers, above all those below 0, which as unsigned ones
+    are above the others and ordered by magnitude; NaN is outermost. Integers vectorise.
+    """
+    top, bottom = np.int32(0), np.uint32(0)
     for i in range(count):
         bits = np.int32(bits_of(x[i]))
-        key = np.int32(bits ^ ((bits >> np.int32(31)) & _FLIP))
-        top = max(top, key)
-        bottom = min(bottom, key)
-    finite = top < _INFINITE and bottom > -_INFINITE - 1
-    high = from_bits(top)
-    low = from_bits(bottom ^ _FLIP) if bottom < 0 else np.float32(0)
-    step = _step(high, low) if finite else _NAN
-    by = np.float32(1) / step if step > _TINY else np.float32(0)
-    zero = np.int32(_HALF - low * by) if finite else np.int32(0)
-    shift = np.float32(zero) + _HALF
-    if finite:
-        for i in range(count):
-            codes[i] = np.uint8(np.int32(np.int32(x[i] * by + shift) - _OFFSET))
-    else:
-        codes[:count] = 0
-    return step, zero - _OFFSET
+        top = max(top, bits)
+        bottom = max(bottom, np.uint32(bits))
+    return top, bottom
+
+
+@helper
+def _round(x: Any, codes: Any, count: int, by: Any, shift: Any) -> None:
+    for i in range(count):
+        codes[i] = np.uint8(np.int32(np.int32(x[i] * by + shift) - _OFFSET))
 
 
 @kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
 def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
-    """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k]."""
-    k = x.shape[1]
-    whole = k // BLOCK
-    for row in range(first, last):
-        # Slices from where a block begins: i alone is an index that the compiler knows to be positive, and vectorises;
-        # and a length that it knows leaves no loop of single values.
-        for block in range(whole):
-            begin = block * BLOCK
-            scales[row, block], zeros[row, block] = _quantise_block(x[row, begin:], codes[row, begin:], BLOCK)
-        if whole < scales.shape[1]:
-            begin = whole * BLOCK
-            scales[row, whole], zeros[row, whole] = _quantise_block(x[row, begin:], codes[row, begin:], k - begin)
-        codes[row, k:] = 0
+    """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k].
+
+    A block that is not finite has NaN for its scale, and codes of 0. _BATCH blocks at a time, which the first-level
+    cache holds: a block alone would wait for its extremes, then for the divisions that follow from them.
+    """
+    k, stride, per_row, whole = x.shape[1], codes.shape[1], scales.shape[1], x.shape[1] // BLOCK
+    tops, bottoms, offsets = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.uint32), np.zeros(_BATCH, np.int32)
+    steps, factors = np.zeros(_BATCH, np.float32), np.zeros(_BATCH, np.float32)
+    for batch in range(first * per_row, last * per_row, _BATCH):
+        count = min(_BATCH, last * per_row - batch)
+        row, block = batch // per_row, batch % per_row
+        for j in range(count):
+            # By address: slices of an array count references, which costs as much as the block. And a length that the
+            # compiler knows leaves no loop of single values.
+            at = x.ctypes.data + 4 * (row * k + block * BLOCK)
+            if block < whole:
+                tops[j], bottoms[j] = _range(floats(at, BLOCK), BLOCK)
+            else:
+                tops[j], bottoms[j] = _range(floats(at, k - block * BLOCK), k - block * BLOCK)
+            row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
+        for j in range(_BATCH):
+            top, bottom = tops[j], bottoms[j]
+            finite = top < _INFINITE and bottom < _MINUS_INFINITE
+            low = from_bits(np.int32(bottom)) if bottom > _LARGEST else np.float32(0)
+            step = _step(from_bits(top), low) if finite else _NAN
+            by = np.float32(1) / step if step > _TINY else np.float32(0)
+            steps[j], factors[j] = step, by
+            offsets[j] = np.int32(_HALF - low * by) if finite else np.int32(0)
+        row, block = batch // per_row, batch % per_row
+        for j in range(count):
+            scales[row, block], zeros[row, block] = steps[j], offsets[j] - _OFFSET
+            valid = min(BLOCK, k - block * BLOCK)
+            values = floats(x.ctypes.data + 4 * (row * k + block * BLOCK), valid)
+            out = octets(codes.ctypes.data + row * stride + block * BLOCK, valid)
+            shift = np.float32(offsets[j]) + _HALF
+            if not steps[j] < np.inf:
+                out[:] = 0
+            elif block < whole:
+                _round(values, out, BLOCK, factors[j], shift)
+            else:
+                _round(values, out, valid, factors[j], shift)
+            for i in range(k, stride if block == per_row - 1 else k):
+                codes[row, i] = 0
+            row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
 
 
 @kernel(

@@ -16,26 +16,34 @@ from hepti_mqtt.kernels.jit import INT, INT_ARRAY, helper, kernel, lowered, read
 GROUP: Final = 8
 
 
-def _emit_pointer(_context: Any, _address: Any) -> Any:
-    result: Any = types.CPointer(types.float32)  # type: ignore[no-untyped-call]
+def _pointer_to(item: Any, c_type: Any) -> Any:
+    """Return the function from an address to a pointer to items of a type."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+    def emit(_context: Any, _address: Any) -> Any:
+        result: Any = types.CPointer(item)  # type: ignore[no-untyped-call]
 
-    return result(types.intp), codegen
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return result(types.intp), codegen
+
+    return lowered(emit, lambda address: ctypes.cast(int(address), ctypes.POINTER(c_type)))
 
 
-def _plain_pointer(address: int) -> Any:
-    return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_float))
-
-
-_pointer: Final = lowered(_emit_pointer, _plain_pointer)
+_floats_at: Final = _pointer_to(types.float32, ctypes.c_float)
+_octets_at: Final = _pointer_to(types.uint8, ctypes.c_uint8)
 
 
 @helper
 def floats(address: int, count: int) -> Any:
     """Return the f32 array [count] at an address."""
-    return carray(_pointer(address), (count,), np.float32)
+    return carray(_floats_at(address), (count,), np.float32)
+
+
+@helper
+def octets(address: int, count: int) -> Any:
+    """Return the u8 array [count] at an address."""
+    return carray(_octets_at(address), (count,), np.uint8)
 
 
 _F32 = reads(float32, 2)
