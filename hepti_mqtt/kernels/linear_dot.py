@@ -11,7 +11,7 @@ from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.isa import DOT
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
-from hepti_mqtt.kernels.memory import floats, octets
+from hepti_mqtt.kernels.memory import fetch_to_write, floats, octets
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, dot_tile
 from hepti_mqtt.kernels.weights import BLOCK
 
@@ -23,9 +23,9 @@ _LANES: Final = FORMS["w8a8"].lanes
 # how many are valid.
 _CODES, _SUMS, _SCALES, _BIAS, _COLUMN, _VALID = range(6)
 
-# A panel is used for _CHUNKS times _ROWS rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
-# the codes of _ROWS rows and their sums stay in the first while the tiles pass over them.
-_ROWS: Final = 48
+# A panel is used for _CHUNKS chunks of rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
+# the codes of a chunk of up to _TILES tiles and their sums stay in the first while the tiles pass over them.
+_TILES: Final = 8
 _CHUNKS: Final = 8
 # The first tiles of a piece fetch the next one, a line of 64 bytes in every step.
 _LINE: Final = 64
@@ -160,10 +160,15 @@ def _linear_dot(
     gated = activation == SILU_GATE
     has_residual = residual.size > 0
     plain = activation == NONE and scale == ONE and not has_residual
-    scratch = np.empty((2 if gated else 1) * _ROWS * _NR, np.float32)
-    gates = scratch[-_ROWS * _NR :]
+    # Aligned: a vector that lies in two lines is stored at half the speed.
+    size = 4 * _TILES * _MR * _NR
+    scratch = np.empty((2 if gated else 1) * size + _LINE, np.uint8)
+    sums_at = -(-scratch.ctypes.data // _LINE) * _LINE
+    height = last_row - first_row
+    # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
+    tiles = -(-height // _MR)
+    chunks = -(-tiles // _TILES)
     out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
-    chunks = -(-(last_row - first_row) // _ROWS)
     panel_count = last_panel - first_panel
     for turn in range(chunks * panel_count):
         # All panels for the first _CHUNKS chunks of rows, then for the next: each panel for one chunk after the other.
@@ -171,16 +176,15 @@ def _linear_dot(
         of_group = min(_CHUNKS, chunks - group * _CHUNKS)
         p, chunk = divmod(turn - group * _CHUNKS * panel_count, of_group)
         p += first_panel
-        first = first_row + (group * _CHUNKS + chunk) * _ROWS
-        rows = min(_ROWS, last_row - first)
-        # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
-        tiles = -(-rows // _MR)
+        chunk += group * _CHUNKS
+        first_tile, last_tile = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
+        first = first_tile * height // tiles
         column, valid = panels[p, _COLUMN], panels[p, _VALID]
         vectors = -(-valid // _LANES)
         direct = plain and valid == vectors * _LANES
         for is_gate in range(1 if gated else 0, -1, -1):
             at = p + is_gate * (len(panels) // 2)
-            sums = gates if is_gate else scratch
+            sums = sums_at + is_gate * size
             for low in range(0, max(k, 1), BLOCK):
                 depth = min(BLOCK, k - low)
                 steps = -(-depth // GROUP)
@@ -189,19 +193,23 @@ def _linear_dot(
                 codes = panels[at, _CODES] + low * _NR
                 of_columns = panels[at, _SCALES] + 4 * block * _NR
                 of_codes = panels[at, _SUMS] + 4 * block * _NR
-                for t in range(tiles):
-                    i = t * rows // tiles
-                    count = (t + 1) * rows // tiles - i
-                    row = first + i
+                for t in range(first_tile, last_tile):
+                    i = t * height // tiles
+                    count = (t + 1) * height // tiles - i
+                    row, i = first_row + i, i - first
                     x = left + row * stride + low
                     of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
                     zero = zeros.ctypes.data + row * scale_stride + 4 * block
-                    c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
+                    c, c_stride = sums + 4 * i * _NR, 4 * _NR
                     begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, _BIAS], 0)
-                    if final and direct:
-                        c = out.ctypes.data + row * out_stride + 4 * (out_column + column)
-                        c_stride = out_stride
-                    share = t - tiles + _FETCHERS
+                    if final:
+                        place = out.ctypes.data + row * out_stride + 4 * (out_column + column)
+                        for of_row in range(place, place + count * out_stride, out_stride):
+                            for line in range(of_row, of_row + 4 * valid, _LINE):
+                                fetch_to_write(line)
+                        if direct:
+                            c, c_stride = place, out_stride
+                    share = t - last_tile + _FETCHERS
                     ahead = codes + steps * GROUP * _NR + share * steps * _LINE
                     fetch = _LINE if share >= 0 else 0
                     dot_tile(
@@ -224,7 +232,7 @@ def _linear_dot(
                         fetch,
                     )
                     if final and not direct:
-                        tile = sums[i * _NR : (i + count) * _NR]
-                        activate(tile, gates[i * _NR : (i + count) * _NR], activation, scale)
+                        tile, gate = floats(c, count * _NR), floats(c + (size if gated else 0), count * _NR)
+                        activate(tile, gate, activation, scale)
                         add = column if has_residual else -1
                         store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
