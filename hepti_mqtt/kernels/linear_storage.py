@@ -16,24 +16,23 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numba import float32, int32, uint8
+from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
-from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
+from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
-from hepti_mqtt.kernels.isa import DOT
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
-from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
+from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.linear_dot import _linear_dot, quantise_rows
+from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 
 F16, W8A32, W8A8 = range(3)
 STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
 _MR: Final = FORMS["f16"].rows
-_MR_DOT: Final = FORMS["w8a8"].rows
 _NR: Final = FORMS["f16"].width
-_NR_DOT: Final = FORMS["w8a8"].width
+_VECTORS: Final = FORMS["f16"].vectors
 
 # Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
 # how many are valid.
@@ -46,75 +45,11 @@ _ROWS: Final = 384
 _GRAIN: Final = 1 << 19
 _ROW_GRAIN: Final = 1 << 17
 
-_LEVELS: Final = np.float32(254.0)
-_TINY: Final = np.float32(1e-35)
-_HALF: Final = np.float32(0.5)
-_NAN: Final = np.float32(np.nan)
-_INFINITE: Final = 0x7F800000
-_FLIP: Final = np.int32(0x7FFFFFFF)
-# What is taken from a code of 0 to 255 so that it is what the instruction takes.
-_OFFSET: Final = np.int32(128 if DOT.signed else 0)
-
-
-@exact
-def _step(high: Any, low: Any) -> Any:
-    return high / _LEVELS - low / _LEVELS  # the difference of the two alone could be infinite
-
-
-@helper
-def _quantise_block(x: Any, codes: Any, count: int) -> Any:
-    """Fill `count` codes and return the step (NaN if not all is finite) and the code of 0."""
-    # Bits with all but the sign flipped below 0 are ordered like the values, NaN outermost: integers vectorise.
-    top, bottom = np.int32(0), np.int32(0)
-    for i in range(count):
-        bits = np.int32(bits_of(x[i]))
-        key = np.int32(bits ^ ((bits >> np.int32(31)) & _FLIP))
-        top = max(top, key)
-        bottom = min(bottom, key)
-    finite = top < _INFINITE and bottom > -_INFINITE - 1
-    high = from_bits(top)
-    low = from_bits(bottom ^ _FLIP) if bottom < 0 else np.float32(0)
-    step = _step(high, low) if finite else _NAN
-    by = np.float32(1) / step if step > _TINY else np.float32(0)
-    zero = np.int32(_HALF - low * by) if finite else np.int32(0)
-    shift = np.float32(zero) + _HALF
-    if finite:
-        for i in range(count):
-            codes[i] = np.uint8(np.int32(np.int32(x[i] * by + shift) - _OFFSET))
-    else:
-        codes[:count] = 0
-    return step, zero - _OFFSET
-
-
-@helper
-def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
-    """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k]."""
-    k = x.shape[1]
-    whole = k // BLOCK
-    for row in range(first, last):
-        # Slices from where a block begins: i alone is an index that the compiler knows to be positive, and vectorises;
-        # and a length that it knows leaves no loop of single values.
-        for block in range(whole):
-            begin = block * BLOCK
-            scales[row, block], zeros[row, block] = _quantise_block(x[row, begin:], codes[row, begin:], BLOCK)
-        if whole < scales.shape[1]:
-            begin = whole * BLOCK
-            scales[row, whole], zeros[row, whole] = _quantise_block(x[row, begin:], codes[row, begin:], k - begin)
-        codes[row, k:] = 0
-
-
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
-def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
-    quantise(x, codes, scales, zeros, first, last)
-
 
 @kernel(
     INT,
     INT,
     INT,
-    INT,
-    fills(float32, 2),
-    fills(int32, 2),
     fills(float32, 2),
     reads(float32, 2),
     TABLE,
@@ -129,10 +64,7 @@ def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last
 def _linear_storage(
     storage: int,
     left: int,
-    stride: int,
     k: int,
-    row_scales: Any,
-    zeros: Any,
     out: Any,
     residual: Any,
     panels: Any,
@@ -144,106 +76,88 @@ def _linear_storage(
     first_row: int,
     last_row: int,
 ) -> None:
-    """Fill the columns of some panels in some rows of out; left is the address of rows `stride` bytes apart.
+    """Fill the columns of some panels in some rows of out; left is the address of x.
 
     panels: [P, 6], with a gate [2 P, 6], the gates behind.
     """
-    dot = storage == W8A8
-    most, width, group = (_MR_DOT, _NR_DOT, GROUP) if dot else (_MR, _NR, 1)
     item = 2 if storage == F16 else 1
     gated = activation == SILU_GATE
     has_residual = residual.size > 0
     plain = activation == NONE and scale == ONE and not has_residual
     height = min(_ROWS, last_row - first_row)
-    scratch = np.empty((2 if gated else 1) * height * width, np.float32)
-    gates = scratch[-height * width :]
-    out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
+    scratch = np.empty((2 if gated else 1) * height * _NR, np.float32)
+    gates = scratch[-height * _NR :]
+    out_stride, stride = 4 * out.shape[1], 4 * k
     for start_row in range(first_row, last_row, _ROWS):
         rows = min(_ROWS, last_row - start_row)
         # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
-        tiles = -(-rows // most)
+        tiles = -(-rows // _MR)
         for p in range(first_panel, last_panel):
             column, valid = panels[p, COLUMN], panels[p, VALID]
-            direct = plain and valid == width
+            direct = plain and valid == _NR
             for is_gate in range(1 if gated else 0, -1, -1):
                 at = p + is_gate * (len(panels) // 2)
                 sums = gates if is_gate else scratch
                 for low in range(0, max(k, 1), BLOCK):
                     depth = min(BLOCK, k - low)
-                    steps = -(-depth // group)
                     final = not is_gate and low + depth >= k
-                    block = low // BLOCK
-                    codes = panels[at, CODES] + low * width * item
-                    of_columns = panels[at, SCALES] + 4 * block * width
-                    of_codes = panels[at, SUMS] + 4 * block * width
+                    codes = panels[at, CODES] + low * _NR * item
+                    of_columns = panels[at, SCALES] + 4 * (low // BLOCK) * _NR
                     for t in range(tiles):
                         i = t * rows // tiles
                         count = (t + 1) * rows // tiles - i
                         row = start_row + i
-                        x = left + row * stride + low * (1 if dot else 4)
-                        of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
-                        zero = zeros.ctypes.data + row * scale_stride + 4 * block
-                        c, c_stride = sums.ctypes.data + 4 * i * width, 4 * width
+                        x = left + row * stride + 4 * low
+                        c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
                         begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, BIAS], 0)
                         if final and direct:
                             c = out.ctypes.data + row * out_stride + 4 * (out_column + column)
                             c_stride = out_stride
-                        if dot:
-                            dot_tile(
-                                count,
-                                x,
-                                stride,
-                                steps,
-                                codes,
-                                of_rows,
-                                zero,
-                                scale_stride,
-                                of_columns,
-                                of_codes,
-                                begin,
-                                begin_stride,
-                                c,
-                                c_stride,
-                            )
-                        elif storage == F16:
+                        if storage == F16:
                             half_tile(
                                 count,
+                                _VECTORS,
                                 x,
                                 stride,
-                                steps,
+                                depth,
                                 codes,
-                                of_rows,
-                                zero,
-                                scale_stride,
+                                0,
+                                0,
+                                0,
                                 of_columns,
-                                of_codes,
+                                0,
                                 begin,
                                 begin_stride,
                                 c,
                                 c_stride,
+                                0,
+                                0,
                             )
                         else:
                             byte_tile(
                                 count,
+                                _VECTORS,
                                 x,
                                 stride,
-                                steps,
+                                depth,
                                 codes,
-                                of_rows,
-                                zero,
-                                scale_stride,
+                                0,
+                                0,
+                                0,
                                 of_columns,
-                                of_codes,
+                                0,
                                 begin,
                                 begin_stride,
                                 c,
                                 c_stride,
+                                0,
+                                0,
                             )
                         if final and not direct:
-                            tile = sums[i * width : (i + count) * width]
-                            activate(tile, gates[i * width : (i + count) * width], activation, scale)
+                            tile = sums[i * _NR : (i + count) * _NR]
+                            activate(tile, gates[i * _NR : (i + count) * _NR], activation, scale)
                             add = column if has_residual else -1
-                            store(tile, width, row, count, out, out_column + column, residual, add, valid)
+                            store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
 
 
 def bind(
@@ -262,20 +176,22 @@ def bind(
     gated = finish[0] == SILU_GATE
     table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
-    stride = GROUP * -(-k // GROUP) if code == W8A8 else 4 * k
+    stride = GROUP * -(-k // GROUP)
     parts = parts_of(len(table) // (2 if gated else 1), m, width * k, pool)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
-    no_scales, no_zeros, none = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
+    none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        x, left, row_scales, zeros = reads[0], reads[0], no_scales, no_zeros
-        if code == W8A8:
-            left = np.empty((m, stride), np.uint8)
-            row_scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.int32)
-            pool.each(_quantise_rows, (x, left, row_scales, zeros), row_parts)
-        address = left.__array_interface__["data"][0]
-        others = (writes[0], reads[1] if has_residual else none)
-        pool.each(_linear_storage, (code, address, stride, k, row_scales, zeros, *others, table, *finish), parts)
+        x, others = reads[0], (writes[0], reads[1] if has_residual else none)
+        if code != W8A8:
+            address = x.__array_interface__["data"][0]
+            pool.each(_linear_storage, (code, address, k, *others, table, *finish), parts)
+            return
+        codes = np.empty((m, stride), np.uint8)
+        scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.int32)
+        pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
+        address = codes.__array_interface__["data"][0]
+        pool.each(_linear_dot, (address, stride, k, scales, zeros, *others, table, *finish), parts)
 
     return run
 

@@ -17,6 +17,7 @@ from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.linear_dot import quantise
 from hepti_mqtt.kernels.linear_storage import (
     BIAS,
     CODES,
@@ -29,7 +30,6 @@ from hepti_mqtt.kernels.linear_storage import (
     W8A8,
     panels_of,
     parts_of,
-    quantise,
 )
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
 from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
@@ -41,6 +41,8 @@ from hepti_mqtt.program import Storage
 MOST_ROWS: Final = {storage: form.rows for storage, form in FORMS.items()}
 _NR: Final = FORMS["f16"].width
 _NR_DOT: Final = FORMS["w8a8"].width
+_VECTORS: Final = FORMS["f16"].vectors
+_VECTORS_DOT: Final = FORMS["w8a8"].vectors
 
 
 @kernel(
@@ -70,7 +72,7 @@ def _linear_stream(
     """Fill the columns of some panels in all rows of out; panels are those of `linear_storage`."""
     rows, k = x.shape
     dot = storage == W8A8
-    width = _NR_DOT if dot else _NR
+    width, vectors = (_NR_DOT, _VECTORS_DOT) if dot else (_NR, _VECTORS)
     gated = activation == SILU_GATE
     has_residual = residual.size > 0
     plain = activation == NONE and scale == ONE and not has_residual
@@ -99,18 +101,18 @@ def _linear_stream(
                 c, c_stride = out.ctypes.data + 4 * (out_column + column), 4 * out.shape[1]
             if dot:
                 dot_stream(
-                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
-                    c_stride
+                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                    bias, 0, c, c_stride, 0, 0
                 )  # fmt: skip
             elif storage == F16:
                 half_stream(
-                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
-                    c_stride
+                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                    bias, 0, c, c_stride, 0, 0
                 )  # fmt: skip
             else:
                 byte_stream(
-                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
-                    c_stride
+                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                    bias, 0, c, c_stride, 0, 0
                 )  # fmt: skip
         if not direct:
             tile = scratch[: rows * width]

@@ -8,7 +8,8 @@ rows of the panel, interleaved by column, added exactly in i32. So a row's bits 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_ARGUMENTS: Final = 13
+_ARGUMENTS: Final = 15
 # Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and for which level of cache (3 the
 # first): widening fills the window in which the CPU would find loads by itself.
 _LINE: Final = 64
@@ -71,18 +72,20 @@ class StorageTileWriter:
     """Writes the LLVM function of one tile: c = start + a @ panel * column scales * row scales.
 
     Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
-    column sums, start, bytes between rows of start, c, bytes between rows of c; all but strides and steps are
-    addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width]. Row scales (f32) and zeros
-    (i32, the code of 0) are one for each row, column scales (f32) and sums (i32) [width]. Only w8a8 reads row scales,
-    zeros and sums, and takes what the zeros add out of the sums before they become f32; f16 reads no scales. Scales are
-    applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
+    column sums, start, bytes between rows of start, c, bytes between rows of c, ahead, bytes ahead; all but strides and
+    steps are addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width], of which the first
+    `vectors` vectors count. Row scales (f32) and zeros (i32, the code of 0) are one for each row, column scales (f32)
+    and sums (i32) [width]. Only w8a8 reads row scales, zeros and sums, and takes what the zeros add out of the sums
+    before they become f32; f16 reads no scales. Scales are applied one after the other: the product of two small ones
+    alone could be 0, that of two large ones infinite. Every step of w8a8 asks for the next "bytes ahead" of memory from
+    `ahead` on, which need not be valid; the others ask for the panel itself.
     """
 
     prefix = ""
     ahead = _AHEAD
 
-    def __init__(self, module: ir.Module, name: str, shape: Form, rows: int) -> None:
-        self.form, self.rows = shape, rows
+    def __init__(self, module: ir.Module, name: str, shape: Form, rows: int, vectors: int) -> None:
+        self.form, self.rows, self.vectors = shape, rows, vectors
         self.module = module
         self.vector = ir.VectorType(shape.sums, shape.lanes)
         self.function = ir.Function(module, _SIGNATURE, name)
@@ -93,11 +96,16 @@ class StorageTileWriter:
             set.add(self.function.attributes, f'"target-features"="{shape.dot.enables}"')
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
+    @classmethod
+    def widths(cls, shape: Form) -> Sequence[int]:
+        """Return the numbers of vectors that there are tiles for: w8a8 has 1 to those of a panel, the others all."""
+        return range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
+
     def write(self) -> ir.Function:
         """Return the finished function."""
         b = self.builder
         a, stride, steps, panel, *rest = self.function.args
-        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride = rest
+        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride, *ahead = rest
         at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
         at_zeros, at_scales, at_start, at_c = (
             [b.add(address, b.mul(between, self._int(i))) for i in range(self.rows)]
@@ -108,13 +116,15 @@ class StorageTileWriter:
                 (c, c_stride),
             )
         )
-        sums = self._run(at_rows, steps, panel, self._start(at_zeros, column_sums, at_start))
+        sums = self._run(at_rows, steps, panel, self._start(at_zeros, column_sums, at_start), ahead)
         self._finish(sums, at_scales, column_scales, at_start, at_c)
         b.ret_void()
         return self.function
 
-    def _run(self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any]) -> list[Any]:
-        """Return the sums that `start` becomes in `steps` steps of k."""
+    def _run(
+        self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any], ahead: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the sums that `start` becomes in `steps` steps of k. ahead: what w8a8 asks for, and by how much."""
         b, f = self.builder, self.form
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
@@ -122,14 +132,17 @@ class StorageTileWriter:
         p = b.phi(_I64)
         sums = [b.phi(self.vector) for _ in start]
         at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
-        weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
+        weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(self.vectors)]
         if f.kind in self.ahead:
-            ahead, level = self.ahead[f.kind]
-            self._prefetch(b.add(at, self._int(ahead)), f.vector_bytes * f.vectors, level)
+            distance, level = self.ahead[f.kind]
+            self._prefetch(b.add(at, self._int(distance)), f.vector_bytes * f.vectors, level)
+        elif ahead:
+            first, by = ahead
+            self._prefetch(b.add(first, b.mul(p, by)), _LINE, 3)
         new = []
         for i, row in enumerate(at_rows):
             x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
-            new += [self._accumulate(sums[i * f.vectors + j], x, w) for j, w in enumerate(weights)]
+            new += [self._accumulate(sums[i * self.vectors + j], x, w) for j, w in enumerate(weights)]
         following = b.add(p, self._int(1))
         b.cbranch(b.icmp_signed("<", following, steps), body, after)
         p.add_incoming(self._int(0), before)
@@ -159,12 +172,12 @@ class StorageTileWriter:
         """Scale the sums, add what the tile starts with and store them."""
         b, f = self.builder, self.form
         wide = ir.VectorType(_F32, f.lanes)
-        columns = [self._int(4 * j * f.lanes) for j in range(f.vectors)]
+        columns = [self._int(4 * j * f.lanes) for j in range(self.vectors)]
         scales = [] if f.kind == "f16" else [self._load(b.add(column_scales, at), wide) for at in columns]
         for i in range(self.rows):
             of_row = self._splat(self._load(at_scales[i], _F32), wide) if f.kind == "w8a8" else None
             for j, at in enumerate(columns):
-                value = sums[i * f.vectors + j]
+                value = sums[i * self.vectors + j]
                 if f.kind != "f16":
                     start = self._load(b.add(at_start[i], at), wide)
                     if f.kind == "w8a8":
@@ -180,9 +193,9 @@ class StorageTileWriter:
     def _start(self, at_zeros: list[Any], column_sums: Any, at_start: list[Any]) -> list[Any]:
         """Return what the sums begin with: f16 the start itself, the others what their scales do not change."""
         b, f = self.builder, self.form
-        columns = [self._int(4 * j * f.lanes) for j in range(f.vectors)]
+        columns = [self._int(4 * j * f.lanes) for j in range(self.vectors)]
         if f.kind == "w8a32":
-            return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * f.vectors)
+            return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * self.vectors)
         if f.kind == "f16":
             return [self._load(b.add(row, at), self.vector) for row in at_start for at in columns]
         of_columns = [self._load(b.add(column_sums, at), self.vector) for at in columns]
@@ -254,11 +267,13 @@ class StorageTileWriter:
 
 
 def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTileWriter) -> Callable[..., Any]:
-    """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows by number."""
+    """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows, and `writer.widths` vectors."""
+    widths = writer.widths(shape)
 
     def emit(
         _context: Any,
         _rows: Any,
+        _vectors: Any,
         _a: Any,
         _stride: Any,
         _steps: Any,
@@ -272,23 +287,25 @@ def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTile
         _start_stride: Any,
         _c: Any,
         _c_stride: Any,
+        _ahead: Any,
+        _fetch: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             module = builder.module
-            rows, *rest = arguments
+            rows, vectors, *rest = arguments
             end = builder.append_basic_block("tile.end")
-            choice = builder.switch(rows, end)
-            for count in range(1, shape.rows + 1):
-                name = f"hepti_{writer.prefix}{shape.kind}_{count}"
-                function = module.globals.get(name) or writer(module, name, shape, count).write()
+            choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, shape.rows)), rows), end)
+            for width, count in product(widths, range(1, shape.rows + 1)):
+                name = f"hepti_{writer.prefix}{shape.kind}_{count}x{width}"
+                function = module.globals.get(name) or writer(module, name, shape, count, width).write()
                 with builder.goto_block(builder.append_basic_block(name)):
-                    choice.add_case(ir.Constant(_I64, count), builder.block)
+                    choice.add_case(ir.Constant(_I64, width * shape.rows + count), builder.block)
                     builder.call(function, rest)
                     builder.branch(end)
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * (1 + _ARGUMENTS)), codegen
+        return types.void(*[types.int64] * (2 + _ARGUMENTS)), codegen
 
     return emit
 
@@ -308,6 +325,7 @@ def plain_tile(shape: Form) -> Callable[..., None]:
 
     def tile(
         rows: int,
+        vectors: int,
         a: int,
         stride: int,
         steps: int,
@@ -321,10 +339,13 @@ def plain_tile(shape: Form) -> Callable[..., None]:
         start_stride: int,
         c: int,
         c_stride: int,
+        _ahead: int,
+        _fetch: int,
     ) -> None:
-        n, k = shape.width, steps * group
+        n, k = vectors * shape.lanes, steps * group
         left = np.stack([_at(a + i * stride, k, left_dtype) for i in range(rows)])
-        right = _at(panel, k * n, weight_dtype).reshape(steps, n, group).transpose(0, 2, 1).reshape(k, n)
+        panels = _at(panel, k * shape.width, weight_dtype).reshape(steps, shape.width, group)
+        right = panels[:, :n].transpose(0, 2, 1).reshape(k, n)
         begin = np.stack([_at(start + i * start_stride, n, np.float32) for i in range(rows)])
         if shape.kind == "w8a8":
             of_zero = np.concatenate([_at(zeros + i * scale_stride, 1, np.int32) for i in range(rows)])
@@ -344,7 +365,7 @@ def plain_tile(shape: Form) -> Callable[..., None]:
 
 
 FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
-# Arguments: rows (1 to the form's), then those of `StorageTileWriter`.
+# Arguments: rows (1 to the form's), vectors (w8a8: 1 to the form's, else all), then those of `StorageTileWriter`.
 half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
 byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))
 dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), plain_tile(FORMS["w8a8"]))

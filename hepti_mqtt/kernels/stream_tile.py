@@ -6,7 +6,7 @@ and its order are those of `storage_tile`, so that a row has the same bits in ei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -17,8 +17,8 @@ from hepti_mqtt.kernels.weights import BLOCK
 
 _I64: Final = ir.IntType(64)
 # By kind, how far ahead of its use a line is asked for, and for which cache: 0 passes by the second level, which keeps
-# what the interpreter needs between two calls. 2 KB, and 12 KB, read a tenth slower. Bytes that need no widening leave
-# the CPU time to find its loads by itself, and asking for them costs some hundredths.
+# what the interpreter needs between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
+# Bytes that need no widening leave the CPU time to find its loads by itself.
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (6144, 0), "w8a32": (8192, 0)}
 # How many blocks ahead their scales and sums are asked for: what the loop waits for, it cannot hide.
 _BLOCKS_AHEAD: Final = 2
@@ -33,11 +33,16 @@ class StreamTileWriter(StorageTileWriter):
     prefix = "stream_"
     ahead = _AHEAD
 
+    @classmethod
+    def widths(cls, shape: Form) -> Sequence[int]:
+        """Return that of a panel: a whole one is read all the same."""
+        return (shape.vectors,)
+
     def write(self) -> ir.Function:
         """Return the finished function."""
         b, f = self.builder, self.form
         a, stride, steps, panel, *rest = self.function.args
-        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride = rest
+        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride, *_ = rest
         at_rows, at_start, at_c = (self._rows_of(*of) for of in ((a, stride), (first, first_stride), (c, c_stride)))
         start = [self._load(b.add(row, at), self.wide) for row in at_start for at in self._columns()]
         if f.kind == "f16":
@@ -96,6 +101,7 @@ def plain_stream(shape: Form) -> Callable[..., None]:
 
     def stream(
         rows: int,
+        vectors: int,
         a: int,
         stride: int,
         steps: int,
@@ -109,6 +115,8 @@ def plain_stream(shape: Form) -> Callable[..., None]:
         start_stride: int,
         c: int,
         c_stride: int,
+        ahead: int,
+        fetch: int,
     ) -> None:
         for block in range(max(1, -(-steps // per_block))):
             done = block * per_block
@@ -117,14 +125,14 @@ def plain_stream(shape: Form) -> Callable[..., None]:
             left = (a + 4 * done, stride, min(per_block, steps - done))
             of_rows = (row_scales + 4 * block, zeros + 4 * block, scale_stride)
             tile(
-                rows, *left, panel + done * step, *of_rows, column_scales + of_columns, column_sums + of_columns,
-                *begin, c, c_stride
+                rows, vectors, *left, panel + done * step, *of_rows, column_scales + of_columns,
+                column_sums + of_columns, *begin, c, c_stride, ahead, fetch
             )  # fmt: skip
 
     return stream
 
 
-# Arguments: rows (1 to the form's), then those of `StreamTileWriter`.
+# Arguments: rows (1 to the form's), vectors (all of a panel's), then those of `StreamTileWriter`.
 half_stream: Final = lowered(emit_storage_tile(FORMS["f16"], StreamTileWriter), plain_stream(FORMS["f16"]))
 byte_stream: Final = lowered(emit_storage_tile(FORMS["w8a32"], StreamTileWriter), plain_stream(FORMS["w8a32"]))
 dot_stream: Final = lowered(emit_storage_tile(FORMS["w8a8"], StreamTileWriter), plain_stream(FORMS["w8a8"]))

@@ -113,7 +113,7 @@ def _storage(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
         shape = form(kind, target.tile, target.dot, target.half_in_hardware)
         for rows in range(1, shape.rows + 1):
-            yield StorageTileWriter(module, f"hepti_{kind}_{rows}", shape, rows).write()
+            yield StorageTileWriter(module, f"hepti_{kind}_{rows}", shape, rows, shape.vectors).write()
 
     return write
 

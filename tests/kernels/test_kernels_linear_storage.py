@@ -16,7 +16,7 @@ from hepti_mqtt.kernels import NarrowMatrix, allocate
 from hepti_mqtt.kernels.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.jit import JIT, lowered
-from hepti_mqtt.kernels.linear_storage import _quantise_rows
+from hepti_mqtt.kernels.linear_dot import quantise_rows
 from hepti_mqtt.kernels.storage_tile import StorageTileWriter, emit_storage_tile, form, plain_tile
 from hepti_mqtt.kernels.stream_tile import StreamTileWriter, plain_stream
 from hepti_mqtt.kernels.weights import BLOCK, blocks
@@ -187,7 +187,7 @@ def test_codes_of_rows_are_within_half_a_step_and_zero_is_exact(m, k, scale):
     x[:, ::4] = 0
     codes = np.zeros((m, -(-k // 4) * 4), np.uint8)
     scales, zeros = np.zeros((m, blocks(k)), np.float32), np.zeros((m, blocks(k)), np.int32)
-    _quantise_rows(x, codes, scales, zeros, 0, m)
+    quantise_rows(x, codes, scales, zeros, 0, m)
     signed = codes.view(np.int8) if DOTS[dot()].signed else codes
     step, zero = (np.repeat(a, BLOCK, axis=1)[:, :k] for a in (scales.astype(np.float64), zeros))
     back = (signed[:, :k].astype(np.float64) - zero) * step
@@ -198,9 +198,26 @@ def test_codes_of_rows_are_within_half_a_step_and_zero_is_exact(m, k, scale):
 def called(tile):
     @numba.njit
     def call(
-        rows, a, stride, steps, panel, of_rows, zeros, between, of_columns, sums, start, start_stride, c, c_stride
+        rows,
+        vectors,
+        a,
+        stride,
+        steps,
+        panel,
+        of_rows,
+        zeros,
+        between,
+        of_columns,
+        sums,
+        start,
+        apart,
+        c,
+        to,
+        ahead,
+        by,
     ):
-        tile(rows, a, stride, steps, panel, of_rows, zeros, between, of_columns, sums, start, start_stride, c, c_stride)
+        scales = (of_rows, zeros, between, of_columns, sums)
+        tile(rows, vectors, a, stride, steps, panel, *scales, start, apart, c, to, ahead, by)
 
     return call
 
@@ -224,14 +241,14 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
     writer, plain_of = TILE_OR_STREAM[kind]
     call, plain = called(lowered(emit_storage_tile(shape, writer), plain_of(shape))), plain_of(shape)
     rng = np.random.default_rng(3)
-    n = shape.width
     group = 4 if shape.kind == "w8a8" else 1
     two_blocks = (BLOCK // group + 9,) if kind == "stream" else ()
-    for rows, steps in product(range(1, shape.rows + 1), (0, 1, 9, *two_blocks)):
+    for rows, vectors, steps in product(range(1, shape.rows + 1), writer.widths(shape), (0, 1, 9, *two_blocks)):
+        n = vectors * shape.lanes
         a = rng.integers(-128, 128, (rows, 4 * steps + 8)).astype(np.int8)
         if group == 1:
             a = rng.standard_normal((rows, steps + 2)).astype(np.float32)
-        panel = rng.integers(-127, 128, (steps, n, group)).astype(np.int8)
+        panel = rng.integers(-127, 128, (steps, shape.width, group)).astype(np.int8)
         if shape.kind == "f16":
             odd = [0.0, -0.0, 6e-8, -6e-8, 6e-5, 65504.0, -65504.0]
             panel = np.where(rng.random((steps, n)) < 0.2, rng.choice(odd, (steps, n)), rng.standard_normal((steps, n)))
@@ -248,7 +265,7 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
             arrays = (a, panel, of_rows, zeros, of_columns, sums, start, c[1:])
             at = [x.ctypes.data for x in arrays]
             between = (zeros.strides[0], *at[4:7], start.strides[0], at[7], c.strides[0])
-            tile(rows, at[0], a.strides[0], steps, *at[1:4], *between)
+            tile(rows, vectors, at[0], a.strides[0], steps, *at[1:4], *between, at[1], 64)
             assert (c[[0, -1]] == 7).all()
             assert (c[:, n:] == 7).all()
             results.append(c)
@@ -270,7 +287,7 @@ def test_every_half_is_widened_exactly(hard):
     zero, c = np.zeros(n, np.int32), np.zeros(n, np.float32)
     for part in halves:
         at = [x.ctypes.data for x in (part, one, zero, ones, zero, bias, c)]
-        call(1, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n)
+        call(1, shape.vectors, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n, 0, 0)
         with np.errstate(invalid="ignore"):  # ARM signals a NaN that is cast
             expected = part.astype(np.float32)
         np.testing.assert_array_equal(c, expected)
