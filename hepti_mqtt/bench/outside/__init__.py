@@ -132,7 +132,7 @@ class Outside:
             part = {"module": baseline.module, "variant": baseline.variant, "rank": rank, "world": len(hosts)}
             what = {"model": host.provide(model), "body": body, "reference": place}
             worker.send(json.dumps({"do": "load", **part, "master": f"{hosts[0].address}:{port}", **what}))
-        return group, [_answer(worker) for worker in group]
+        return group, _answers(group)
 
     def _worker(self, library: Library, host: Host) -> Talking:
         key = id(host), library
@@ -159,7 +159,12 @@ def _ask(group: Sequence[Talking], order: Mapping[str, Any]) -> list[dict[str, A
     """Give every rank an order; return their answers. Raises LabError if one fails."""
     for worker in group:
         worker.send(json.dumps(order))
-    return [_answer(worker) for worker in group]
+    return _answers(group)
+
+
+def _answers(group: Sequence[Talking]) -> list[dict[str, Any]]:
+    """Return every rank's answer. The first rank is heard last: it would wait for minutes for one that has died."""
+    return [_answer(worker) for worker in reversed(group)][::-1]
 
 
 def _answer(worker: Talking) -> dict[str, Any]:
