@@ -26,7 +26,7 @@ from hepti_mqtt.kernels.isa import DOT
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
-from hepti_mqtt.kernels.workers import Part, Workers, ranges
+from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts, ranges
 
 _F16, _W8A32, _W8A8 = range(3)
 _CODE: Final = {"f16": _F16, "w8a32": _W8A32, "w8a8": _W8A8}
@@ -86,7 +86,7 @@ def _quantise_block(x: Any, codes: Any, count: int) -> Any:
     return step, zero - _OFFSET
 
 
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT, part=2)
 def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k]."""
     k = x.shape[1]
@@ -120,6 +120,7 @@ def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last
     INT,
     INT,
     INT,
+    part=4,
 )
 def _linear_storage(
     storage: int,
@@ -298,8 +299,5 @@ def _panels(
     return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)
 
 
-def _parts(panels: int, rows: int, panel_size: int, pool: Workers) -> list[Part]:
-    threads = min(pool.threads, 1 + panels * panel_size * rows // _GRAIN)
-    by_panel = ranges(panels, threads)
-    by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
-    return [(*p, *r) for p in by_panel for r in by_row]
+def _parts(panels: int, rows: int, panel_size: int, pool: Workers) -> Parts:
+    return panel_parts(panels, rows, min(pool.threads, 1 + panels * panel_size * rows // _GRAIN), _MR)
