@@ -215,6 +215,11 @@ def prepare() -> None:
     with _preparing:
         for dispatcher, (arguments, width) in divided_kernels.items():
             if dispatcher not in shared:
-                part = types.UniTuple(types.int64, width)
-                taken = (INT, types.Tuple(arguments[:-width]), part, TABLE, INT_ARRAY, INT, INT)
-                shared[dispatcher] = Shared(entry_of(_sharing, taken)[0], entry_of(dispatcher, arguments)[1])
+                shared[dispatcher] = shared_of(dispatcher, arguments, width)
+
+
+def shared_of(dispatcher: Any, arguments: tuple[Any, ...], width: int) -> Shared:
+    """Return the compiled kernel of these argument types, of which the last `width` say the part, to be shared."""
+    of: Any = types.Tuple  # without types in Numba
+    taken = (INT, of(arguments[:-width]), of((types.int64,) * width), TABLE, INT_ARRAY, INT, INT)
+    return Shared(entry_of(_sharing, taken)[0], entry_of(dispatcher, arguments)[1])

@@ -52,7 +52,7 @@ class Parts(tuple[Part, ...]):
     def __new__(cls, parts: Iterable[Part]) -> Parts:
         """Return the parts in the order in which they are dealt to the threads: thread t gets parts[t::threads]."""
         made = super().__new__(cls, parts)
-        made.table = np.asarray(made, np.int64).reshape(len(made), -1)
+        made.table = np.array(made, np.int64, ndmin=2)
         return made
 
 
@@ -83,7 +83,7 @@ class Workers:
 
         The first error of a part is raised after the others have ended.
         """
-        if len(parts) == 1 or not self._tasks:
+        if len(parts) < 2 or not self._tasks:
             for part in parts:
                 function(*arguments, *part)
         elif (compiled := shared.get(function)) is not None:
@@ -103,7 +103,7 @@ class Workers:
         if memory[FAILED]:
             memory[FAILED] = 0
             raise MemoryError(
-                "a kernel could not get the memory that it computes in; give the process more, or smaller requests"
+                "a kernel could not get the memory that it computes in; give it more, or smaller requests"
             )
 
     def _queue(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
