@@ -28,8 +28,9 @@ FAILED, _ADDRESS, BLOCK = 0, 1, 112
 STATE, ASLEEP, _ENTRY, _BLOCK_AT, _FIRST, _COUNT, _STRIDE, LANE = 0, 1, 2, 3, 4, 5, 6, 16
 
 # States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
-# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it.
-IDLE, _ISSUED, _TAKEN, AWAITED = range(4)
+# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
+# thread to its queue.
+IDLE, _ISSUED, _TAKEN, AWAITED, CALLED = range(5)
 
 # Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
 _LOOKS: Final = 256
@@ -145,12 +146,16 @@ def _run(entry: int, block: int, first: int, count: int, stride: int) -> None:
 
 @kernel(INT, INT)
 def serve(lane: int, polls: int) -> None:
-    """Run what is issued in the lane at this address, until nothing was in `polls` looks, or its caller sleeps."""
+    """Run what is issued in the lane at this address, until nothing was in `polls` looks, or the caller wants more."""
     _put(lane + 8 * ASLEEP, 0)
     look = 0
     while look < polls or look == 0:
         look += 1
-        if _get(lane + 8 * STATE) == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
+        state = _get(lane + 8 * STATE)
+        if state == CALLED:
+            _put(lane + 8 * STATE, IDLE)
+            break
+        if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
             entry, block = _get(lane + 8 * _ENTRY), _get(lane + 8 * _BLOCK_AT)
             _run(entry, block, _get(lane + 8 * _FIRST), _get(lane + 8 * _COUNT), _get(lane + 8 * _STRIDE))
             if not _swap(lane + 8 * STATE, _TAKEN, IDLE):

@@ -172,8 +172,8 @@ def _gated(
     return table, np.concatenate([bias, gate_bias])
 
 
-def _parts(panels: int, rows: int, k: int, pool: Workers) -> Parts:
-    return panel_parts(panels, rows, min(pool.threads, 1 + panels * NR * rows * k // _GRAIN), MR)
+def _parts(panels: int, ragged: bool, rows: int, k: int, pool: Workers) -> Parts:
+    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * NR * rows * k // _GRAIN), MR)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
@@ -210,7 +210,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     if narrow:
         return linear_storage.bind((m, k), narrow, biases, has_residual, finish, pool)
     table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
-    parts = _parts(len(table), m, k, pool)
+    parts = _parts(len(table), bool(table[-1, _VALID] < NR), m, k, pool)
     alive = tuple(weights)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 

@@ -261,7 +261,8 @@ def bind(
     table, alive = _panels(matrices[::-1], biases[::-1]) if gated else _panels(matrices, biases)
     code, width = _CODE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP) if code == _W8A8 else 4 * k
-    parts = _parts(len(table) // (2 if gated else 1), m, width * k, pool)
+    panel_count = len(table) // (2 if gated else 1)
+    parts = _parts(panel_count, bool(table[-1, _VALID] < width), m, width * k, pool)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     no_scales, no_zeros, none = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
 
@@ -299,5 +300,5 @@ def _panels(
     return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)
 
 
-def _parts(panels: int, rows: int, panel_size: int, pool: Workers) -> Parts:
-    return panel_parts(panels, rows, min(pool.threads, 1 + panels * panel_size * rows // _GRAIN), _MR)
+def _parts(panels: int, ragged: bool, rows: int, panel_size: int, pool: Workers) -> Parts:
+    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * panel_size * rows // _GRAIN), _MR)

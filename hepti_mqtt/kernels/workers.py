@@ -25,6 +25,7 @@ from hepti_mqtt.kernels.handover import (
     ASLEEP,
     AWAITED,
     BLOCK,
+    CALLED,
     FAILED,
     IDLE,
     LANE,
@@ -109,9 +110,9 @@ class Workers:
     def _queue(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
         lanes = 1 + len(self._tasks)
         busy = 0
-        for lane, tasks in enumerate(self._tasks, 1):
+        for lane in range(1, lanes):
             if mine := parts[lane::lanes]:
-                tasks.put((function, arguments, mine))
+                self._call(lane, (function, arguments, mine))
                 busy += 1
         failures: list[BaseException] = []
         try:
@@ -124,10 +125,14 @@ class Workers:
         if failures:
             raise failures[0]
 
+    def _call(self, lane: int, task: _Task | None) -> None:
+        self._tasks[lane - 1].put(task)
+        self._memory[BLOCK + lane * LANE + STATE] = CALLED
+
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        for tasks in self._tasks:
-            tasks.put(None)
+        for lane in range(1, 1 + len(self._tasks)):
+            self._call(lane, None)
         for thread in self._running:
             thread.join()
         self._tasks, self._running = [], []
@@ -174,13 +179,13 @@ def ranges(count: int, parts: int) -> Parts:
     return Parts((a, b) for a, b in pairwise(cuts) if b > a)
 
 
-def panel_parts(panels: int, rows: int, threads: int, least_rows: int) -> Parts:
+def panel_parts(panels: int, ragged: bool, rows: int, threads: int, least_rows: int) -> Parts:
     """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
 
-    Every thread gets as many whole panels; those left over are cut by rows, unless that leaves a thread fewer than
-    `least_rows`: then some threads get a panel more.
+    Every thread gets as many whole panels; those left over, and a last one that is ragged (narrower), are cut by rows,
+    unless that leaves a thread fewer than `least_rows`: then some threads get a panel more.
     """
-    whole = panels // threads
+    whole = (panels - ragged) // threads
     if rows < threads * least_rows or panels == whole * threads:
         by_panel = ranges(panels, threads)
         by_row = ranges(rows, -(-threads // max(1, len(by_panel))))

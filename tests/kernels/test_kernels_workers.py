@@ -215,16 +215,19 @@ def test_a_thread_that_finds_nothing_sleeps(compiled):
     assert counts.tolist() == [2, 2]
 
 
-@given(panels=st.integers(1, 40), rows=st.integers(1, 400), threads=st.integers(1, 5))
-def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, rows, threads):
-    parts = panel_parts(panels, rows, threads, 6)
+@given(panels=st.integers(1, 40), ragged=st.booleans(), rows=st.integers(1, 400), threads=st.integers(1, 5))
+def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, ragged, rows, threads):
+    parts = panel_parts(panels, ragged, rows, threads, 6)
     seen = np.zeros((panels, rows), np.int64)
     for a, b, first, stop in parts:
         seen[a:b, first:stop] += 1
     assert (seen == 1).all()
     if rows >= 6 * threads:
-        shares = [sum((b - a) * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)]
-        assert max(shares) - min(shares) <= panels % threads
+        cost = np.array([2] * (panels - ragged) + [1] * ragged)  # a ragged panel costs half as much here
+        shares = [
+            sum(cost[a:b].sum() * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)
+        ]
+        assert max(shares) - min(shares) <= 2 * (panels % threads + threads * ragged)
 
 
 def test_parts_are_also_a_table():
