@@ -186,7 +186,7 @@ def panel_parts(panels: int, ragged: bool, rows: int, threads: int, least_rows: 
     unless that leaves a thread fewer than `least_rows`: then some threads get a panel more.
     """
     whole = (panels - ragged) // threads
-    if rows < threads * least_rows or panels == whole * threads:
+    if threads == 1 or rows < threads * least_rows or panels == whole * threads:
         by_panel = ranges(panels, threads)
         by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
         return Parts((*p, *r) for p in by_panel for r in by_row)
