@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -206,11 +208,10 @@ def test_a_thread_that_finds_nothing_sleeps(compiled):
     with pool(2) as workers:
         at = handover.BLOCK + handover.LANE
         workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
-        for _ in range(1 << 20):
-            if workers._memory[at + handover.ASLEEP]:
-                break
-            workers._done.empty()  # gives the GIL away from time to time
-        assert workers._memory[at + handover.ASLEEP]
+        too_late = time.monotonic() + 60
+        while not workers._memory[at + handover.ASLEEP]:
+            assert time.monotonic() < too_late
+            os.sched_yield()
         workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
     assert counts.tolist() == [2, 2]
 
