@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.bench.kernel_cases import INT8_ROWS, LARGE_WEIGHTS, LAYER_ROWS
+from hepti_mqtt.bench.kernel_cases import INT8_ROWS, LARGE_WEIGHTS, LAYER_ROWS, MANY_ROWS, SINGLE, THREADS
 from hepti_mqtt.bench.kernel_timing import Ratio, ratio
 
 Record = Mapping[str, Any]
@@ -14,8 +14,6 @@ Value = Callable[[Record], float]
 Wanted = Callable[[Record], bool]
 
 FEW_ROWS: Final = (8, 48)
-SINGLE: Final = "ours, 1 thread"
-MANY_ROWS: Final = 64
 
 
 class Found(NamedTuple):
@@ -101,10 +99,6 @@ def _all(_record: Record) -> bool:
     return True
 
 
-def _many_rows(record: Record) -> bool:
-    return bool(record["m"] >= MANY_ROWS)
-
-
 def _one_row_of(storage: str) -> Wanted:
     return lambda r: r["m"] == 1 and r["storage"] == storage
 
@@ -131,8 +125,8 @@ BARS: Final[tuple[Bar, ...]] = (
     *_against("f32 × PyTorch", "torch", (1.05, 0.95), "linear", _all),
     *_against(f"{_FEW} × PyTorch", "torch", (1.3, 1.3), "linear", few_rows),
     Bar("f32 of the FMA peak, m ≥ 96, n, k ≥ 768: least", 0.90, 1, "linear", compute_bound, of_peak, least),
-    Bar(f"{_SCALING}: mean by FLOPs", 1.85, 2, "linear", _many_rows, times(SINGLE), mean, (SINGLE,)),
-    Bar(f"{_SCALING}: least of n·k ≥ 2^18", 1.85, 2, "linear", _many_rows, times(SINGLE), least_of_large, (SINGLE,)),
+    Bar(f"{_SCALING}: mean by FLOPs", 1.85, 2, THREADS, _all, times(SINGLE), mean, (SINGLE,)),
+    Bar(f"{_SCALING}: least of n·k ≥ 2^18", 1.85, 2, THREADS, _all, times(SINGLE), least_of_large, (SINGLE,)),
     *_against(f"{_INT8} × own f32", "ours, f32", (3.5, 3.5), "int8", _all),
     *_against(f"{_INT8} × PyTorch dynamic int8", "torch int8", (1.2, 1.2), "int8", _all),
     *(

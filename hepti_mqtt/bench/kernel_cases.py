@@ -21,7 +21,12 @@ from hepti_mqtt.plan import Storage
 
 # Shapes with fewer weights than this are judged in the mean alone.
 LARGE_WEIGHTS: Final = 1 << 18
-QUICK_SHAPES, QUICK_INT8_SHAPES = 24, 8
+QUICK_SHAPES, QUICK_INT8_SHAPES, QUICK_MANY_ROWS = 24, 8, 16
+# Rows from which several threads are held against one.
+MANY_ROWS: Final = 64
+SINGLE: Final = "ours, 1 thread"
+# The group that measures several threads of ours, and no rival, in a process of its own.
+THREADS: Final = "threads"
 CURVE_ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 197, 256, 384)
 # Rows from which the arithmetic, and not the memory, limits int8.
 INT8_ROWS: Final = 48
@@ -91,6 +96,11 @@ def _int8_shapes(quick: bool, seed: int) -> Cases:
     return _sample(wanted, QUICK_INT8_SHAPES, quick, seed)
 
 
+def _many_rows_shapes(quick: bool, seed: int) -> Cases:
+    wanted = [s for s in shapes() if s.m >= MANY_ROWS and s.n * s.k >= LARGE_WEIGHTS]
+    return _sample(wanted, QUICK_MANY_ROWS, quick, seed)
+
+
 def _layer_shapes(_quick: bool, _seed: int) -> Cases:
     spec = spec_of_kind(LAYER_MODEL)
     return ((Shape(m, spec.mlp, spec.hidden, 0.0), "f32") for m in LAYER_ROWS)
@@ -98,11 +108,18 @@ def _layer_shapes(_quick: bool, _seed: int) -> Cases:
 
 def _against_rivals(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     of = kernel_linear.data(case.shape, conditions.seed)
-    contenders = {name: kernel_linear.ours(of, "f32", pool)[0] for name, pool in pools.items()}
+    contenders = {"ours": kernel_linear.ours(of, "f32", pools["ours"])[0]}
     contenders |= kernel_linear.theirs(of, rivals(), conditions.threads)
     peak = fma_peak(repeats=2)
     seconds = interleaved(contenders, conditions.rounds, conditions.pause_s)
     return {"seconds": seconds, "peak_flops_per_s": max(peak, fma_peak(repeats=2)), "flops": case.shape.flops}
+
+
+def _beside_one_thread(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    """Time several threads beside one: without rivals, whose idle threads spin on the core that a thread needs."""
+    of = kernel_linear.data(case.shape, conditions.seed)
+    contenders = {name: kernel_linear.ours(of, "f32", pool)[0] for name, pool in pools.items()}
+    return {"seconds": interleaved(contenders, conditions.rounds), "flops": case.shape.flops}
 
 
 def _narrow(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
@@ -150,15 +167,18 @@ GROUPS: Final[Mapping[str, tuple[Choose, Measure]]] = {
     "stream": (_stream_shapes, _streaming),
     "int8": (_int8_shapes, _narrow),
     "layer": (_layer_shapes, _layer),
+    THREADS: (_many_rows_shapes, _beside_one_thread),
 }
 
 if tuple(GROUPS) != kernel_options.GROUPS:
     raise ImportError("kernel_options names other groups than there are")
 
 
-def cases(groups: Sequence[str], quick: bool, seed: int) -> Iterator[Case]:
-    """Return the cases of some groups; `quick` takes a seeded sample of the shapes."""
+def cases(groups: Sequence[str], quick: bool, seed: int, threads: int) -> Iterator[Case]:
+    """Return the cases of some groups at `threads`, where several may have more; `quick` takes a seeded sample."""
     for group in groups:
+        if group == THREADS and threads == 1:
+            continue
         for shape, storage in GROUPS[group][0](quick, seed):
             yield Case(group, shape, storage)
 
@@ -166,8 +186,8 @@ def cases(groups: Sequence[str], quick: bool, seed: int) -> Iterator[Case]:
 def measure(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     """Return the record of one case: what it is, seconds per call of every contender and round, FLOPs, roofs.
 
-    pools: {"ours": as many threads as the conditions say} and, to compare with, {"ours, 1 thread": ...}. elapsed_s is
-    what the case took in all, with its data, checks and warm-up.
+    pools: {"ours": as many threads as the conditions say} and, for the group `threads`, {SINGLE: one thread}. elapsed_s
+    is what the case took in all, with its data, checks and warm-up.
     """
     m, n, k, weight = case.shape
     began = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 OUT: Final = Path("results/kernels")
 # The keys of kernel_cases.GROUPS, which checks that they are.
-GROUPS: Final = ("linear", "curve", "stream", "int8", "layer")
+GROUPS: Final = ("linear", "curve", "stream", "int8", "layer", "threads")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.bench import kernel_bars
 from hepti_mqtt.bench.kernel_bars import (
-    SINGLE,
     Found,
     Record,
     Value,
@@ -23,6 +22,7 @@ from hepti_mqtt.bench.kernel_bars import (
     ratio_to,
     times,
 )
+from hepti_mqtt.bench.kernel_cases import MANY_ROWS, SINGLE, THREADS
 from hepti_mqtt.errors import BenchError
 
 # Ticks of the axis of rows.
@@ -50,7 +50,8 @@ def summary(records: Sequence[Record]) -> list[Figure]:
             few = [r for r in linear if kernel_bars.few_rows(r)]
             low, high = kernel_bars.FEW_ROWS
             figures += _against(f"f32 × {rival}, {word}, {low} ≤ m ≤ {high}", few, rival)
-        figures += _scaling(linear, word)
+        alone = [r for r in mine if r["group"] == THREADS]
+        figures += _both(f"× own one thread, {word}, m ≥ {MANY_ROWS}", alone, times(SINGLE))
         int8 = [r for r in mine if r["group"] == "int8"]
         for other in ("ours, f32", "ours, w8a32", "ours, f16", *_rivals(int8)):
             figures += _against(f"w8a8 × {other}, {word}", [r for r in int8 if other in r["seconds"]], other)
@@ -62,11 +63,6 @@ def summary(records: Sequence[Record]) -> list[Figure]:
 def _against(name: str, records: Sequence[Record], rival: str) -> list[Figure]:
     by_flops, worst = mean(records, times(rival)), kernel_bars.least_of_large(records, times(rival))
     return [*_figure(f"{name}: mean by FLOPs", by_flops), *_figure(f"{name}: least of n·k ≥ 2^18", worst)]
-
-
-def _scaling(linear: Sequence[Record], word: str) -> list[Figure]:
-    both = [r for r in linear if SINGLE in r["seconds"] and r["m"] >= kernel_bars.MANY_ROWS]
-    return _both(f"× own one thread, {word}, m ≥ {kernel_bars.MANY_ROWS}", both, times(SINGLE))
 
 
 def _roofs(records: Sequence[Record]) -> list[Figure]:

@@ -1,8 +1,9 @@
 """The kernels' benchmark: check first, then warm up, then time what alternates.
 
-Every thread count is a process of its own, because BLAS reads its number of threads when NumPy is imported. Each case
-is appended to a file of JSON lines as soon as it is measured; a later run of the same software on the same machine goes
-on where the file ends.
+Every thread count is a process of its own, because BLAS reads its number of threads when NumPy is imported; what
+several threads of ours gain over one is measured in another, where no rival has threads. Each case is appended to a
+file of JSON lines as soon as it is measured; a later run of the same software on the same machine goes on where the
+file ends.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench import kernel_report
-from hepti_mqtt.bench.kernel_cases import Case, Conditions, cases, measure
+from hepti_mqtt.bench.kernel_cases import SINGLE, THREADS, Case, Conditions, cases, measure
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.provenance import provenance
 from hepti_mqtt.errors import BenchError
@@ -47,16 +48,26 @@ def run(options: Options) -> Results:
     options.out.mkdir(parents=True, exist_ok=True)
     stop = None if options.seconds is None else time.monotonic() + options.seconds
     for threads in options.threads:
-        left = None if stop is None else stop - time.monotonic()
-        if left is None or left > 0:
-            _in_own_process(options, threads, left)
+        for only in _sittings(options.only, threads):
+            left = None if stop is None else stop - time.monotonic()
+            if left is None or left > 0:
+                _in_own_process(replace(options, threads=(threads,), only=only, seconds=left))
     results = _results(options)
     kernel_report.write(results.records, results.provenance, options.out)
     return results
 
 
-def _in_own_process(options: Options, threads: int, seconds: float | None) -> None:
-    said = {**asdict(options), "out": str(options.out), "threads": [threads], "seconds": seconds}
+def _sittings(groups: Sequence[str], threads: int) -> list[tuple[str, ...]]:
+    """Return what each process measures: the groups with rivals, and the one without, which needs several threads."""
+    beside_rivals = tuple(group for group in groups if group != THREADS)
+    alone = (THREADS,) if THREADS in groups and threads > 1 else ()
+    return [only for only in (beside_rivals, alone) if only]
+
+
+def _in_own_process(options: Options) -> None:
+    said = {**asdict(options), "out": str(options.out)}
+    # Beside our own threads alone, NumPy may not keep any: those of its BLAS spin after the check of the results.
+    threads = 1 if options.only == (THREADS,) else options.threads[0]
     # Rivals choose their own code: an inherited setting such as OPENBLAS_CORETYPE=Haswell would halve their speed.
     untuned = {name: value for name, value in os.environ.items() if not name.startswith(_RIVALS_SETTINGS)}
     environment = {**untuned, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
@@ -86,9 +97,12 @@ def _measure_all(options: Options) -> None:
     warm_up()
     stop = None if options.seconds is None else time.monotonic() + options.seconds
     conditions = Conditions(threads, int(origin["rounds"]), options.seed)
-    pools = {"ours": Workers(threads), **({"ours, 1 thread": Workers(1)} if threads > 1 else {})}
+    alone = options.only == (THREADS,)
+    if alone and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    pools = {"ours": Workers(threads), **({SINGLE: Workers(1)} if alone else {})}
     try:
-        for case in _chosen(options):
+        for case in _chosen(options, threads):
             if (case.key, threads) in done:
                 continue
             if stop is not None and time.monotonic() > stop:
@@ -101,16 +115,19 @@ def _measure_all(options: Options) -> None:
             pool.close()
 
 
-def _chosen(options: Options) -> list[Case]:
-    return list(cases(options.only, options.quick, options.seed))
+def _chosen(options: Options, threads: int) -> list[Case]:
+    return list(cases(options.only, options.quick, options.seed, threads))
 
 
 def _results(options: Options) -> Results:
     records = _load(options.out / LINES)
     if not records:
-        raise BenchError(f"nothing was measured within {options.seconds} s; give --seconds more")
+        raise BenchError(
+            f"nothing was measured of {', '.join(options.only)}: give --seconds more where it is given, and for the "
+            f"group {THREADS} --threads 2 or more"
+        )
     done = {(r["key"], r["threads"]) for r in records}
-    wanted = {(case.key, threads) for case in _chosen(options) for threads in options.threads}
+    wanted = {(case.key, threads) for threads in options.threads for case in _chosen(options, threads)}
     return Results(tuple(records), records[0]["provenance"], len(wanted - done))
 
 

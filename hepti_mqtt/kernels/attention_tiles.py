@@ -189,7 +189,7 @@ _SIGNATURE = (
 )
 
 
-@kernel(*_SIGNATURE)
+@kernel(*_SIGNATURE, part=2)
 def attention_units(
     q: Any,
     kv: Any,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.kernels.workers import Part, Workers, ranges
+from hepti_mqtt.kernels.workers import Parts, Workers, ranges
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec
 from hepti_mqtt.work import Work
 
@@ -176,7 +176,7 @@ def nothing(reads: Sequence[Array], writes: Sequence[Array]) -> None:
     """Do what an op over an empty dimension does."""
 
 
-def row_parts(rows: int, columns: int, pool: Workers) -> list[Part]:
+def row_parts(rows: int, columns: int, pool: Workers) -> Parts:
     """Return ranges of rows for the threads of `pool`; one range where threads do not pay."""
     return ranges(rows, min(pool.threads, 1 + rows * columns // ROWWISE_GRAIN))
 

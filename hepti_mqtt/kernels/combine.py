@@ -24,7 +24,7 @@ _MINUS_INF: Final = np.float32(-np.inf)
 _ONE: Final = np.float32(1.0)
 
 
-@kernel(INT_ARRAY, INT, fills(float32, 2), INT, INT, INT, INT)
+@kernel(INT_ARRAY, INT, fills(float32, 2), INT, INT, INT, INT, part=2)
 def _combine(states: Any, count: int, out: Any, heads: int, d: int, first: int, stop: int) -> None:
     for row in range(first, stop):
         for head in range(heads):

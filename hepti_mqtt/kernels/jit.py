@@ -40,6 +40,8 @@ TABLE: Final = types.Array(types.int64, 2, "C")
 
 # Every kernel with its signature, in the order of definition; the first `_compiled` of them are compiled.
 registered: Final[list[tuple[Any, tuple[Any, ...]]]] = []
+# Those that several threads divide: their signature, and how many of its last arguments say the part.
+divided: Final[dict[Any, tuple[tuple[Any, ...], int]]] = {}
 _compiled = 0
 _compiling = Lock()
 
@@ -91,8 +93,11 @@ def _cached(dispatcher: Any) -> None:
         cache_file._source_stamp = _sources_stamp()
 
 
-def kernel(*arguments: Any) -> Callable[[F], F]:
-    """Return a decorator that compiles a kernel for exactly these argument types, at `compile_all`."""
+def kernel(*arguments: Any, part: int = 0) -> Callable[[F], F]:
+    """Return a decorator that compiles a kernel for exactly these argument types, at `compile_all`.
+
+    part: how many of the last arguments, all INT, say which part of the work is done; 0 if it is not divided.
+    """
 
     def decorate(function: F) -> F:
         if not JIT:
@@ -100,9 +105,32 @@ def kernel(*arguments: Any) -> Callable[[F], F]:
         dispatcher = numba.njit(**_options(FASTMATH))(function)
         _cached(dispatcher)
         registered.append((dispatcher, arguments))
+        if part:
+            divided[dispatcher] = (arguments, part)
         return dispatcher  # type: ignore[no-any-return]
 
     return decorate
+
+
+def template(function: Callable[..., Any]) -> Any:
+    """Return what `entry_of` compiles for several argument types."""
+    if not JIT:
+        return function
+    dispatcher = numba.njit(**_options(FASTMATH))(function)
+    _cached(dispatcher)
+    return dispatcher
+
+
+def entry_of(dispatcher: Any, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], int]:
+    """Return (what Python calls, the address of the code) of a kernel or template for exactly these argument types.
+
+    The call trusts its arguments: nothing is looked up by their types, and an array of another dtype is read as if it
+    had the right one.
+    """
+    if arguments not in dispatcher.overloads:
+        dispatcher.compile(arguments)
+    made = dispatcher.overloads[arguments]
+    return made.entry_point, made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
 
 
 def helper(function: F) -> F:

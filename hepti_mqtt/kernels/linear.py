@@ -27,7 +27,7 @@ from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.kernels.workers import Part, Workers, ranges
+from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
@@ -67,6 +67,7 @@ _LANES: Final = TILE.lanes
     INT,
     INT,
     INT,
+    part=4,
 )
 def _linear(
     x: Any,
@@ -171,11 +172,8 @@ def _gated(
     return table, np.concatenate([bias, gate_bias])
 
 
-def _parts(panels: int, rows: int, k: int, pool: Workers) -> list[Part]:
-    threads = min(pool.threads, 1 + panels * NR * rows * k // _GRAIN)
-    by_panel = ranges(panels, threads)
-    by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
-    return [(*p, *r) for p in by_panel for r in by_row]
+def _parts(panels: int, ragged: bool, rows: int, k: int, pool: Workers) -> Parts:
+    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * NR * rows * k // _GRAIN), MR)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
@@ -213,7 +211,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
         return bind((m, k), narrow, biases, has_residual, finish, pool)
     table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
-    parts = _parts(len(table), m, k, pool)
+    parts = _parts(len(table), bool(table[-1, _VALID] < NR), m, k, pool)
     alive = tuple(weights)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 

@@ -119,7 +119,7 @@ def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int)
             row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
 
 
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT, part=2)
 def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Run `quantise`."""
     quantise(x, codes, scales, zeros, first, last)
@@ -141,6 +141,7 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     INT,
     INT,
     INT,
+    part=4,
 )
 def _linear_dot(
     left: int,

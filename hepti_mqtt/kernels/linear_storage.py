@@ -26,7 +26,7 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.linear_dot import _linear_dot, quantise_rows
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
-from hepti_mqtt.kernels.workers import Part, Workers, ranges
+from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts, ranges
 
 F16, W8A32, W8A8 = range(3)
 STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
@@ -60,6 +60,7 @@ _ROW_GRAIN: Final = 1 << 17
     INT,
     INT,
     INT,
+    part=4,
 )
 def _linear_storage(
     storage: int,
@@ -177,7 +178,8 @@ def bind(
     table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP)
-    parts = parts_of(len(table) // (2 if gated else 1), m, width * k, pool)
+    panels = len(table) // (2 if gated else 1)
+    parts = parts_of(panels, bool(table[-1, VALID] < width), m, width * k, pool)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
 
@@ -217,9 +219,9 @@ def panels_of(
     return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)
 
 
-def parts_of(panels: int, rows: int, panel_size: int, pool: Workers) -> list[Part]:
-    """Return the ranges of panels and rows that the threads of `pool` take; panel_size: weights of a panel."""
-    threads = min(pool.threads, 1 + panels * panel_size * rows // _GRAIN)
-    by_panel = ranges(panels, threads)
-    by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
-    return [(*p, *r) for p in by_panel for r in by_row]
+def parts_of(panels: int, ragged: bool, rows: int, panel_size: int, pool: Workers) -> Parts:
+    """Return the parts of panels and rows that the threads of `pool` take; panel_size: weights of a panel.
+
+    ragged: whether the last panel is narrower than the others.
+    """
+    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * panel_size * rows // _GRAIN), _MR)

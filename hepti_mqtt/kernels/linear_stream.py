@@ -34,7 +34,7 @@ from hepti_mqtt.kernels.linear_storage import (
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
 from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
-from hepti_mqtt.kernels.workers import Workers
+from hepti_mqtt.kernels.workers import Parts, Workers
 from hepti_mqtt.program import Storage
 
 # The most rows that one tile has: with them a panel is read once, in one call.
@@ -56,6 +56,7 @@ _VECTORS_DOT: Final = FORMS["w8a8"].vectors
     INT,
     INT,
     INT,
+    part=2,
 )
 def _linear_stream(
     storage: int,
@@ -134,7 +135,8 @@ def bind(
     gated = finish[0] == SILU_GATE
     table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
     storage: Storage = matrices[0].storage
-    parts = [part[:2] for part in parts_of(len(table) // (2 if gated else 1), 1, m * PANELS[storage].width * k, pool)]
+    panels = len(table) // (2 if gated else 1)
+    parts = Parts(part[:2] for part in parts_of(panels, False, 1, m * PANELS[storage].width * k, pool))
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:

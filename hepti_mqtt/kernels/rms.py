@@ -35,13 +35,15 @@ def _normalise(x: Any, out: Any, gamma: Any, eps: Any) -> None:
         out[i] = np.float32(np.float64(x[i]) * by) * gamma[i]
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), FLOAT, INT, INT)
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), FLOAT, INT, INT, part=2)
 def _rms_norm(x: Any, out: Any, gamma: Any, eps: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
         _normalise(x[row], out[row], gamma, eps)
 
 
-@kernel(INT_ARRAY, INT, fills(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT)
+@kernel(
+    INT_ARRAY, INT, fills(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2
+)
 def _add_rms_norm(
     addresses: Any, count: int, total: Any, out: Any, bias: Any, gamma: Any, eps: Any, first: int, stop: int
 ) -> None:

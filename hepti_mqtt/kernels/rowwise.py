@@ -57,7 +57,7 @@ def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
         out[i] = np.float32((np.float64(x[i]) - mean) * by) * gamma[i] + beta[i]
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT)
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2)
 def _layer_norm(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
         normalise_row(x[row], out[row], gamma, beta, eps)
@@ -78,7 +78,7 @@ def add_row(addresses: Any, count: int, bias: Any, at: int, total: Any) -> None:
         total[i] += residual[i]
 
 
-@kernel(INT_ARRAY, INT, fills(float32, 2), reads(float32, 1), INT, INT)
+@kernel(INT_ARRAY, INT, fills(float32, 2), reads(float32, 1), INT, INT, part=2)
 def _add(addresses: Any, count: int, out: Any, bias: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
         add_row(addresses, count, bias, row * out.shape[1], out[row])
@@ -95,6 +95,7 @@ def _add(addresses: Any, count: int, out: Any, bias: Any, first: int, stop: int)
     FLOAT,
     INT,
     INT,
+    part=2,
 )
 def _add_norm(
     addresses: Any,

@@ -40,7 +40,7 @@ def _row_maximum(x: Any) -> Any:
     return from_bits(_order(top))
 
 
-@kernel(reads(float32, 2), fills(float32, 2), INT, INT)
+@kernel(reads(float32, 2), fills(float32, 2), INT, INT, part=2)
 def _softmax(x: Any, out: Any, first: int, stop: int) -> None:
     n = x.shape[1]
     for row in range(first, stop):

@@ -4,97 +4,57 @@ Kernels release the GIL, so plain threads are enough; Numba's own thread layer c
 implementation must not be entered from two threads. A part's result does not depend on which thread runs it, nor on
 how many parts there are.
 
-Queues carry the tasks. Before a thread blocks on its queue it polls a counter for a short time without the GIL: the
-next op of a layer comes within microseconds, and waking a thread that sleeps takes tens of them. A counter is only a
-hint; whatever it says, the queue decides.
+Parts of a compiled kernel are handed over by compiled code (`handover.py`), within a microsecond while a thread looks
+for them. A thread that has seen none for a short time sleeps on its queue, which wakes it, and which also carries the
+parts of plain Python functions.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, compile_all, kernel, lowered
+from hepti_mqtt.kernels.handover import (
+    ASLEEP,
+    AWAITED,
+    BLOCK,
+    CALLED,
+    FAILED,
+    IDLE,
+    LANE,
+    STATE,
+    Shared,
+    prepare,
+    serve,
+    shared,
+)
+from hepti_mqtt.kernels.jit import JIT
 
 # How long a thread polls: longer than the gap between two ops, far shorter than a wait for the network.
 POLL_SECONDS: Final = 5e-5
 
-# Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
-_LOOKS: Final = 256
-_CAN_YIELD: Final = hasattr(os, "sched_yield")
-
-_LINE: Final = 8  # int64 values of a cache line: counters of two threads never share one
-
-
-def _emit_counter(_context: Any, _address: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(types.int64), codegen
-
-
-def _emit_count(_context: Any, _address: Any, _value: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(arguments[1], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-def _emit_pass_on(_context: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        if _CAN_YIELD:
-            module = builder.module
-            name = "sched_yield"
-            call = module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.IntType(32), []), name)
-            builder.call(call, [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-def _plain_pass_on() -> None:
-    """Keep the core: without compiled code nobody polls."""
-
-
-def _plain_counter(_address: int) -> int:
-    return -1
-
-
-def _plain_count(_address: int, _value: int) -> None:
-    """Tell nobody: without compiled code nobody polls."""
-
-
-_pass_on: Final = lowered(_emit_pass_on, _plain_pass_on)  # lets another thread that waits for this core run
-_counter: Final = lowered(_emit_counter, _plain_counter)
-_count: Final = lowered(_emit_count, _plain_count)
-
-
-@kernel(INT_ARRAY, INT, INT, INT_ARRAY, INT, INT)
-def _poll(mine: Any, at: int, value: int, theirs: Any, wanted: int, polls: int) -> None:
-    """Set mine[at] to `value`, then wait until theirs[at] is `wanted`, for at most `polls` looks at it."""
-    _count(mine.ctypes.data + 8 * at, value)
-    for look in range(polls):
-        if look % _LOOKS == _LOOKS - 1:
-            _pass_on()
-        if _counter(theirs.ctypes.data + 8 * at) == wanted:
-            break
-
-
 Part = tuple[int, ...]
 _Task = tuple[Callable[..., None], tuple[Any, ...], Sequence[Part]]
+_WAKE: Final = ()  # what a queue carries to a thread that shall look at its lane
+
+
+class Parts(tuple[Part, ...]):
+    """Parts of one kernel, also as the table int64 [parts, values] that compiled code reads."""
+
+    table: NDArray[np.int64]
+
+    def __new__(cls, parts: Iterable[Part]) -> Parts:
+        """Return the parts in the order in which they are dealt to the threads: thread t gets parts[t::threads]."""
+        made = super().__new__(cls, parts)
+        made.table = np.array(made, np.int64, ndmin=2)
+        return made
 
 
 class Workers:
@@ -108,14 +68,13 @@ class Workers:
         if threads < 1:
             raise ValueError(f"kernels need at least one thread, got {threads}")
         self.threads = threads
+        self._memory: NDArray[np.int64] = np.zeros(BLOCK + threads * LANE, np.int64)
         self._polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
-        self._issued: NDArray[np.int64] = np.zeros(threads * _LINE, np.int64)
-        self._finished: NDArray[np.int64] = np.zeros(threads * _LINE, np.int64)
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._tasks: list[SimpleQueue[_Task | None]] = [SimpleQueue() for _ in range(threads - 1)]
+        self._tasks: list[SimpleQueue[_Task | tuple[()] | None]] = [SimpleQueue() for _ in range(threads - 1)]
         self._running = [
-            threading.Thread(target=self._serve, args=(tasks, i * _LINE), name=f"hepti-kernel-{i + 1}", daemon=True)
-            for i, tasks in enumerate(self._tasks)
+            threading.Thread(target=self._serve, args=(tasks, BLOCK + i * LANE), name=f"hepti-kernel-{i}", daemon=True)
+            for i, tasks in enumerate(self._tasks, 1)
         ]
         for thread in self._running:
             thread.start()
@@ -125,69 +84,111 @@ class Workers:
 
         The first error of a part is raised after the others have ended.
         """
-        if len(parts) == 1:
-            function(*arguments, *parts[0])
-            return
+        if len(parts) < 2 or not self._tasks:
+            for part in parts:
+                function(*arguments, *part)
+        elif (compiled := shared.get(function)) is not None:
+            self._share(compiled, arguments, parts if isinstance(parts, Parts) else Parts(parts))
+        else:
+            self._queue(function, arguments, parts)
+
+    def _share(self, kernel: Shared, arguments: tuple[Any, ...], parts: Parts) -> None:
+        memory = self._memory
+        for at, tasks in zip(range(BLOCK + LANE, len(memory), LANE), self._tasks, strict=True):
+            if memory[at + ASLEEP]:
+                memory[at + ASLEEP] = 0
+                tasks.put(_WAKE)
+        awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, self.threads, self._polls)
+        for _ in range(awaited):
+            self._done.get()
+        if memory[FAILED]:
+            memory[FAILED] = 0
+            raise MemoryError(
+                "a kernel could not get the memory that it computes in; give it more, or smaller requests"
+            )
+
+    def _queue(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
         lanes = 1 + len(self._tasks)
-        busy: list[int] = []
-        for lane, tasks in enumerate(self._tasks, 1):
+        busy = 0
+        for lane in range(1, lanes):
             if mine := parts[lane::lanes]:
-                tasks.put((function, arguments, mine))
-                busy.append((lane - 1) * _LINE)
-                self._issued[busy[-1]] += 1
+                self._call(lane, (function, arguments, mine))
+                busy += 1
         failures: list[BaseException] = []
         try:
             for part in parts[::lanes]:
                 function(*arguments, *part)
         except BaseException as error:
             failures.append(error)
-        for at in busy:
-            issued = int(self._issued[at])
-            _poll(self._issued, at, issued, self._finished, issued, self._polls)
-        outcomes = [self._done.get() for _ in busy]
+        outcomes = [self._done.get() for _ in range(busy)]
         failures += [outcome for outcome in outcomes if outcome is not None]
         if failures:
             raise failures[0]
 
+    def _call(self, lane: int, task: _Task | None) -> None:
+        self._tasks[lane - 1].put(task)
+        self._memory[BLOCK + lane * LANE + STATE] = CALLED
+
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        for tasks in self._tasks:
-            tasks.put(None)
+        for lane in range(1, 1 + len(self._tasks)):
+            self._call(lane, None)
         for thread in self._running:
             thread.join()
         self._tasks, self._running = [], []
 
-    def _serve(self, tasks: SimpleQueue[_Task | None], at: int) -> None:
-        finished = 0
+    def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], at: int) -> None:
+        address = self._memory.__array_interface__["data"][0] + 8 * at
         while True:
-            _poll(self._finished, at, finished, self._issued, finished + 1, self._polls)
+            if JIT:
+                serve(address, self._polls)
+            if self._memory[at + STATE] == AWAITED:
+                self._memory[at + STATE] = IDLE
+                self._done.put(None)
+                continue
             if (task := tasks.get()) is None:
                 return
-            function, arguments, parts = task
-            try:
-                for part in parts:
-                    function(*arguments, *part)
-            except BaseException as error:
-                self._done.put(error)
-            else:
-                self._done.put(None)
-            finished += 1
-            del task, function, arguments, parts  # arrays of a finished op must not live until the next
+            if task:
+                function, arguments, parts = task
+                try:
+                    for part in parts:
+                        function(*arguments, *part)
+                except BaseException as error:
+                    self._done.put(error)
+                else:
+                    self._done.put(None)
+                del function, arguments, parts  # arrays of a finished op must not live until the next
+            del task
 
 
 def _polls_of(seconds: float) -> int:
     """Return how many polls take `seconds` on this machine."""
-    compile_all()
-    never, polls, best = np.zeros(1, np.int64), 1 << 15, 1.0
+    prepare()
+    lane, polls, best = np.zeros(LANE, np.int64), 1 << 15, 1.0
     for _ in range(3):
         start = time.perf_counter()
-        _poll(never, 0, 0, never, 1, polls)
+        serve(lane.__array_interface__["data"][0], polls)
         best = min(best, time.perf_counter() - start)
     return max(1, int(polls * seconds / best))
 
 
-def ranges(count: int, parts: int) -> list[Part]:
+def ranges(count: int, parts: int) -> Parts:
     """Divide 0..count into at most `parts` non-empty half-open ranges of nearly equal size; none if count is 0."""
     parts = max(1, min(parts, count))
     cuts = [count * i // parts for i in range(parts + 1)]
-    return [(a, b) for a, b in pairwise(cuts) if b > a]
+    return Parts((a, b) for a, b in pairwise(cuts) if b > a)
+
+
+def panel_parts(panels: int, ragged: bool, rows: int, threads: int, least_rows: int) -> Parts:
+    """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
+
+    Every thread gets as many whole panels; those left over, and a last one that is ragged (narrower), are cut by rows,
+    unless that leaves a thread fewer than `least_rows`: then some threads get a panel more.
+    """
+    whole = (panels - ragged) // threads
+    if threads == 1 or rows < threads * least_rows or panels == whole * threads:
+        by_panel = ranges(panels, threads)
+        by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
+        return Parts((*p, *r) for p in by_panel for r in by_row)
+    parts = [(i * whole, (i + 1) * whole, 0, rows) for i in range(threads)] if whole else []
+    return Parts(parts + [(whole * threads, panels, *r) for r in ranges(rows, threads)])

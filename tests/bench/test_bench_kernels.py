@@ -137,12 +137,42 @@ def test_every_bar_has_a_verdict():
 
 
 def test_two_threads_are_compared_with_one_of_the_same_process():
-    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, **{"ours, 1 thread": 1.9})]
+    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, group="threads", **{"ours, 1 thread": 1.9})]
     figures = {f.name: f.value for f in kernel_report.summary(records)}
     assert figures == {
         "× own one thread, 2 threads, m ≥ 64: mean by FLOPs": pytest.approx(1.9),
         "× own one thread, 2 threads, m ≥ 64: least": pytest.approx(1.9),
     }
+    scaling = [v for v in kernel_bars.verdicts(records) if v.found]
+    assert [(v.name, v.bar, v.met) for v in scaling] == [
+        ("2 threads × 1 thread, f32, m ≥ 64: mean by FLOPs", 1.85, True),
+        ("2 threads × 1 thread, f32, m ≥ 64: least of n·k ≥ 2^18", 1.85, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "threads", "processes"),
+    [
+        (("linear", "threads", "int8"), 2, [("linear", "int8"), ("threads",)]),
+        (("linear", "threads"), 1, [("linear",)]),
+        (("threads",), 2, [("threads",)]),
+        (("threads",), 1, []),
+    ],
+)
+def test_several_threads_are_measured_in_a_process_without_rivals(groups, threads, processes, tmp_path, monkeypatch):
+    handed = []
+    monkeypatch.setattr(kernels, "_in_own_process", handed.append)
+    with pytest.raises(BenchError, match="nothing was measured of"):
+        kernels.run(Options(tmp_path, threads=(threads,), only=groups))
+    assert [(o.threads, o.only) for o in handed] == [((threads,), only) for only in processes]
+
+
+def test_several_threads_are_timed_beside_one():
+    pools = {"ours": Workers(2), kernel_cases.SINGLE: Workers(1)}
+    found = kernel_cases.measure(Case("threads", Shape(66, 64, 32, 1.0)), Conditions(2, 3, 1), pools)
+    pools["ours"].close()
+    assert (found["group"], found["threads"]) == ("threads", 2)
+    assert {name: len(times) for name, times in found["seconds"].items()} == {"ours": 3, "ours, 1 thread": 3}
 
 
 def test_the_report_is_tables_and_plots(tmp_path):
@@ -161,7 +191,7 @@ def small(monkeypatch, tmp_path):
     """Return options for two small shapes, measured in this process; NumPy alone is the rival."""
     two = [(Shape(2, 33, 7, 2.0), "f32"), (Shape(3, 16, 5, 1.0), "f32")]
     monkeypatch.setitem(kernel_cases.GROUPS, "linear", (lambda _quick, _seed: two, kernel_cases.GROUPS["linear"][1]))
-    monkeypatch.setattr(kernels, "_in_own_process", lambda options, threads, seconds: kernels._measure_all(options))
+    monkeypatch.setattr(kernels, "_in_own_process", kernels._measure_all)
     monkeypatch.setattr(kernels, "provenance", lambda: {k: v for k, v in ORIGIN.items() if k != "rounds"})
     return Options(tmp_path, quick=True, threads=(1,), only=("linear",))
 
@@ -200,8 +230,9 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path, capsys):
     assert (tmp_path / "rows-1.svg").exists()
 
 
-def test_rivals_are_not_slowed_by_inherited_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+@pytest.fixture
+def environment(monkeypatch):
+    """Return the environment that the last measuring process would have had."""
     handed = {}
 
     def run(_command, env, **_options):
@@ -209,9 +240,19 @@ def test_rivals_are_not_slowed_by_inherited_settings(tmp_path, monkeypatch):
         return subprocess.CompletedProcess([], 0, stderr="")
 
     monkeypatch.setattr(kernels.subprocess, "run", run)
-    kernels._in_own_process(Options(tmp_path), 2, None)
-    assert "OPENBLAS_CORETYPE" not in handed
-    assert handed["OPENBLAS_NUM_THREADS"] == "2"
+    return handed
+
+
+def test_rivals_are_not_slowed_by_inherited_settings(tmp_path, monkeypatch, environment):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    kernels._in_own_process(Options(tmp_path, threads=(2,)))
+    assert "OPENBLAS_CORETYPE" not in environment
+    assert environment["OPENBLAS_NUM_THREADS"] == "2"
+
+
+def test_no_blas_has_threads_beside_our_own_alone(tmp_path, environment):
+    kernels._in_own_process(Options(tmp_path, threads=(2,), only=("threads",)))
+    assert environment["OPENBLAS_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--threads", "0"], ["--threads", "x"]])

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import os
 import threading
+import time
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import pool
 
-from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.kernels.workers import ranges
+from hepti_mqtt.kernels import Workers, handover, jit
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT
+from hepti_mqtt.kernels.workers import Parts, panel_parts, ranges
+
+compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
 
 @given(threads=st.integers(1, 4), parts=st.integers(1, 20))
@@ -95,3 +101,136 @@ def test_two_pools_on_two_threads_do_not_wait_for_each_other():
     for thread in models:
         thread.join(timeout=60)
     assert counts == [600, 600]
+
+
+def _count(counts, _turns, _bad, part):
+    counts[part] += 1
+
+
+def _count_slowly(counts, turns, _bad, part):
+    """Take the longer, the higher the part: the calling thread is done first and must wait."""
+    address = counts.ctypes.data + 8 * part
+    for _ in range(turns * part):
+        handover._put(address, handover._get(address))
+    counts[part] += 1
+
+
+def _meet(counts, turns, _bad, part):
+    """Come, and wait for the others for so many turns."""
+    address = counts.ctypes.data
+    handover._put(address + 8 * part, 1)
+    for other in range(len(counts)):
+        for _ in range(turns):
+            if handover._get(address + 8 * other):
+                break
+            handover._pass_on()
+
+
+def _fail(counts, _turns, bad, part):
+    if part == bad:
+        raise MemoryError
+    counts[part] += 1
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Return what makes a kernel of (counts, turns, bad, part) that pools share."""
+    handover.prepare()
+    made = {}
+
+    def make(function):
+        if function not in made:
+            made[function] = dispatcher = jit.template(function)
+            handover.shared[dispatcher] = handover.shared_of(dispatcher, (INT_ARRAY, INT, INT, INT), 1)
+        return made[function]
+
+    yield make
+    for dispatcher in made.values():
+        del handover.shared[dispatcher]
+
+
+@compiled_only
+@pytest.mark.parametrize("function", [_count, _count_slowly])
+def test_every_part_of_a_kernel_runs_once_whether_the_threads_poll_or_sleep(compiled, function):
+    for threads in (2, 3, 5):
+        with pool(threads) as workers:
+            for polls in (0, 1, 100, workers._polls):
+                workers._polls = polls
+                for parts in (1, 2, 3, 8, 13):
+                    counts = np.zeros(parts, np.int64)
+                    for _ in range(20):
+                        workers.each(compiled(function), (counts, 1000, -1), [(i,) for i in range(parts)])
+                    assert counts.tolist() == [20] * parts
+
+
+@compiled_only
+def test_parts_of_a_kernel_run_on_several_threads_at_once(compiled):
+    counts = np.zeros(3, np.int64)
+    with pool(3) as workers:
+        workers._polls = 1 << 20
+        workers.each(compiled(_meet), (counts, 1 << 24, -1), [(0,), (1,), (2,)])
+    assert counts.tolist() == [1, 1, 1]
+
+
+@compiled_only
+@pytest.mark.parametrize("bad", [0, 1, 2, 5])
+def test_a_kernel_without_memory_is_an_error_after_all_parts_have_ended(compiled, bad):
+    counts = np.zeros(6, np.int64)
+    with pool(3) as workers:
+        with pytest.raises(MemoryError, match="could not get the memory"):
+            workers.each(compiled(_fail), (counts, 0, bad), [(i,) for i in range(6)])
+        assert counts.tolist() == [int(i != bad) for i in range(6)]
+        workers.each(compiled(_fail), (counts, 0, -1), [(i,) for i in range(6)])
+    assert counts.sum() == 5 + 6
+
+
+@compiled_only
+def test_two_pools_share_kernels_without_waiting_for_each_other(compiled):
+    counts = np.zeros((2, 3), np.int64)
+
+    def model(place):
+        with pool(3) as workers:
+            for _ in range(200):
+                workers.each(compiled(_count), (counts[place], 0, -1), [(0,), (1,), (2,)])
+
+    compiled(_count)
+    models = [threading.Thread(target=partial(model, i)) for i in range(2)]
+    for thread in models:
+        thread.start()
+    for thread in models:
+        thread.join(timeout=60)
+    assert counts.tolist() == [[200] * 3] * 2
+
+
+@compiled_only
+def test_a_thread_that_finds_nothing_sleeps(compiled):
+    counts = np.zeros(2, np.int64)
+    with pool(2) as workers:
+        at = handover.BLOCK + handover.LANE
+        workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
+        too_late = time.monotonic() + 60
+        while not workers._memory[at + handover.ASLEEP]:
+            assert time.monotonic() < too_late
+            os.sched_yield()
+        workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
+    assert counts.tolist() == [2, 2]
+
+
+@given(panels=st.integers(1, 40), ragged=st.booleans(), rows=st.integers(1, 400), threads=st.integers(1, 5))
+def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, ragged, rows, threads):
+    parts = panel_parts(panels, ragged, rows, threads, 6)
+    seen = np.zeros((panels, rows), np.int64)
+    for a, b, first, stop in parts:
+        seen[a:b, first:stop] += 1
+    assert (seen == 1).all()
+    if rows >= 6 * threads:
+        cost = np.array([2] * (panels - ragged) + [1] * ragged)  # a ragged panel costs half as much here
+        shares = [
+            sum(cost[a:b].sum() * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)
+        ]
+        assert max(shares) - min(shares) <= 2 * (panels % threads + threads * ragged)
+
+
+def test_parts_are_also_a_table():
+    assert Parts([(1, 2), (3, 4)]).table.tolist() == [[1, 2], [3, 4]]
+    assert Parts([]).table.size == 0

@@ -1,0 +1,230 @@
+"""How the threads of a pool get their parts of a kernel: compiled code passes them through memory, without the GIL.
+
+The calling thread enters compiled code once, with the kernel's arguments as a tuple. There it writes them into the
+pool's memory, marks a lane for every other thread, computes its own parts, takes back the lanes that nobody has begun,
+and waits for the others. A thread of the pool looks at its lane for a short time after its last task: the next op of a
+layer comes within microseconds, and waking a thread that sleeps, or waiting for the GIL, takes tens of them.
+
+The pool's memory is int64 [BLOCK + threads x LANE]: the block (whether a part has failed, the kernel's address, its
+arguments as Numba passes them), then the lanes; lane 0, the calling thread's, is not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, compile_all, entry_of, helper, kernel, lowered, template
+from hepti_mqtt.kernels.jit import divided as divided_kernels
+
+# Places in the block, and its size.
+FAILED, _ADDRESS, BLOCK = 0, 1, 112
+# Places in a lane, and its size: two cache lines, so that no two threads write to one, nor to a pair fetched together.
+STATE, ASLEEP, _ENTRY, _BLOCK_AT, _FIRST, _COUNT, _STRIDE, LANE = 0, 1, 2, 3, 4, 5, 6, 16
+
+# States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
+# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
+# thread to its queue.
+IDLE, _ISSUED, _TAKEN, AWAITED, CALLED = range(5)
+
+# Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
+_LOOKS: Final = 256
+_CAN_YIELD: Final = hasattr(os, "sched_yield")
+
+_I64: Final = ir.IntType(64)
+_SUCCESS: Final = (0, -2)  # what compiled code returns that returns a value, or None
+
+
+def _at(builder: Any, place: Any, *indices: int) -> Any:
+    return builder.gep(place, [ir.IntType(32)(i) for i in indices])
+
+
+def _emit_write(_context: Any, address: Any, arguments: Any, part: Any, block: Any) -> Any:
+    """Write a kernel's address and arguments to the block; return the address of code that runs a part of it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        fixed, varying = signature.args[1].types, signature.args[2].types
+        flat = context.get_arg_packer(fixed).as_arguments(
+            builder, [builder.extract_value(values[1], i) for i in range(len(fixed))]
+        )
+        if 2 + len(flat) > BLOCK:
+            raise ValueError(f"arguments of {fixed} do not fit into a block of {BLOCK} values; make it larger")
+        layout = ir.LiteralStructType([_I64, _I64, *(value.type for value in flat)])
+        place = builder.inttoptr(values[3], layout.as_pointer())
+        for i, value in enumerate((values[0], *flat)):
+            builder.store(value, _at(builder, place, 0, _ADDRESS + i))
+        called = context.call_conv.get_function_type(types.none, (*fixed, *varying))
+        return builder.ptrtoint(_part_of(builder.module, layout, called, len(varying)), _I64)
+
+    return types.int64(address, arguments, part, block), codegen
+
+
+def _part_of(module: Any, layout: Any, called: Any, width: int) -> Any:
+    """Return the function of (block, part) that calls the block's kernel with its arguments and `width` of the part."""
+    function = ir.Function(module, ir.FunctionType(_I64, [_I64, _I64]), name="hepti_part")
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    block = builder.inttoptr(function.args[0], layout.as_pointer())
+    part = builder.inttoptr(function.args[1], _I64.as_pointer())
+    address, *fixed = (builder.load(_at(builder, block, 0, i)) for i in range(_ADDRESS, len(layout.elements)))
+    varying = [builder.load(_at(builder, part, i)) for i in range(width)]
+    result, error = (builder.alloca(argument.pointee) for argument in called.args[:2])
+    code = builder.call(builder.inttoptr(address, called.as_pointer()), [result, error, *fixed, *varying])
+    good = builder.or_(*(builder.icmp_signed("==", code, code.type(value)) for value in _SUCCESS))
+    builder.ret(builder.zext(builder.not_(good), _I64))
+    return function
+
+
+def _emit_call(_context: Any, entry: Any, block: Any, part: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        function = builder.inttoptr(values[0], ir.FunctionType(_I64, [_I64, _I64]).as_pointer())
+        return builder.call(function, values[1:])
+
+    return types.int64(entry, block, part), codegen
+
+
+def _emit_get(_context: Any, address: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(address), codegen
+
+
+def _emit_put(_context: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        builder.store_atomic(values[1], builder.inttoptr(values[0], _I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(address, value), codegen
+
+
+def _emit_swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        place = builder.inttoptr(values[0], _I64.as_pointer())
+        return builder.extract_value(builder.cmpxchg(place, values[1], values[2], "acq_rel", "acquire"), 1)
+
+    return types.boolean(address, old, new), codegen
+
+
+def _emit_pass_on(_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        if _CAN_YIELD:
+            module = builder.module
+            name = "sched_yield"
+            call = module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.IntType(32), []), name)
+            builder.call(call, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _compiled_alone(*_arguments: Any) -> Any:
+    raise NotImplementedError("parts are handed over by compiled code alone; without it the pool's queues carry them")
+
+
+_write: Final = lowered(_emit_write, _compiled_alone)
+_call: Final = lowered(_emit_call, _compiled_alone)
+_get: Final = lowered(_emit_get, _compiled_alone)
+_put: Final = lowered(_emit_put, _compiled_alone)
+_swap: Final = lowered(_emit_swap, _compiled_alone)  # whether the value was the old one and is the new one now
+_pass_on: Final = lowered(_emit_pass_on, _compiled_alone)  # lets another thread that waits for this core run
+
+
+@helper
+def _run(entry: int, block: int, first: int, count: int, stride: int) -> None:
+    failed = 0
+    for i in range(count):
+        failed |= _call(entry, block, first + i * stride)
+    if failed:
+        _put(block + 8 * FAILED, 1)
+
+
+@kernel(INT, INT)
+def serve(lane: int, polls: int) -> None:
+    """Run what is issued in the lane at this address, until nothing was in `polls` looks, or the caller wants more."""
+    _put(lane + 8 * ASLEEP, 0)
+    look = 0
+    while look < polls or look == 0:
+        look += 1
+        state = _get(lane + 8 * STATE)
+        if state == CALLED:
+            _put(lane + 8 * STATE, IDLE)
+            break
+        if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
+            entry, block = _get(lane + 8 * _ENTRY), _get(lane + 8 * _BLOCK_AT)
+            _run(entry, block, _get(lane + 8 * _FIRST), _get(lane + 8 * _COUNT), _get(lane + 8 * _STRIDE))
+            if not _swap(lane + 8 * STATE, _TAKEN, IDLE):
+                return
+            look = 0
+        elif look % _LOOKS == 0:
+            _pass_on()
+    _put(lane + 8 * ASLEEP, 1)
+
+
+def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, threads: int, polls: int) -> int:
+    """Run the kernel at `address` for every row of `parts`; return how many lanes are AWAITED."""
+    block = memory.ctypes.data
+    lanes = block + 8 * BLOCK
+    entry = _write(address, arguments, part, block)
+    stride = 8 * parts.shape[1]
+    first = parts.ctypes.data
+    busy = min(threads, len(parts))
+    for i in range(1, busy):
+        lane = lanes + 8 * LANE * i
+        _put(lane + 8 * _ENTRY, entry)
+        _put(lane + 8 * _BLOCK_AT, block)
+        _put(lane + 8 * _FIRST, first + i * stride)
+        _put(lane + 8 * _COUNT, (len(parts) - i + threads - 1) // threads)
+        _put(lane + 8 * _STRIDE, stride * threads)
+        _put(lane + 8 * STATE, _ISSUED)
+    _run(entry, block, first, (len(parts) + threads - 1) // threads, stride * threads)
+    for i in range(1, busy):
+        lane = lanes + 8 * LANE * i
+        if _swap(lane + 8 * STATE, _ISSUED, IDLE):
+            _run(entry, block, first + i * stride, (len(parts) - i + threads - 1) // threads, stride * threads)
+    awaited = 0
+    for i in range(1, busy):
+        state = lanes + 8 * (LANE * i + STATE)
+        for look in range(1, polls + 1):
+            if _get(state) == IDLE:
+                break
+            if look % _LOOKS == 0:
+                _pass_on()
+        if _swap(state, _TAKEN, AWAITED):
+            awaited += 1
+    return awaited
+
+
+class Shared(NamedTuple):
+    """A kernel as `_share` takes it: `call(address, arguments, part, parts, memory, threads, polls)`."""
+
+    call: Callable[..., int]
+    address: int
+
+
+_sharing: Final = template(_share)
+_preparing: Final = Lock()
+
+# Every kernel that is divided into parts, once `prepare` has been called.
+shared: Final[dict[Any, Shared]] = {}
+
+
+def prepare() -> None:
+    """Compile, or load from the cache, the kernels and how their parts are handed over."""
+    compile_all()
+    with _preparing:
+        for dispatcher, (arguments, width) in divided_kernels.items():
+            if dispatcher not in shared:
+                shared[dispatcher] = shared_of(dispatcher, arguments, width)
+
+
+def shared_of(dispatcher: Any, arguments: tuple[Any, ...], width: int) -> Shared:
+    """Return the compiled kernel of these argument types, of which the last `width` say the part, to be shared."""
+    of: Any = types.Tuple  # without types in Numba
+    taken = (INT, of(arguments[:-width]), of((types.int64,) * width), TABLE, INT_ARRAY, INT, INT)
+    return Shared(entry_of(_sharing, taken)[0], entry_of(dispatcher, arguments)[1])
