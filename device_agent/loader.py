@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -24,6 +24,7 @@ from hepti_mqtt.kernels import Weight, WeightBuffer, allocate
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.commands import Load, Unload
 from hepti_mqtt.runtime.worker import Loaded, LoadFailed, LoadProgress
+from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire.manifest import Manifest, TilePlace, tile_array, tile_hash
 
 WINDOW: Final = 16  # tiles asked for and not yet there
@@ -57,11 +58,14 @@ class _Job:
 @dataclass(slots=True)
 class _Held:
     weight: Weight
+    nbytes: int
     users: set[tuple[str, Epoch]]
 
 
 class WeightLoader:
     """Makes weights resident and shares them between epochs.
+
+    Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
 
     emit: gets Loaded, LoadFailed, LoadProgress. ask: sends a TileAsk to the planner. counters: `tiles_asked`,
     `tiles_reasked`, `tiles_received`, `tile_bytes_received`, `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
@@ -79,7 +83,7 @@ class WeightLoader:
         self._ask = ask
         self._counters = counters
         self._jobs: deque[_Job] = deque()
-        self._held: dict[tuple[bytes, WeightRef], _Held] = {}
+        self._held: dict[tuple[bytes, WeightRef], _Held] = {}  # last used, last in order
         self._ever_asked: set[bytes] = set()
         self._moved_s = 0.0
         self._told_s = float("-inf")
@@ -89,6 +93,8 @@ class WeightLoader:
     def load(self, load: Load, now: float) -> None:
         """Begin, or queue, a load."""
         self._jobs.append(_Job(load))
+        wanted = {(load.manifest, ref) for ref in load.refs}
+        self._make_room(load.spare_bytes, wanted)
         if len(self._jobs) == 1:
             self._begin(now)
 
@@ -97,13 +103,21 @@ class WeightLoader:
         key = (unload.model, unload.epoch)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.epoch) != key)
-        for ref in [r for r, held in self._held.items() if key in held.users]:
-            self._held[ref].users.remove(key)
-            if not self._held[ref].users:
-                del self._held[ref]
+        for held in self._held.values():
+            held.users.discard(key)
+        self._make_room(unload.spare_bytes)
         if self._jobs and self._jobs[0] is not active:
             self._begin(now)
         return_memory()
+
+    def _make_room(self, spare_bytes: float, wanted: Collection[tuple[bytes, WeightRef]] = ()) -> None:
+        """Give up weights that nobody uses or wants, oldest first, until the others take at most `spare_bytes`."""
+        spare = [ref for ref, held in self._held.items() if not held.users and ref not in wanted]
+        left = sum(self._held[ref].nbytes for ref in spare)
+        for ref in spare:
+            if left <= spare_bytes:
+                break
+            left -= self._held.pop(ref).nbytes
 
     # -- what the network says -----------------------------------------------------------------------------------
 
@@ -257,8 +271,10 @@ class WeightLoader:
     def _finish(self, job: _Job, now: float) -> None:
         load = job.load
         for ref, weight in job.weights.items():
-            held = self._held.setdefault((load.manifest, ref), _Held(weight, set()))
+            place = (load.manifest, ref)
+            held = self._held.pop(place, None) or _Held(weight, weight_total([ref]), set())
             held.users.add((load.model, load.epoch))
+            self._held[place] = held
         self._emit(Loaded(load.model, load.epoch, job.weights))
         self._next(now)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
+_PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
 _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measurement
 
 
@@ -218,12 +220,25 @@ def _op_overhead(workers: Workers) -> float:
 
 
 def _frames() -> Curves:
-    """Return the fixed time and the rate of making and reading a frame."""
-    small, large = (_seconds(partial(_round, np.zeros(size, np.uint8))) for size in FRAME_SIZES)
+    """Return the fixed time and the rate of sending, or of receiving, a frame: making or reading it, and TCP's work.
+
+    Through a connection to itself: no link is in it, and what a slow CPU needs for a fast one is.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            small, large = (_seconds(partial(_round, np.zeros(size, np.uint8), near, far)) / 2 for size in FRAME_SIZES)
     extra_s = max(large - small, 1e-9)
     return {"frame_s": small, "copy_bytes_per_s": (FRAME_SIZES[1] - FRAME_SIZES[0]) / extra_s}
 
 
-def _round(body: np.ndarray[Any, np.dtype[np.uint8]]) -> object:
-    frame = Frame("tensor", "m", Epoch(1, 1), 1, source="self", shape=body.shape, body=body)
-    return decode(encode(frame)).array()
+def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: socket.socket) -> object:
+    frame = memoryview(encode(Frame("tensor", "m", Epoch(1, 1), 1, source="self", shape=body.shape, body=body)))
+    received = memoryview(bytearray(len(frame)))
+    for start in range(0, len(frame), _PIECE):
+        piece = frame[start : start + _PIECE]
+        near.sendall(piece)
+        read = start
+        while read < start + len(piece):
+            read += far.recv_into(received[read : start + len(piece)])
+    return decode(received).array()

@@ -1,7 +1,8 @@
 """`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
 
-stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "measure", "key", "strategy",
-"options", "devices" (or null), "wire", "warmup", "repetitions", "describe"}, or {"do": "once"} with the keys to "wire".
+stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
+"options", "devices" (or null), "wire"}, {"do": "measure"} with the same keys and "warmup", "repetitions", "describe",
+or {"do": "once"} with those of "bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -37,11 +38,15 @@ class Driver:
         self.inputs[order["key"]] = (order["model"], order["body"], np.load(order["reference"]))
         return {}
 
+    def bring(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Bring the plan up, and check its answer; raises RemoteError for one that is wrong."""
+        first, error = self._checked(order)
+        return {"first_ms": first.latency_ms, "error": error}
+
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring the plan up, check the answer, warm up, and time; raises RemoteError for an answer that is wrong."""
+        """Warm up, and time."""
         model, body, _ = self.inputs[order["key"]]
         pins = _pins(order)
-        first, error = self._checked(order)
         for _ in range(order["warmup"]):
             self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
         begun = time.time()
@@ -49,10 +54,8 @@ class Driver:
         last = answers[-1].raw
         return {
             "unix_s": begun,
-            "first_ms": first.latency_ms,
             "latency_ms": [a.latency_ms for a in answers],
             "epochs": sorted({a.plan["id"] for a in answers}),
-            "error": error,
             "plan": last["plan"],
             "bytes": last["bytes_on_wire"],
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
@@ -88,7 +91,7 @@ def main() -> int:
     """Answer every line of stdin until it ends."""
     with Hepti.connect() as hepti:
         driver = Driver(hepti)
-        actions = {"load": driver.load, "measure": driver.measure, "once": driver.once}
+        actions = {"load": driver.load, "bring": driver.bring, "measure": driver.measure, "once": driver.once}
         for line in sys.stdin:
             order, begun = json.loads(line), time.time()
             try:

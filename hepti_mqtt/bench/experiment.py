@@ -9,32 +9,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from hepti_mqtt.bench.contenders import CONTENDERS, STRATEGY_NAMES
+from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
-from hepti_mqtt.strategies import STRATEGIES
 
 Parsed = TypeVar("Parsed")
 
-AUTO: Final = "auto"
-# What every other cell is compared with: the method that knows one device only.
-ALONE: Final = next(s.name for s in STRATEGIES.values() if s.most_devices == 1)
 ALL: Final = "all"
 WIRES: Final = ("f32", "f16", "i8")
 KINDS: Final = ("infer",)
 CONFIGS: Final = Path(__file__).parents[2] / "configs"
-STRATEGY_NAMES: Final = (
-    AUTO,
-    *("/".join([s.name, *options.values()]) for s in STRATEGIES.values() for options in s.options),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing to time. rate: Mbit/s, None as the lab file has it. tokens: None for pictures. copy: of an A/A pair."""
+    """One thing to time.
+
+    rate: Mbit/s, None as the lab file has it. tokens: None for pictures. strategy: of CONTENDERS. copy: of an A/A pair.
+    """
 
     lab: str
     rate: float | None
@@ -64,7 +61,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment file. models: name -> kind of `hepti model make`, or directory. layers: fewer than the kind has."""
+    """An experiment file. models: name -> kind of `hepti model make`, or directory. layers: fewer than the kind has.
+
+    outside: baselines that take turns with the strategies.
+    """
 
     name: str
     kind: str
@@ -73,6 +73,7 @@ class Experiment:
     models: Mapping[str, str | Path]
     lengths: tuple[int, ...]
     strategies: tuple[str, ...]
+    outside: tuple[str, ...]
     devices: tuple[int | tuple[str, ...], ...]
     wire: tuple[str, ...]
     repetitions: int
@@ -150,6 +151,8 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
             spec.with_rate(rate)
     given = listed("strategies", data["strategies"])
     strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in _strategy(name))
+    outside = listed("outside", data.get("outside", []))
+    outside = list(BASELINES) if outside == [ALL] else outside
     changes: tuple[Change, ...] = ()
     if data.get("changes") is not None:
         script = _path(data["changes"], base)
@@ -163,6 +166,7 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
         models=dict(_model(each, base) for each in listed("models", data["models"])),
         lengths=tuple(whole("lengths", n, 1) for n in listed("lengths", data.get("lengths", [128]))),
         strategies=strategies,
+        outside=tuple(_one_of("outside", name, tuple(BASELINES)) for name in outside),
         devices=tuple(_devices(each, labs) for each in listed("devices", data["devices"])),
         wire=tuple(_one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
         repetitions=whole("repetitions", data.get("repetitions", 3), 1),
@@ -190,15 +194,14 @@ def cells(experiment: Experiment) -> list[Cell]:
 
 
 def _group(experiment: Experiment, spec: LabSpec, group: tuple[str, float | None, str, int | None]) -> Iterator[Cell]:
-    for place, strategy in enumerate(experiment.strategies):
-        copy = experiment.strategies[:place].count(strategy)
-        known = STRATEGIES.get(strategy.partition("/")[0])
-        alone = known is not None and known.most_devices == 1
+    names = (*experiment.strategies, *experiment.outside)
+    for place, name in enumerate(names):
+        contender, copy = CONTENDERS[name], names[:place].count(name)
         for count in experiment.devices:
             devices = tuple(h.name for h in spec.hosts[:count]) if isinstance(count, int) else count
-            if (len(devices) == 1) == alone:
-                for wire in experiment.wire[:1] if alone else experiment.wire:
-                    yield Cell(*group, strategy, devices, wire, copy)
+            if contender.takes(len(devices)):
+                for wire in experiment.wire if contender.wires else ("f32",):
+                    yield Cell(*group, name, devices, wire, copy)
 
 
 def _reads_pictures(kind: str | Path) -> bool:
@@ -291,6 +294,6 @@ def _one_of(key: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 _KEYS: Final = (
-    *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "devices", "wire", "repetitions"),
-    *("warmup", "rounds", "seed", "layers", "changes"),
+    *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "outside", "devices", "wire"),
+    *("repetitions", "warmup", "rounds", "seed", "layers", "changes"),
 )

@@ -89,7 +89,10 @@ def _weight(name: str, array: F32, layout: Any, storage: Storage) -> Weight:
 
 
 def _nbytes(matrix: Weight) -> int:
-    return matrix.panels.nbytes if isinstance(matrix, PackedMatrix | NarrowMatrix) else matrix.nbytes
+    """Return the bytes that are read of a matrix: its panels, and what scales them."""
+    if isinstance(matrix, NarrowMatrix):
+        return matrix.panels.nbytes + matrix.scales.nbytes + matrix.sums.nbytes
+    return matrix.panels.nbytes if isinstance(matrix, PackedMatrix) else matrix.nbytes
 
 
 def theirs(of: Data, makers: Mapping[str, Maker], threads: int) -> dict[str, Contender]:

@@ -9,7 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.bench.experiment import ALONE, Cell
+from hepti_mqtt.bench.contenders import ALONE
+from hepti_mqtt.bench.experiment import Cell
 from hepti_mqtt.bench.plays import Play, change_words, parts
 from hepti_mqtt.bench.results import Results
 from hepti_mqtt.bench.statistics import Interval, ratio
@@ -29,8 +30,9 @@ def draw(results: Results, directory: Path) -> list[Path]:
     for place, group in enumerate(list(part) for _, part in groupby(cells, key=lambda c: c.group)):
         if len(group) > 1:  # one bar compares nothing
             files.append(_latency(results, group, timed, directory / f"latency-{place + 1}.svg"))
-    if cells:
-        files.append(_predicted(results, cells, timed, directory / "predicted.svg"))
+    predicted = {r["cell"] for r in results.turns() if r["ok"] and "predicted_ms" in r}
+    if own := [c for c in cells if c.id in predicted]:
+        files.append(_predicted(results, own, timed, directory / "predicted.svg"))
     if len({c.rate for c in cells}) > 1:
         files += _rates(cells, timed, directory)
     for place, play in enumerate(results.plays().values()):
@@ -61,7 +63,7 @@ def _bars(axis: Any, names: Sequence[str], found: Sequence[Interval], unit: str)
 
 def _predicted(results: Results, cells: Sequence[Cell], timed: dict[str, Interval], file: Path) -> Path:
     figure, (axis,) = _subplots(1)
-    last = {r["cell"]: r["predicted_ms"] for r in results.turns() if r["ok"]}
+    last = {r["cell"]: r["predicted_ms"] for r in results.turns() if r["ok"] and "predicted_ms" in r}
     groups: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         groups[cell.strategy].append(cell)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
-from hepti_mqtt.bench.experiment import ALONE, AUTO, Cell
+from hepti_mqtt.bench.contenders import ALONE, AUTO
+from hepti_mqtt.bench.experiment import Cell
 from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
@@ -88,10 +89,10 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
             r = statistics.ratio(times[cell], times[single])
             against = f"{r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
         failed = f" ({len(turns[cell]) - len(good)} turns failed)" if len(good) < len(turns[cell]) else ""
-        predicted = f"{last['predicted_ms']:.1f}"
+        predicted = f"{last['predicted_ms']:.1f}" if "predicted_ms" in last else ""
         yield (
             f"| {cell.label}{failed} | {median.median:.1f} | {_range(median)} | {against} | {predicted} | "
-            f"{last['bytes']} | {max(r['error'] for r in good):.0e} | {_choice(cell, last['plan'], group)} |"
+            f"{last.get('bytes', '')} | {max(r['error'] for r in good):.0e} | {_choice(cell, last, group)} |"
         )
 
 
@@ -99,10 +100,11 @@ def _pinned(cell: Cell) -> tuple[Any, ...]:
     return (*cell.group, cell.strategy, cell.devices, cell.wire)
 
 
-def _choice(cell: Cell, plan: Any, group: Sequence[Cell]) -> str:
+def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:
     """Return, for Hepti's own choice, what it is and which pinned cell it equals, as far as one was measured."""
     if cell.strategy != AUTO:
         return ""
+    plan = turn["plan"]
     name, devices = "/".join([plan["strategy"], *plan["options"].values()]), tuple(sorted(plan["devices"]))
     same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire) == (name, devices, plan["wire"])]
     equals = f" (= {same[0].label})" if same else ""

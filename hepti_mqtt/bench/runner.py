@@ -10,28 +10,28 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hepti_mqtt.bench.experiment import AUTO, Cell, Experiment, cells
+from hepti_mqtt.bench.contenders import AUTO, CONTENDERS, OUTSIDE, SITE
+from hepti_mqtt.bench.experiment import Cell, Experiment, cells
 from hepti_mqtt.bench.inputs import random_input, reference
+from hepti_mqtt.bench.outside import Outside, require
 from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
+from hepti_mqtt.bench.sources import Baselines, Site, Source, with_room
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
 from hepti_mqtt.lab.changes import Script, Stamp
-from hepti_mqtt.lab.hosts import Talking
 from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import LabSite
 from hepti_mqtt.lab.spec import LabSpec
-from hepti_mqtt.strategies import STRATEGIES
 
-ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
 AFTERWARDS_S: Final = 15.0  # of requests after a script's last change: a dead device is noticed after 6 s
 
 
@@ -43,6 +43,8 @@ def run(
     calibrations: a directory of earlier ones, which several experiments may share; None for one of its own in `out`.
     """
     wanted = cells(experiment)
+    if any(spec.kind != "ssh" for spec in experiment.labs.values()):  # boards have interpreters of their own
+        require(experiment.outside)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         Writer(out, json.loads(json.dumps(header(experiment, command), default=str)), resume=resume) as writer,
@@ -97,23 +99,6 @@ def watched_of(experiment: Experiment, group: Sequence[Cell]) -> Cell | None:
     return max(own, key=lambda cell: len(cell.devices), default=None)
 
 
-def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
-    """Return what the driver is told; the planner's own choice among all hosts pins no devices."""
-    name, _, variant = cell.strategy.partition("/")
-    options = next(
-        (dict(o) for s in STRATEGIES.values() if s.name == name for o in s.options if variant in o.values()), {}
-    )
-    free = cell.strategy == AUTO and len(cell.devices) == len(spec.hosts)
-    return {
-        "key": _key(cell),
-        "strategy": name,
-        "options": options,
-        "devices": None if free else list(cell.devices),
-        "wire": cell.wire,
-        **fields,
-    }
-
-
 class _Measuring:
     def __init__(
         self,
@@ -133,7 +118,8 @@ class _Measuring:
     ) -> None:
         """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
         with ExitStack() as stack:
-            lab = stack.enter_context(Lab(spec, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
+            made = with_room(spec) if self.experiment.outside else spec
+            lab = stack.enter_context(Lab(made, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
             figures = calibrate(spec, lab.hub, lab.hosts, self.calibrations, self._say)
             self._say(calibration_table(figures))
             for miss in figures.misses():
@@ -142,32 +128,31 @@ class _Measuring:
             site = stack.enter_context(LabSite.of(spec, lab.hub, lab.hosts, used))
             lab.restart = site.restart
             self.writer.add("lab", lab=asdict(spec), calibration=figures.to_dict(), misses=figures.misses())
-            driver = site.talk("driver", ["-m", "hepti_mqtt.bench.driver"])
+            asked, outside = Site(self.experiment, lab, site), stack.enter_context(Outside())
+            memory = {host.name: host.memory_bytes for host in spec.hosts}
+            baselines = Baselines(self.experiment, lab, self.models, memory, outside)
+            sources: dict[str, Source] = {SITE: asked, OUTSIDE: baselines}
             for _, part in groupby(own, key=lambda cell: cell.group):
-                self._group(driver, lab, spec, list(part), todo)
+                self._group(sources, list(part), todo)
             if watched is not None:
-                self._under_changes(driver, lab, spec, watched)
+                self._under_changes(asked, lab, watched)
 
-    def _group(
-        self, driver: Talking, lab: Lab, spec: LabSpec, group: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]
-    ) -> None:
+    def _group(self, sources: Mapping[str, Source], group: Sequence[Cell], todo: Mapping[Cell, Sequence[int]]) -> None:
         place = _reference(self.out, group[0].model, group[0].tokens)
-        body = json.loads(place.with_suffix(".json").read_text())
-        load = {"do": "load", "key": _key(group[0]), "model": group[0].model, "body": body}
-        _ask(driver, {**load, "reference": lab.hub.provide(place.resolve())})
+        for source in sources.values():
+            source.begin(group[0], json.loads(place.with_suffix(".json").read_text()), place.resolve())
         e = self.experiment
         for number in range(e.rounds):
             for cell in turns(group, number, e.seed):
                 if number in todo[cell]:
                     self.bar.update(self.task, description=f"{cell.model} {cell.tokens or ''} {cell.label}")
                     last = cell.strategy == AUTO and number == e.rounds - 1
-                    fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": last}
-                    self.writer.turn(cell, number, _ask(driver, order(cell, spec, do="measure", **fields)))
+                    answer = sources[CONTENDERS[cell.strategy].source].measure(cell, describe=last)
+                    self.writer.turn(cell, number, answer)
                     self.bar.advance(self.task)
 
-    def _under_changes(self, driver: Talking, lab: Lab, spec: LabSpec, cell: Cell) -> None:
+    def _under_changes(self, site: Site, lab: Lab, cell: Cell) -> None:
         """Ask without a pause while the script changes the lab, and a few times more."""
-        one = order(cell, spec, do="once")
         self.bar.update(self.task, description=f"{cell.model} under changes")
         self.writer.add("play", cell=cell.id, of=asdict(cell), unix_s=time.time())
 
@@ -177,7 +162,7 @@ class _Measuring:
         with Script(self.experiment.changes, lab.apply, report) as script:
             until: float | None = None
             while until is None or time.monotonic() < until:
-                self.writer.add("under_change", cell=cell.id, **_ask(driver, one))
+                self.writer.add("under_change", cell=cell.id, **site.once(cell))
                 if until is None and script.finished():
                     until = time.monotonic() + AFTERWARDS_S
         self.writer.add("played", cell=cell.id)
@@ -191,16 +176,6 @@ def turns(group: Sequence[Cell], number: int, seed: int) -> list[Cell]:
     shuffled = sorted(group, key=lambda cell: cell.id)
     random.Random(f"{seed}/{number}").shuffle(shuffled)
     return shuffled
-
-
-def _ask(driver: Talking, question: Mapping[str, Any]) -> dict[str, Any]:
-    driver.send(json.dumps(question))
-    answer: dict[str, Any] = json.loads(driver.receive(ANSWER_S))
-    return answer
-
-
-def _key(cell: Cell) -> str:
-    return f"{cell.model}-{cell.tokens or 'picture'}"
 
 
 def _reference(out: Path, model: str, tokens: int | None) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -11,6 +13,10 @@ import llvmlite.binding as llvm
 
 OVERRIDE: Final = "HEPTI_KERNELS_ISA"
 DOT_OVERRIDE: Final = "HEPTI_KERNELS_DOT"
+
+# getauxval's AT_HWCAP, and the bit in it that Linux calls asimddp (arch/arm64/include/uapi/asm/hwcap.h).
+_AT_HWCAP: Final = 16
+_HWCAP_ASIMDDP: Final = 1 << 20
 
 
 class Tile(NamedTuple):
@@ -50,7 +56,8 @@ class Dot(NamedTuple):
 
     lanes: i32 sums of one vector register. rows, vectors: as in `Tile`. intrinsic: LLVM function of the instruction, or
     "" where there is none (widened to i32, multiplied and added). signed: whether it takes activations as s8 (NEON) or
-    as u8 (x86); weights are s8. needs: the set of `TILES` and the CPU feature that it goes with, or "".
+    as u8 (x86); weights are s8. needs: the set of `TILES` and the CPU feature that it goes with, or "". enables: what
+    LLVM must be told that the CPU has, where it does not find out by itself.
     """
 
     lanes: int
@@ -59,6 +66,7 @@ class Dot(NamedTuple):
     intrinsic: str
     signed: bool
     needs: tuple[str, str]
+    enables: str = ""
 
     @property
     def width(self) -> int:
@@ -70,7 +78,7 @@ class Dot(NamedTuple):
 DOTS: Final[Mapping[str, Dot]] = {
     "avx512vnni": Dot(16, 6, 4, "llvm.x86.avx512.vpdpbusd.512", False, ("avx512", "avx512vnni")),
     "avxvnni": Dot(8, 6, 2, "llvm.x86.avx512.vpdpbusd.256", False, ("avx2", "avxvnni")),
-    "dotprod": Dot(4, 8, 2, "llvm.aarch64.neon.sdot.v4i32.v16i8", True, ("neon", "dotprod")),
+    "dotprod": Dot(4, 8, 2, "llvm.aarch64.neon.sdot.v4i32.v16i8", True, ("neon", "dotprod"), "+dotprod"),
     "plain": Dot(4, 2, 2, "", False, ("", "")),
 }
 
@@ -109,7 +117,26 @@ def dot() -> str:
             raise ValueError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
         return chosen
     features = {**llvm.get_host_cpu_features(), "": True}
+    features["dotprod"] = features.get("dotprod", False) or _has_sdot()
     return next(name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1]))
+
+
+def _has_sdot() -> bool:
+    """Return whether Linux says that this ARM CPU has byte dot products.
+
+    LLVM (22) does not list them among the features of the host, not even of a CPU that it knows by name.
+    """
+    return (
+        sys.platform == "linux"
+        and platform.machine().lower() in ("aarch64", "arm64")
+        and bool(_hwcap() & _HWCAP_ASIMDDP)
+    )
+
+
+def _hwcap() -> int:
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return int(getauxval(_AT_HWCAP))
 
 
 TILE: Final = TILES[isa()]

@@ -16,11 +16,12 @@ from threading import Lock
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numba.extending
 from numba import types
 
-from hepti_mqtt.kernels.isa import DOT_OVERRIDE, OVERRIDE
+from hepti_mqtt.kernels.isa import DOT_OVERRIDE, OVERRIDE, dot
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,6 +65,9 @@ def _sources_stamp() -> str:
     By content, not by time: the same version installed again finds what it compiled before.
     """
     digest = sha256(llvmlite.__version__.encode())
+    if llvm.get_host_cpu_name() == "generic":
+        # A CPU without a name may have dot products that the features in Numba's key do not tell of.
+        digest.update(dot().encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -19,7 +19,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import linear_storage, references
+from hepti_mqtt.kernels import linear_storage, linear_stream, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import ACTIVATIONS, NONE, SILU_GATE, activate, store
@@ -211,7 +211,8 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     finish = (activation, scale, out_column)
     narrow = [w for w in matrices if isinstance(w, NarrowMatrix)]
     if narrow:
-        return linear_storage.bind((m, k), narrow, biases, has_residual, finish, pool)
+        bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
+        return bind((m, k), narrow, biases, has_residual, finish, pool)
     table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
     parts = _parts(len(table), m, k, pool)
     alive = tuple(weights)  # the table has only addresses

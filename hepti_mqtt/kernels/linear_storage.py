@@ -28,8 +28,8 @@ from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, dot_tile, h
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 from hepti_mqtt.kernels.workers import Part, Workers, ranges
 
-_F16, _W8A32, _W8A8 = range(3)
-_CODE: Final = {"f16": _F16, "w8a32": _W8A32, "w8a8": _W8A8}
+F16, W8A32, W8A8 = range(3)
+STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
 _MR: Final = FORMS["f16"].rows
 _MR_DOT: Final = FORMS["w8a8"].rows
 _NR: Final = FORMS["f16"].width
@@ -37,7 +37,7 @@ _NR_DOT: Final = FORMS["w8a8"].width
 
 # Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
 # how many are valid.
-_CODES, _SUMS, _SCALES, _BIAS, _COLUMN, _VALID = range(6)
+CODES, SUMS, SCALES, BIAS, COLUMN, VALID = range(6)
 
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
@@ -86,8 +86,8 @@ def _quantise_block(x: Any, codes: Any, count: int) -> Any:
     return step, zero - _OFFSET
 
 
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
-def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
+@helper
+def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k]."""
     k = x.shape[1]
     whole = k // BLOCK
@@ -101,6 +101,11 @@ def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last
             begin = whole * BLOCK
             scales[row, whole], zeros[row, whole] = _quantise_block(x[row, begin:], codes[row, begin:], k - begin)
         codes[row, k:] = 0
+
+
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT)
+def _quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
+    quantise(x, codes, scales, zeros, first, last)
 
 
 @kernel(
@@ -143,9 +148,9 @@ def _linear_storage(
 
     panels: [P, 6], with a gate [2 P, 6], the gates behind.
     """
-    dot = storage == _W8A8
+    dot = storage == W8A8
     most, width, group = (_MR_DOT, _NR_DOT, GROUP) if dot else (_MR, _NR, 1)
-    item = 2 if storage == _F16 else 1
+    item = 2 if storage == F16 else 1
     gated = activation == SILU_GATE
     has_residual = residual.size > 0
     plain = activation == NONE and scale == ONE and not has_residual
@@ -157,22 +162,20 @@ def _linear_storage(
         rows = min(_ROWS, last_row - start_row)
         # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
         tiles = -(-rows // most)
-        # Halves have no scales: a single tile goes through all of k at once.
-        piece = max(k, 1) if storage == _F16 and tiles == 1 else BLOCK
         for p in range(first_panel, last_panel):
-            column, valid = panels[p, _COLUMN], panels[p, _VALID]
+            column, valid = panels[p, COLUMN], panels[p, VALID]
             direct = plain and valid == width
             for is_gate in range(1 if gated else 0, -1, -1):
                 at = p + is_gate * (len(panels) // 2)
                 sums = gates if is_gate else scratch
-                for low in range(0, max(k, 1), piece):
-                    depth = min(piece, k - low)
+                for low in range(0, max(k, 1), BLOCK):
+                    depth = min(BLOCK, k - low)
                     steps = -(-depth // group)
                     final = not is_gate and low + depth >= k
                     block = low // BLOCK
-                    codes = panels[at, _CODES] + low * width * item
-                    of_columns = panels[at, _SCALES] + 4 * block * width
-                    of_codes = panels[at, _SUMS] + 4 * block * width
+                    codes = panels[at, CODES] + low * width * item
+                    of_columns = panels[at, SCALES] + 4 * block * width
+                    of_codes = panels[at, SUMS] + 4 * block * width
                     for t in range(tiles):
                         i = t * rows // tiles
                         count = (t + 1) * rows // tiles - i
@@ -181,7 +184,7 @@ def _linear_storage(
                         of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
                         zero = zeros.ctypes.data + row * scale_stride + 4 * block
                         c, c_stride = sums.ctypes.data + 4 * i * width, 4 * width
-                        begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, _BIAS], 0)
+                        begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, BIAS], 0)
                         if final and direct:
                             c = out.ctypes.data + row * out_stride + 4 * (out_column + column)
                             c_stride = out_stride
@@ -202,7 +205,7 @@ def _linear_storage(
                                 c,
                                 c_stride,
                             )
-                        elif storage == _F16:
+                        elif storage == F16:
                             half_tile(
                                 count,
                                 x,
@@ -257,16 +260,16 @@ def bind(
     """
     m, k = shape
     gated = finish[0] == SILU_GATE
-    table, alive = _panels(matrices[::-1], biases[::-1]) if gated else _panels(matrices, biases)
-    code, width = _CODE[matrices[0].storage], PANELS[matrices[0].storage].width
-    stride = GROUP * -(-k // GROUP) if code == _W8A8 else 4 * k
-    parts = _parts(len(table) // (2 if gated else 1), m, width * k, pool)
+    table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
+    code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
+    stride = GROUP * -(-k // GROUP) if code == W8A8 else 4 * k
+    parts = parts_of(len(table) // (2 if gated else 1), m, width * k, pool)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     no_scales, no_zeros, none = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         x, left, row_scales, zeros = reads[0], reads[0], no_scales, no_zeros
-        if code == _W8A8:
+        if code == W8A8:
             left = np.empty((m, stride), np.uint8)
             row_scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.int32)
             pool.each(_quantise_rows, (x, left, row_scales, zeros), row_parts)
@@ -277,7 +280,7 @@ def bind(
     return run
 
 
-def _panels(
+def panels_of(
     matrices: Sequence[NarrowMatrix], biases: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], tuple[object, ...]]:
     """Return the table of panels, and what must live as long as it, since it has only addresses."""
@@ -298,7 +301,8 @@ def _panels(
     return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)
 
 
-def _parts(panels: int, rows: int, panel_size: int, pool: Workers) -> list[Part]:
+def parts_of(panels: int, rows: int, panel_size: int, pool: Workers) -> list[Part]:
+    """Return the ranges of panels and rows that the threads of `pool` take; panel_size: weights of a panel."""
     threads = min(pool.threads, 1 + panels * panel_size * rows // _GRAIN)
     by_panel = ranges(panels, threads)
     by_row = ranges(rows, -(-threads // max(1, len(by_panel))))

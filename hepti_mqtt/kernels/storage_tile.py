@@ -8,7 +8,7 @@ rows of the panel, interleaved by column, added exactly in i32. So a row's bits 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -30,10 +30,10 @@ HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 13
-# Bytes of a cache line; and how far ahead of its use a line is asked for: widening fills the window in which the CPU
-# would find loads by itself, and 2 KB read memory a tenth faster at one row.
+# Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and for which level of cache (3 the
+# first): widening fills the window in which the CPU would find loads by itself.
 _LINE: Final = 64
-_AHEAD: Final = 2048
+_AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
 _SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
 _REBIAS: Final = float(np.ldexp(1.0, 112))
@@ -78,6 +78,9 @@ class StorageTileWriter:
     applied one after the other: the product of two small ones alone could be 0, that of two large ones infinite.
     """
 
+    prefix = ""
+    ahead = _AHEAD
+
     def __init__(self, module: ir.Module, name: str, shape: Form, rows: int) -> None:
         self.form, self.rows = shape, rows
         self.module = module
@@ -85,11 +88,14 @@ class StorageTileWriter:
         self.function = ir.Function(module, _SIGNATURE, name)
         self.function.linkage = "internal"
         self.function.attributes.add("noinline")
+        if shape.kind == "w8a8" and shape.dot.enables:
+            # llvmlite's own `add` takes only attributes without a value.
+            set.add(self.function.attributes, f'"target-features"="{shape.dot.enables}"')
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
     def write(self) -> ir.Function:
         """Return the finished function."""
-        b, f = self.builder, self.form
+        b = self.builder
         a, stride, steps, panel, *rest = self.function.args
         row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride = rest
         at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
@@ -102,7 +108,14 @@ class StorageTileWriter:
                 (c, c_stride),
             )
         )
-        start = self._start(at_zeros, column_sums, at_start)
+        sums = self._run(at_rows, steps, panel, self._start(at_zeros, column_sums, at_start))
+        self._finish(sums, at_scales, column_scales, at_start, at_c)
+        b.ret_void()
+        return self.function
+
+    def _run(self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any]) -> list[Any]:
+        """Return the sums that `start` becomes in `steps` steps of k."""
+        b, f = self.builder, self.form
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
         b.position_at_end(body)
@@ -110,8 +123,9 @@ class StorageTileWriter:
         sums = [b.phi(self.vector) for _ in start]
         at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
         weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(f.vectors)]
-        if f.kind != "w8a8":
-            self._prefetch(at)
+        if f.kind in self.ahead:
+            ahead, level = self.ahead[f.kind]
+            self._prefetch(b.add(at, self._int(ahead)), f.vector_bytes * f.vectors, level)
         new = []
         for i, row in enumerate(at_rows):
             x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
@@ -128,18 +142,16 @@ class StorageTileWriter:
             result.add_incoming(begin, before)
             result.add_incoming(end, body)
             new[place] = result
-        self._finish(new, at_scales, column_scales, at_start, at_c)
-        b.ret_void()
-        return self.function
+        return new
 
-    def _prefetch(self, at: Any) -> None:
-        """Ask for the lines of the panel that are used some steps later, one for each that a step takes."""
-        address, level = _I8.as_pointer(), ir.Constant(_I32, 3)
+    def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
+        """Ask for `nbytes` from an address on, for a level of cache: 3 the first, 2 the second, 0 the first alone."""
+        address = _I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
-        read, data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
-        for line in range(0, self.form.vector_bytes * self.form.vectors, _LINE):
-            ahead = self.builder.add(at, self._int(_AHEAD + line))
-            self.builder.call(function, [self.builder.inttoptr(ahead, address), read, level, data])
+        read, level, data = (ir.Constant(_I32, value) for value in (0, locality, 1))
+        for line in range(0, nbytes, _LINE):
+            place = self.builder.inttoptr(self.builder.add(at, self._int(line)), address)
+            self.builder.call(function, [place, read, level, data])
 
     def _finish(
         self, sums: list[Any], at_scales: list[Any], column_scales: Any, at_start: list[Any], at_c: list[Any]
@@ -241,7 +253,7 @@ class StorageTileWriter:
         return ir.Constant(_I64, value)
 
 
-def emit_storage_tile(shape: Form) -> Callable[..., Any]:
+def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTileWriter) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows by number."""
 
     def emit(
@@ -267,8 +279,8 @@ def emit_storage_tile(shape: Form) -> Callable[..., Any]:
             end = builder.append_basic_block("tile.end")
             choice = builder.switch(rows, end)
             for count in range(1, shape.rows + 1):
-                name = f"hepti_{shape.kind}_{count}"
-                function = module.globals.get(name) or StorageTileWriter(module, name, shape, count).write()
+                name = f"hepti_{writer.prefix}{shape.kind}_{count}"
+                function = module.globals.get(name) or writer(module, name, shape, count).write()
                 with builder.goto_block(builder.append_basic_block(name)):
                     choice.add_case(ir.Constant(_I64, count), builder.block)
                     builder.call(function, rest)
@@ -288,7 +300,7 @@ def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
     return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), dtype)
 
 
-def _plain(shape: Form) -> Callable[..., None]:
+def plain_tile(shape: Form) -> Callable[..., None]:
     """Return the tile as plain Python."""
     weight_dtype = {"f16": np.float16, "w8a32": np.int8, "w8a8": np.int8}[shape.kind]
     group = GROUP if shape.kind == "w8a8" else 1
@@ -333,6 +345,6 @@ def _plain(shape: Form) -> Callable[..., None]:
 
 FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
 # Arguments: rows (1 to the form's), then those of `StorageTileWriter`.
-half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), _plain(FORMS["f16"]))
-byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), _plain(FORMS["w8a32"]))
-dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), _plain(FORMS["w8a8"]))
+half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
+byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))
+dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), plain_tile(FORMS["w8a8"]))

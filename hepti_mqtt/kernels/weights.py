@@ -8,7 +8,6 @@ held in f32 until all of it has arrived.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -20,10 +19,10 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.isa import DOT, TILE
 from hepti_mqtt.kernels.jit import INT, compile_all, fills, helper, kernel, reads
+from hepti_mqtt.kernels.pages import aligned_zeros
 from hepti_mqtt.program import Storage, WeightRef
 
 NR: Final = TILE.width
-_LINE: Final = 64  # bytes of a cache line
 
 # Rows of k that share the scale of a column, and values of a row of x that share one: of the real MiniLM's embeddings
 # the least cosine over sentences is 0.9986 with whole columns and rows, 0.9992 with 256, 0.9995 with 128, which costs a
@@ -132,12 +131,12 @@ class WeightBuffer:
         self._staged: dict[tuple[int, int], NDArray[np.float32]] = {}
         self._missing: dict[tuple[int, int], int] = {}
         if self._panels is None:
-            self._array: NDArray[Any] = _aligned_zeros((rows, columns), "f4")
+            self._array: NDArray[Any] = aligned_zeros((rows, columns), "f4")
         else:
             width, group, dtype = self._panels
             count = -(-columns // width)
             shape = (count, -(-rows // group), width, group)
-            self._array = _aligned_zeros(shape[:3] if group == 1 else shape, dtype)
+            self._array = aligned_zeros(shape[:3] if group == 1 else shape, dtype)
             if dtype == "i1":
                 self._scales = np.zeros((count, blocks(rows), width), np.float32)
             if group > 1:
@@ -240,17 +239,6 @@ class WeightBuffer:
 def allocate(ref: WeightRef) -> WeightBuffer:
     """Return an empty buffer for the weight of `ref`; raises ValueError if its range is none."""
     return WeightBuffer(ref)
-
-
-def _aligned_zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Return zeros that begin at a cache line, so that no vector of a panel lies across two.
-
-    calloc gives zero pages: padding costs nothing until it is touched.
-    """
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + _LINE, np.uint8)
-    skip = -raw.ctypes.data % _LINE
-    return raw[skip : skip + nbytes].view(dtype).reshape(shape)
 
 
 def _size(ref: WeightRef) -> tuple[int, int]:

@@ -141,9 +141,10 @@ def calibrate(spec: LabSpec, hub: Host, hosts: Mapping[str, Host], cache: Path |
     full = _full_speed(spec, hosts)
     if full is not None:
         check_quotas(spec, full, os.cpu_count() or 1)
-    figures = []
+    figures: list[HostFigures] = []
     for host in spec.hosts:
-        measured = _speeds(hosts[host.name], host, spec.calibrate, full, known.get(host.name))
+        alike = next((f.cpu for f in figures if f.cpu and f.target_gflops == host.gflops), None)
+        measured = _speeds(hosts[host.name], host, spec.calibrate, full, known.get(host.name), alike)
         report(f"{host.name}: {measured.gflops:.1f} GFLOP/s{_cell(measured.cpu, '.1%', ' at ', ' of a core')}")
         figures.append(measured)
     for place, h in enumerate(figures):
@@ -179,14 +180,17 @@ def cache_key(spec: LabSpec) -> str:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _speeds(host: Host, spec: HostSpec, by: Yardstick, full: float | None, before: HostFigures | None) -> HostFigures:
+def _speeds(
+    host: Host, spec: HostSpec, by: Yardstick, full: float | None, before: HostFigures | None, alike: float | None
+) -> HostFigures:
+    """alike: the quota that was found for another host of the same target, where to look first."""
     target = spec.gflops
     with _prober(host, spec.threads) as ask:
         ask("warm")
         found: dict[Yardstick, float] = {}
         cpu = None
         if target is not None and isinstance(host, Adjustable):
-            adjust, guess = host.set_cpu, target / full if full else None
+            adjust, guess = host.set_cpu, alike or (target / full if full else None)
 
             def measure(cpu: float) -> float:
                 adjust(cpu)

@@ -81,21 +81,29 @@ class LabSite:
 
     def start(self) -> None:
         """Start everything and return when all agents are online and every model has a plan; raises LabError."""
-        self._throttle(False)
+        self.throttle(False)
         self._start_broker(port=0)
         self._running[PLANNER] = self._start_planner()
         agents = [self._start_agent(device) for device in self.devices]
         for agent in agents:
             _await_compiled(agent)
-        self._throttle(True)
+        self.throttle(True)
         for device, agent in zip(self.devices, agents, strict=True):
             agent.send("measure")
             self._await([device.host.name], (), ONLINE_S)  # one after the other: neighbours share cores and caches
+        self.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait_ready()
+        self.throttle(True)
 
     def wait_ready(self, timeout_s: float = ONLINE_S) -> dict[str, Any]:
         """Return what the devices say and each model's plan, once all are there; raises LabError naming who is not."""
         return self._await([d.host.name for d in self.devices], list(self.models), timeout_s)
+
+    def throttle(self, on: bool) -> None:
+        """Turn the quotas of all hosts on or off; without them weights are loaded in a tenth of the time."""
+        hosts = (self.hub, self._broker_host, self._planner_host, *(d.host for d in self.devices))
+        for host in {id(h): h for h in hosts}.values():
+            host.throttle(on)
 
     def run_client(self, arguments: Sequence[str], timeout_s: float = 60.0) -> Completed:
         """Run `hepti ARGUMENTS` on the hub, connected to this site."""
@@ -160,7 +168,7 @@ class LabSite:
 
     def close(self) -> None:
         """End all processes, the broker last; politely where they listen."""
-        self._throttle(False)  # a host of a tenth of a core takes its time to say goodbye
+        self.throttle(False)  # a host of a tenth of a core takes its time to say goodbye
         names = [n for n in self._running if n != BROKER] + [n for n in self._running if n == BROKER]
         for name in names:
             self._running[name].signal(signal.SIGTERM)
@@ -194,11 +202,6 @@ class LabSite:
     @property
     def _planner_host(self) -> Host:
         return self.planner_host or self._broker_host
-
-    def _throttle(self, on: bool) -> None:
-        hosts = (self.hub, self._broker_host, self._planner_host, *(d.host for d in self.devices))
-        for host in {id(h): h for h in hosts}.values():
-            host.throttle(on)
 
     def _await(self, devices: Sequence[str], models: Sequence[str], timeout_s: float) -> dict[str, Any]:
         program = [self.hub.python, "-m", "hepti_mqtt.lab.ready"]

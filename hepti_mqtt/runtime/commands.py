@@ -40,21 +40,29 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`."""
+    """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
+
+    spare_bytes: as of `Unload`.
+    """
 
     txn: int
     model: str
     epoch: Epoch
     manifest: bytes
     refs: tuple[WeightRef, ...]
+    spare_bytes: float = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Give up the weights of one epoch (those that another resident epoch uses stay)."""
+    """Give up the weights of one epoch (those that another resident epoch uses stay).
+
+    spare_bytes: of weights that no epoch uses and that may be kept all the same, because a plan may come back.
+    """
 
     model: str
     epoch: Epoch
+    spare_bytes: float = 0
 
 
 Command = Publish | Subscribe | Unsubscribe | Load | Unload

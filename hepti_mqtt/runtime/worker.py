@@ -220,7 +220,7 @@ class WorkerSession:
             )
             return self._fail(resident, "memory", text, missing)
         self._resident[key] = resident
-        load = Load(message.txn, plan.model, plan.epoch, message.manifest, refs)
+        load = Load(message.txn, plan.model, plan.epoch, message.manifest, refs, self._spare_bytes())
         return [Subscribe(plan.model, plan.epoch, filters), load]
 
     def _ready_if_complete(self, resident: _Resident) -> list[Command]:
@@ -239,11 +239,14 @@ class WorkerSession:
         dropped: set[str] = set()
         for key in [k for k in keys if k in self._resident]:
             dropped |= set(self._resident.pop(key).filters)
-            out.append(Unload(*key))
+            out.append(Unload(*key, self._spare_bytes()))
             for admission in [a for a, r in self._requests.items() if r.key == key]:
                 self._end(admission)
         unused = dropped - {f for r in self._resident.values() for f in r.filters}
         return [*out, Unsubscribe(tuple(sorted(unused)))] if unused else out
+
+    def _spare_bytes(self) -> float:
+        return max(self.memory_bytes - _resident_bytes(self._resident.values()), 0)
 
     def _cancel(self, message: messages.Cancel) -> list[Command]:
         self._end(message.admission)

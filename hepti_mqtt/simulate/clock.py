@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hepti_mqtt.cluster import Cluster, Link
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS
-from hepti_mqtt.program import Compute, Program, Send, destinations
+from hepti_mqtt.program import Compute, Program, Recv, Send, destinations, written
 from hepti_mqtt.schedule import Template, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.spec import ModelSpec, RequestShape
@@ -82,6 +82,8 @@ class _Clock:
                 elif isinstance(op, Send):
                     size = sum(send_bytes(naming, name, op, program.slots[op.slot]))
                     costs.append(profile.frame_s * len(op.to) + size / profile.copy_bytes_per_s)
+                elif isinstance(op, Recv):
+                    costs.append(profile.frame_s + program.slots[op.slot].nbytes / profile.copy_bytes_per_s)
                 else:
                     costs.append(0.0)
             use = DeviceUse(flops=flops)
@@ -132,7 +134,7 @@ class _Clock:
         op = state.program.ops[place]
         state.busy = True
         state.use.compute_s += cost if isinstance(op, Compute) else 0.0
-        label = op.kernel if isinstance(op, Compute) else op.point if isinstance(op, Send) else ""
+        label = op.kernel if isinstance(op, Compute) else op.point if isinstance(op, Send | Recv) else ""
         self.note(name, "compute" if isinstance(op, Compute) else "send", label, now, now + cost)
         self.at(now + cost, name, "done", place)
 
@@ -141,10 +143,7 @@ class _Clock:
         state.busy = False
         state.finished_s = now
         op = state.program.ops[place]
-        if isinstance(op, Compute):
-            for slot in op.writes:
-                self.fill(state, slot)
-        elif isinstance(op, Send):
+        if isinstance(op, Send):
             sizes = send_bytes(self.naming, name, op, state.program.slots[op.slot])
             state.use.sent_bytes += sum(sizes)
             if len(op.to) == len(sizes) > 1:
@@ -154,6 +153,8 @@ class _Clock:
             for names, size in zip(targets, sizes, strict=True):
                 for target, when in self.transmit(now, name, names, size, op.point).items():
                     self.at(when, target, "arrive", (op.layer, op.point, name))
+        for slot in written(op):
+            self.fill(state, slot)
         self.run_next(name, now)
 
     def arrive(self, name: str, key: tuple[int, str, str], now: float) -> None:
@@ -162,7 +163,7 @@ class _Clock:
             return
         state = self.devices[name]
         if (found := state.template.recv.get(key)) is not None:
-            self.fill(state, found[1])
+            heappush(state.ready, found[0])  # taking a frame costs the device time, as an op does
             self.run_next(name, now)
 
     def play(self, dispatch: int) -> None:

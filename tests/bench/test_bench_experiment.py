@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.bench import kinds
-from hepti_mqtt.bench.experiment import STRATEGY_NAMES, cells, load, names, parse
-from hepti_mqtt.bench.runner import order, turns
+from hepti_mqtt.bench.contenders import STRATEGY_NAMES
+from hepti_mqtt.bench.experiment import cells, load, names, parse
+from hepti_mqtt.bench.outside import BASELINES
+from hepti_mqtt.bench.runner import turns
+from hepti_mqtt.bench.sources import order
 from hepti_mqtt.errors import ConfigError
 
 GOOD = {
@@ -47,6 +50,17 @@ def test_all_means_every_strategy():
     assert made(strategies="all").strategies == STRATEGY_NAMES
 
 
+def test_baselines_are_cells_of_as_many_devices_as_they_take():
+    alike = {"strategies": ["single", "row/kv"], "models": ["tiny-bert"], "lengths": [8], "rates": [], "wire": ["f16"]}
+    found = cells(made(outside="all", **alike))
+    assert {c.strategy for c in found} == {"single", "row/kv", *BASELINES}
+    devices = {name: {len(c.devices) for c in found if c.strategy == name} for name in BASELINES}
+    assert devices == {name: {1} if name in ("torch", "onnxruntime") else {2} for name in BASELINES}
+    # What is no exchange of Hepti's has no narrower dtype, and is held to the bound of float32.
+    assert {c.wire for c in found if c.strategy != "row/kv"} == {"f32"}
+    assert len(cells(made(outside=["torch"], **alike))) == len(cells(made(**alike))) + 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -59,6 +73,8 @@ def test_all_means_every_strategy():
         ({"strategies": ["diagonal"]}, "there is no 'diagonal'; choose from all, auto"),
         ({"devices": [5]}, "allows 1 to 4"),
         ({"devices": [["pi1", "pi9"]]}, "no host 'pi9'"),
+        ({"outside": ["tensorflow"]}, "`outside` is 'tensorflow'; it is one of torch, "),
+        ({"outside": [{}]}, "`outside` is {}"),
         ({"wire": ["f64"]}, "`wire` is 'f64'"),
         ({"rounds": 0}, "`rounds` is 0"),
         ({"repetitions": True}, "`repetitions`"),

@@ -1,5 +1,6 @@
 import threading
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from device_agent_support import LOG, Device, Model, check_weights
@@ -22,6 +23,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.commands import Load, Unload
 from hepti_mqtt.runtime.worker import Loaded, LoadFailed, LoadProgress
+from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire.manifest import Manifest
 
 MODEL = Model()
@@ -95,6 +97,36 @@ def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
     device.loader.load(MODEL.load(4), device.now)
     device.serve(MODEL)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
+
+
+def test_weights_that_nobody_uses_stay_while_there_is_room_the_last_used_longest(device):
+    old, new = (MODEL.load(number, refs) for number, refs in ((1, MODEL.refs[:1]), (2, MODEL.refs[1:2])))
+    for load in (old, new):
+        device.loader.load(load, device.now)
+        device.serve(MODEL)
+        device.loader.unload(Unload("m", load.epoch, spare_bytes=1 << 30), device.now)
+    first, second = (loaded.weights for loaded in device.of(Loaded))
+    room = weight_total(new.refs)
+    device.loader.load(replace(MODEL.load(3, ()), spare_bytes=room), device.now)
+    device.loader.unload(Unload("m", Epoch(1, 3), spare_bytes=room), device.now)
+    device.loader.load(MODEL.load(4, (*old.refs, *new.refs)), device.now)
+    device.serve(MODEL)
+    last = device.of(Loaded)[-1].weights
+    assert last[new.refs[0]] is second[new.refs[0]]
+    assert last[old.refs[0]] is not first[old.refs[0]]
+    check_weights(MODEL, last, (*old.refs, *new.refs))
+
+
+def test_what_a_load_wants_is_not_given_up_for_it(device):
+    device.loader.load(MODEL.load(1), device.now)
+    device.serve(MODEL)
+    device.loader.unload(Unload("m", Epoch(1, 1), spare_bytes=1 << 30), device.now)
+    asked = device.counters["tiles_asked"]
+    device.loader.load(replace(MODEL.load(2), spare_bytes=0), device.now)
+    device.serve(MODEL)
+    first, second = device.of(Loaded)
+    assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
+    assert device.counters["tiles_asked"] == asked
 
 
 def test_another_manifest_shares_nothing(device):

@@ -34,11 +34,14 @@ def test_round_trip_and_rate_of_one_direction(latency, rate):
     assert prober.bandwidth_bytes_per_s() == pytest.approx(rate, rel=1e-3)
 
 
-def test_one_slow_answer_changes_nothing():
+def test_slow_answers_of_a_busy_device_change_nothing_but_a_longer_way_does():
     prober = Prober("d1", 7)
-    for now, latency in enumerate([0.01, 0.01, 5.0, 0.01, 0.01]):
+    for now, latency in enumerate([0.01, 0.05, 5.0, 0.02, 0.03, 0.02]):
         answer(prober, prober.due(float(now), False), now, latency, 1e6)
     assert prober.round_trip_s() == pytest.approx(0.01)
+    for now in range(6, 6 + KEPT):
+        answer(prober, prober.due(float(now), False), now, 0.04, 1e6)
+    assert prober.round_trip_s() == pytest.approx(0.04)
 
 
 def test_large_probes_are_rare_and_never_while_busy():
@@ -51,7 +54,7 @@ def test_large_probes_are_rare_and_never_while_busy():
         times += [now] * len(large(payloads))
         answer(prober, payloads, now, 0.001, 1e7)
     assert len(times) == FIRST_LARGE + 2
-    assert times == [1, 2, 3, 3 + LARGE_EVERY_S, 30]
+    assert times == [1, 2, 3, 4, 4 + LARGE_EVERY_S, 30]
 
 
 def test_a_busy_moment_does_not_change_the_rate_but_a_slower_link_does():

@@ -184,7 +184,7 @@ def test_filters_of_a_plan_and_its_end(device):
     d.run(MessageIn(messages.Release(2, TWO.model, TWO.epoch)))
     assert set(d.planes["data"].left) == set(x)
     assert d.planes["control"].left == [TOPICS.work(TWO.model)]
-    assert d.loader.posted[-1] == Unload(TWO.model, TWO.epoch)
+    assert d.loader.posted[-1] == Unload(TWO.model, TWO.epoch, d.session.memory_bytes)
 
 
 def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeypatch):
@@ -318,7 +318,7 @@ def test_a_new_planner_voids_what_the_old_one_prepared(device):
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
     assert d.loader.posted.count(AskAgain()) == asked + 1
     d.run(PlannerStatus(messages.Status("online", PLAN.epoch.boot + 1)))
-    assert Unload(PLAN.model, PLAN.epoch) in d.loader.posted
+    assert Unload(PLAN.model, PLAN.epoch, d.session.memory_bytes) in d.loader.posted
     d.run(request()[2])
     assert d.ups(frames.Frame) == []
 

@@ -1,33 +1,44 @@
-"""Reads the machine code of the register tiles: run as a program, it prints the assembly for one CPU.
-
-    python assembly.py ISA CPU [ROWS]
-
-A forced instruction set is compiled for any CPU by LLVM's cross compiler, so that ARM is read on x86 too. ROWS makes
-the tile higher than the table says, for the test that tests the tests.
-"""
+"""Reads the machine code of the register tiles: written for any CPU that LLVM knows, or as Numba compiled it here."""
 
 from __future__ import annotations
 
 import re
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
-TRIPLES = {"neon": "aarch64-unknown-linux-gnu"}
-X86 = "x86_64-unknown-linux-gnu"
-MULTIPLY_ADD = re.compile(r"^(vfmadd\d+ps|fmla|mulps)\s")
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba.core.fastmathpass import rewrite_module
+
+from hepti_mqtt.kernels import jit
+from hepti_mqtt.kernels.isa import Dot, Tile
+from hepti_mqtt.kernels.matmul import TileWriter
+from hepti_mqtt.kernels.softmax_tile import _write_copy, _write_softmax
+from hepti_mqtt.kernels.storage_tile import StorageTileWriter, form
+
+TRIPLES: Final = {"neon": "aarch64-unknown-linux-gnu"}
+X86: Final = "x86_64-unknown-linux-gnu"
+# What adds products, in one instruction where the CPU has it, and what widens narrow weights.
+MULTIPLY_ADD: Final = re.compile(r"^(vfmadd\d+ps|fmla|mulps|(?:\{vex\}\s*)?vpdpbusd|sdot)\s")
+CONVERT: Final = re.compile(r"^(vcvtph2ps|vcvtdq2ps|cvtdq2ps|fcvtl2?|scvtf)\s")
 # The stack, by whatever name: (%rsp), (%rbp) as a frame pointer never occurs in code without one, [sp, #16].
-STACK = re.compile(r"\(%rsp|\[sp\b")
-TILE_NAME = re.compile(r"^(hepti_(?:tile|panel)(?:_ahead)?_(?:rows|columns)_(\d+)x(\d+)):")
+STACK: Final = re.compile(r"\(%rsp|\[sp\b")
+VECTOR: Final = re.compile(r"%[xyz]mm|\b[qv]\d+\b")
+PREFETCH: Final = re.compile(r"^(prefetch|prfm)")
+NAME: Final = re.compile(r"^hepti_(\w+?)_(\d+)(?:x(\d+))?:")
 
 
 class Loop(NamedTuple):
-    """One innermost loop of a tile's function: its instructions in order."""
+    """One innermost loop of a tile's function: its instructions in order.
 
-    tile: str
-    rows: int
-    vectors: int
+    kind: a key of `KINDS`, or "" for a loop of a kernel itself. size: the numbers in the function's name.
+    """
+
+    kind: str
+    size: tuple[int, ...]
     body: tuple[str, ...]
 
     @property
@@ -35,73 +46,121 @@ class Loop(NamedTuple):
         return [line for line in self.body if MULTIPLY_ADD.match(line)]
 
     @property
+    def conversions(self) -> list[str]:
+        return [line for line in self.body if CONVERT.match(line)]
+
+    @property
     def spills(self) -> list[str]:
         return [line for line in self.body if STACK.search(line)]
 
+    @property
+    def vector_spills(self) -> list[str]:
+        return [line for line in self.spills if VECTOR.search(line)]
+
+    @property
+    def prefetches(self) -> list[str]:
+        return [line for line in self.body if PREFETCH.match(line)]
+
 
 def loops(assembly: str) -> list[Loop]:
-    """Return the innermost loops, with vector arithmetic in them, of all tiles in the assembly."""
+    """Return the innermost loops, with products in them, of all functions in the assembly."""
     found: list[Loop] = []
-    name, rows, vectors = "", 0, 0
+    kind, size = "", ()
     label, body = "", []
     for raw in assembly.splitlines():
         line = raw.split("#")[0].strip() if "\t#" in raw else raw.strip()
-        if match := TILE_NAME.match(line):
-            name, rows, vectors = match[1], int(match[2]), int(match[3])
+        if match := NAME.match(line):
+            kind, size = match[1], tuple(int(number) for number in match.groups()[1:] if number)
         elif line.startswith(".Lfunc_end"):
-            name = ""
+            kind, size = "", ()
         if match := re.match(r"^(\.LBB\w+):", line):
             label, body = match[1], []
         elif line and not line.startswith("."):
             body.append(line)
             # A jump back to the label that begins this block.
             if label and re.match(rf"^(j\w+|b\.?\w*|cbn?z|tbn?z)\s.*{re.escape(label)}$", line):
-                loop = Loop(name, rows, vectors, tuple(body))
-                if name and loop.multiply_adds:
+                loop = Loop(kind, size, tuple(body))
+                if loop.multiply_adds:
                     found.append(loop)
     return found
 
 
-def _functions(code: str, triple: str, layout: str) -> str:
-    """Return a module of only the tiles, for another target; the rest of what Numba compiled is of this machine."""
-    tiles = re.findall(r"^define [^\n]*@hepti_(?:tile|panel)_.*?^}", code, re.MULTILINE | re.DOTALL)
-    others = [
-        line for line in code.splitlines() if re.match(r"declare .*@llvm\.(fma|fmuladd|prefetch)|attributes #", line)
-    ]
-    head = [f'target triple = "{triple}"', f'target datalayout = "{layout}"']
-    tiles = [tile.replace("define internal", "define", 1) for tile in tiles]
-    return re.sub(r", ![\w.]+ !\d+", "", "\n".join([*head, *tiles, *others]))
+class Target(NamedTuple):
+    """A CPU by LLVM's name and what the kernels use on it: keys of `TILES` and `DOTS`, and the tiles themselves."""
+
+    cpu: str
+    isa: str
+    tile: Tile
+    dot: Dot
+
+    @property
+    def half_in_hardware(self) -> bool:
+        return self.isa in ("avx512", "avx2", "neon")
 
 
-def _heighten(rows: int) -> None:
-    """Make the tile `rows` high, before the package is imported and makes its tiles from the table."""
-    path = Path(__file__).parents[2] / "hepti_mqtt" / "kernels" / "isa.py"
-    spec = spec_from_file_location("hepti_mqtt.kernels.isa", path)
-    table = module_from_spec(spec)
-    sys.modules[spec.name] = table
-    spec.loader.exec_module(table)
-    table.TILE = table.TILE._replace(rows=rows)
+def _matmul(kind: str) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+    layout: Any = "columns" if kind.endswith("columns") else "rows"
+
+    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
+        for rows, vectors in product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1)):
+            name = f"hepti_{kind}_{rows}x{vectors}"
+            yield TileWriter(module, name, target.tile, rows, vectors, layout, "ahead" in kind).write()
+
+    return write
 
 
-def _main(isa: str, cpu: str, rows: str = "") -> None:
-    import llvmlite.binding as llvm
+def _storage(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
+        shape = form(kind, target.tile, target.dot, target.half_in_hardware)
+        for rows in range(1, shape.rows + 1):
+            yield StorageTileWriter(module, f"hepti_{kind}_{rows}", shape, rows).write()
 
-    if rows:
-        _heighten(int(rows))
-    from hepti_mqtt.kernels import jit, linear
+    return write
 
-    kernel = linear._linear
-    (arguments,) = [signature for dispatcher, signature in jit.registered if dispatcher is kernel]
-    kernel.compile(arguments)
-    code = kernel.inspect_llvm(kernel.signatures[0])
+
+def _vectors(
+    kind: str, write_one: Callable[[ir.Module, str, Tile, int], ir.Function]
+) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
+        for vectors in range(1, target.tile.vectors + 1):
+            yield write_one(module, f"hepti_{kind}_{vectors}", target.tile, vectors)
+
+    return write
+
+
+# Every function that is written as LLVM vector IR and has a loop, by the kernel that it is part of.
+MATMUL: Final = ("panel_ahead_rows", "panel_rows", "panel_columns")
+KINDS: Final[dict[str, Callable[[ir.Module, Target], Iterator[ir.Function]]]] = {
+    **{kind: _matmul(kind) for kind in MATMUL},
+    **{kind: _storage(kind) for kind in ("f16", "w8a32", "w8a8")},
+    "softmax": _vectors("softmax", _write_softmax),
+    "copy": _vectors("copy", _write_copy),
+}
+
+
+def written(kind: str, target: Target) -> str:
+    """Return the assembly of all tiles of a kind for any CPU, with the passes and flags that Numba uses."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    triple = TRIPLES.get(isa, X86)
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3, reloc="pic")
-    module = llvm.parse_assembly(_functions(code, triple, str(machine.target_data)))
+    triple = TRIPLES.get(target.isa, X86)
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=target.cpu, opt=3, reloc="pic")
+    source = ir.Module()
+    source.triple, source.data_layout = triple, str(machine.target_data)
+    for function in KINDS[kind](source, target):
+        function.linkage = "external"  # nobody calls them here
+    rewrite_module(source, SimpleNamespace(flags=jit.FASTMATH))
+    module = llvm.parse_assembly(str(source))
     module.verify()
-    sys.stdout.write(machine.emit_assembly(module))
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization, options.slp_vectorization = True, False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return machine.emit_assembly(module)
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def compiled(kernel: Any) -> str:
+    """Return the assembly of a kernel as Numba makes it for this machine; not from the cache, which has none."""
+    (arguments,) = [signature for dispatcher, signature in jit.registered if dispatcher is kernel]
+    fresh = numba.njit(**jit._options(jit.FASTMATH))(kernel.py_func)
+    fresh.compile(arguments)
+    return fresh.inspect_asm(fresh.signatures[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import numba
@@ -16,7 +17,8 @@ from hepti_mqtt.kernels.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.jit import JIT, lowered
 from hepti_mqtt.kernels.linear_storage import _quantise_rows
-from hepti_mqtt.kernels.storage_tile import _plain, emit_storage_tile, form
+from hepti_mqtt.kernels.storage_tile import StorageTileWriter, emit_storage_tile, form, plain_tile
+from hepti_mqtt.kernels.stream_tile import StreamTileWriter, plain_stream
 from hepti_mqtt.kernels.weights import BLOCK, blocks
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
@@ -59,7 +61,7 @@ def bound(case, storage, widths):
 @given(
     storage=st.sampled_from(STORAGES),
     m=st.integers(0, 20),
-    k=st.one_of(st.integers(0, 70), st.integers(120, 400)),
+    k=st.one_of(st.integers(0, 70), st.integers(120, 800)),
     widths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     bias=st.booleans(),
     residual=st.booleans(),
@@ -108,12 +110,12 @@ def test_every_number_of_rows(storage, rows):
     assert (np.abs(case.run()[0] - case.reference()[0]) <= bound(case, storage, [130]) + 1e-5).all()
 
 
-@given(storage=st.sampled_from(STORAGES), m=st.integers(1, 30), data=st.data())
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(storage, m, data):
-    case = linear(storage, m, 150, [70], activation="gelu")
+@given(storage=st.sampled_from(STORAGES), m=st.integers(1, 30), k=st.integers(0, 600), data=st.data())
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(storage, m, k, data):
+    case = linear(storage, m, k, [70], activation="gelu")
     first = data.draw(st.integers(0, m - 1))
     stop = data.draw(st.integers(first + 1, m))
-    part = linear(storage, stop - first, 150, [70], activation="gelu", x=case.reads[0][first:stop])
+    part = linear(storage, stop - first, k, [70], activation="gelu", x=case.reads[0][first:stop])
     part.weights = case.weights
     np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
 
@@ -208,18 +210,24 @@ FORMS += [form("w8a32", tile=t) for t in TILES.values()]
 FORMS += [form("f16", tile=t, half_in_hardware=hard) for t in TILES.values() for hard in (False, True)]
 
 
+TILE_OR_STREAM = {"tile": (StorageTileWriter, plain_tile), "stream": (StreamTileWriter, plain_stream)}
+
+
 @pytest.mark.skipif(not JIT, reason="only compiled code has tiles of an instruction set")
+@pytest.mark.parametrize("kind", TILE_OR_STREAM)
 @pytest.mark.parametrize("shape", FORMS, ids=lambda f: f"{f.kind}-{f.lanes}x{f.rows}x{f.vectors}-{f.half_in_hardware}")
-def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
+def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
     if shape.kind == "f16" and shape.half_in_hardware and form("f16").half_in_hardware is False:
         pytest.skip("this CPU does not convert half precision")
     if shape.kind == "w8a8" and shape.dot.intrinsic and shape.lanes > DOTS[dot()].lanes:
         pytest.skip("this CPU has no such instruction")
-    call, plain = called(lowered(emit_storage_tile(shape), _plain(shape))), _plain(shape)
+    writer, plain_of = TILE_OR_STREAM[kind]
+    call, plain = called(lowered(emit_storage_tile(shape, writer), plain_of(shape))), plain_of(shape)
     rng = np.random.default_rng(3)
     n = shape.width
-    for rows, steps in product(range(1, shape.rows + 1), (0, 1, 9)):
-        group = 4 if shape.kind == "w8a8" else 1
+    group = 4 if shape.kind == "w8a8" else 1
+    two_blocks = (BLOCK // group + 9,) if kind == "stream" else ()
+    for rows, steps in product(range(1, shape.rows + 1), (0, 1, 9, *two_blocks)):
         a = rng.integers(-128, 128, (rows, 4 * steps + 8)).astype(np.int8)
         if group == 1:
             a = rng.standard_normal((rows, steps + 2)).astype(np.float32)
@@ -228,11 +236,12 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
             odd = [0.0, -0.0, 6e-8, -6e-8, 6e-5, 65504.0, -65504.0]
             panel = np.where(rng.random((steps, n)) < 0.2, rng.choice(odd, (steps, n)), rng.standard_normal((steps, n)))
             panel = panel.astype(np.float16)
-        # The scales of two blocks beside each other, of which the first is used.
+        # The scales of two blocks beside each other, of which a tile uses the first.
         of_rows, of_columns, start = (
-            rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), n, (rows, n + 1))
+            rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), (2, n), (rows, n + 1))
         )
-        zeros, sums = (rng.integers(-300, 300, size).astype(np.int32) for size in ((rows, 2), n))
+        zeros, sums = (rng.integers(-300, 300, size).astype(np.int32) for size in ((rows, 2), (2, n)))
+        sums *= steps > 0  # no codes add to nothing
         results = []
         for tile in (call, plain):
             c = np.full((rows + 2, n + 3), 7, np.float32)
@@ -243,7 +252,9 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape):
             assert (c[[0, -1]] == 7).all()
             assert (c[:, n:] == 7).all()
             results.append(c)
-        np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=2e-4 * 65504 ** (shape.kind == "f16"))
+        # Two blocks of some 1e5 may cancel, each rounded to f32.
+        atol = (2e-4 if steps < 10 else 2e-2) * 65504 ** (shape.kind == "f16")
+        np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=atol)
 
 
 @pytest.mark.skipif(not JIT, reason="only compiled code converts by bits")
@@ -252,7 +263,7 @@ def test_every_half_is_widened_exactly(hard):
     if hard and not form("f16").half_in_hardware:
         pytest.skip("this CPU does not convert half precision")
     shape = form("f16", half_in_hardware=hard)
-    call = called(lowered(emit_storage_tile(shape), _plain(shape)))
+    call = called(lowered(emit_storage_tile(shape), plain_tile(shape)))
     n = shape.width
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(-1, n)
     one, ones, bias = np.ones((1, 1), np.float32), np.ones(n, np.float32), np.full(n, -0.0, np.float32)
@@ -260,7 +271,9 @@ def test_every_half_is_widened_exactly(hard):
     for part in halves:
         at = [x.ctypes.data for x in (part, one, zero, ones, zero, bias, c)]
         call(1, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n)
-        np.testing.assert_array_equal(c, part.astype(np.float32))
+        with np.errstate(invalid="ignore"):  # ARM signals a NaN that is cast
+            expected = part.astype(np.float32)
+        np.testing.assert_array_equal(c, expected)
 
 
 def test_matrices_in_two_storages_are_refused():
@@ -302,22 +315,26 @@ def test_the_int8_tile_can_be_forced_to_one_that_exists(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "features", "expected"),
+    ("machine", "features", "hwcap", "expected"),
     [
-        ("aarch64", {"dotprod": True}, "dotprod"),
-        ("aarch64", {}, "plain"),
-        ("x86_64", {"avx512f": True, "avx512vnni": True}, "avx512vnni"),
-        ("x86_64", {"avx512f": True}, "plain"),
-        ("x86_64", {"avx2": True, "fma": True, "avxvnni": True}, "avxvnni"),
-        ("x86_64", {"avx2": True, "fma": True}, "plain"),
-        ("riscv64", {}, "plain"),
+        ("aarch64", {"dotprod": True}, 0, "dotprod"),
+        # As Linux and LLVM say of a Cortex-A76, and of a Cortex-A72.
+        ("aarch64", {"neon": True, "lse": True}, 0x119FFB, "dotprod"),
+        ("aarch64", {"neon": True}, 0x8FB, "plain"),
+        ("x86_64", {"avx512f": True, "avx512vnni": True}, 0, "avx512vnni"),
+        ("x86_64", {"avx512f": True}, 0, "plain"),
+        ("x86_64", {"avx2": True, "fma": True, "avxvnni": True}, 0, "avxvnni"),
+        ("x86_64", {"avx2": True, "fma": True}, 0x119FFB, "plain"),
+        ("riscv64", {}, 0x119FFB, "plain"),
     ],
 )
-def test_the_int8_tile_follows_from_the_machine(monkeypatch, machine, features, expected):
+def test_the_int8_tile_follows_from_the_machine(monkeypatch, machine, features, hwcap, expected):
     monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
     monkeypatch.delenv(DOT_OVERRIDE, raising=False)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    # By the module itself: the package has a function of its name.
+    monkeypatch.setattr(sys.modules["hepti_mqtt.kernels.isa"], "_hwcap", lambda: hwcap)
     assert dot() == expected
 
 

@@ -1,114 +1,169 @@
-"""Outside baselines: the same weights under PyTorch and ONNX Runtime, started on the hosts of a lab."""
+"""Outside baselines: the same weights under PyTorch and ONNX Runtime, on the hosts of a lab."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ConfigError, LabError
+from hepti_mqtt.errors import ConfigError, HeptiError, LabError
 from hepti_mqtt.lab.hosts import Host, Talking
 
 PATIENCE_S: Final = 300.0
-TOLERANCE: Final = 1e-3  # of f32 hidden states after layer norms, summed in other orders
+END_S: Final = 30.0
+TOLERANCE: Final = 1e-4  # of the reference's norm: what an f32 answer of Hepti is held to
+# One thread everywhere: a host of the lab is a share of one core.
+ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Library(NamedTuple):
+    """packages: what it imports. hint: how they are installed."""
+
+    packages: tuple[str, ...]
+    hint: str
+
+
+TORCH: Final = Library(("torch",), "pip install torch==2.13.0, the CPU build (https://download.pytorch.org/whl/cpu)")
+ONNX: Final = Library(("onnx", "onnxruntime"), "pip install 'hepti[bench]'")
 
 
 class Baseline(NamedTuple):
-    """A module below this package, how many hosts it takes, and its variant."""
+    """A module below this package, its library, how many hosts it takes, and its variant."""
 
     module: str
+    library: Library
     least: int
     most: int
     variant: str = ""
 
 
 BASELINES: Final[Mapping[str, Baseline]] = {
-    "torch": Baseline("torch_single", 1, 1),
-    "torch-megatron": Baseline("torch_megatron", 2, 16),
-    "torch-tokens-x": Baseline("torch_tokens", 2, 16, "x"),
-    "torch-tokens-kv": Baseline("torch_tokens", 2, 16, "kv"),
-    "onnxruntime": Baseline("onnx_single", 1, 1),
+    "torch": Baseline("torch_single", TORCH, 1, 1),
+    "torch-megatron": Baseline("torch_megatron", TORCH, 2, 16),
+    "torch-tokens-x": Baseline("torch_tokens", TORCH, 2, 16, "x"),
+    "torch-tokens-kv": Baseline("torch_tokens", TORCH, 2, 16, "kv"),
+    "onnxruntime": Baseline("onnx_single", ONNX, 1, 1),
 }
 
 
-class Group:
-    """The processes of one baseline, one a host; the first host has the input and the output."""
-
-    def __init__(self, name: str, talks: Sequence[Talking]) -> None:
-        self.name, self._talks = name, talks
-        self.difference = 0.0
-        self.versions: dict[str, str] = {}
-
-    def begin(self) -> None:
-        """Wait until every rank is ready; raises LabError if one fails or the hidden states are not the reference's."""
-        said = [_answer(talk) for talk in self._talks]
-        self.difference, self.versions = said[0]["difference"], said[0]["versions"]
-        if not self.difference <= TOLERANCE:  # NaN is wrong too
-            raise LabError(
-                f"{self.name}: the hidden states differ from the reference by {self.difference:g}; its times would "
-                "mean nothing"
+def require(names: Sequence[str]) -> None:
+    """Raise ConfigError that says how to install it if this interpreter lacks what one of the baselines imports."""
+    for name in names:
+        library = BASELINES[name].library
+        if missing := [package for package in library.packages if find_spec(package) is None]:
+            raise ConfigError(
+                f"the baseline {name} needs {' and '.join(missing)}, not installed here: {library.hint}, or use the "
+                "environment that `make bench-venv` makes (.cache/bench-venv); or leave it out of `outside:`"
             )
 
-    def measure(self) -> float:
-        """Return the seconds of one inference, on the first host's clock; raises LabError if a rank fails."""
-        for talk in self._talks:
-            talk.send("")
-        said = [_answer(talk) for talk in self._talks]
-        return float(said[0]["latency_s"])
+
+class Outside:
+    """The processes of all baselines in one lab, one per host and library; a context manager that ends them.
+
+    A process is started when its baseline has its first turn and then waits in a read. It holds weights only during a
+    turn, since they would take the memory that the host's agent counts on.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[tuple[int, Library], Talking] = {}
+
+    def turn(
+        self,
+        name: str,
+        hosts: Sequence[Host],
+        model: Path,
+        body: Mapping[str, Any],
+        reference: Path,
+        warmup: int,
+        repetitions: int,
+    ) -> dict[str, Any]:
+        """Load, check the hidden states against `reference` (.npy), warm up, and time; return what a turn's record has.
+
+        Loading and checking is at full speed, as in a turn of Hepti; everything after it throttled. The first host has
+        the input and the output, and its clock counts. Raises ConfigError for a number of hosts that the baseline does
+        not take.
+        """
+        baseline = BASELINES[name]
+        if not baseline.least <= len(hosts) <= baseline.most:
+            raise ConfigError(f"{name} takes {baseline.least} to {baseline.most} hosts, not {len(hosts)}")
+        begun = time.time()
+        try:
+            _throttle(hosts, on=False)
+            try:
+                group, loaded = self._load(baseline, hosts, model, body, reference)
+                checked = _ask(group, {"do": "check"})
+            finally:
+                _throttle(hosts, on=True)
+            error = checked[0]["error"]
+            if not error <= TOLERANCE:  # NaN is wrong too
+                raise LabError(f"{name} is off by {error:.1e} of its norm, more than {TOLERANCE:g}: it is not timed")
+            times = [_ask(group, {"do": "measure"})[0]["latency_ms"] for _ in range(warmup + repetitions)]
+            _ask(group, {"do": "drop"})
+        except HeptiError as failure:
+            self._end(baseline, hosts)  # some ranks may wait for one that is gone
+            return {"ok": False, "unix_s": begun, "code": failure.code, "message": str(failure)}
+        said = {"latency_ms": times[warmup:], "error": error, "versions": loaded[0]["versions"]}
+        said["rss_bytes"] = [rank["rss_bytes"] for rank in checked]
+        return {"ok": True, "unix_s": begun, **said}
 
     def close(self) -> None:
-        """End every rank."""
-        for talk in self._talks:
-            talk.signal(9)
-        for talk in self._talks:
-            talk.wait(PATIENCE_S)
+        """End every process."""
+        for worker in self._workers.values():
+            worker.signal(9)
+        while self._workers:
+            self._workers.popitem()[1].wait(END_S)
+
+    def __enter__(self) -> Outside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(
+        self, baseline: Baseline, hosts: Sequence[Host], model: Path, body: Mapping[str, Any], reference: Path
+    ) -> tuple[list[Talking], list[dict[str, Any]]]:
+        group = [self._worker(baseline.library, host) for host in hosts]
+        port = _ask(group[:1], {"do": "port"})[0]["port"]
+        for rank, (host, worker) in enumerate(zip(hosts, group, strict=True)):
+            place = host.provide(reference) if rank == 0 else None
+            part = {"module": baseline.module, "variant": baseline.variant, "rank": rank, "world": len(hosts)}
+            what = {"model": host.provide(model), "body": body, "reference": place}
+            worker.send(json.dumps({"do": "load", **part, "master": f"{hosts[0].address}:{port}", **what}))
+        return group, [_answer(worker) for worker in group]
+
+    def _worker(self, library: Library, host: Host) -> Talking:
+        key = id(host), library
+        if key not in self._workers:
+            command = [host.python, "-m", "hepti_mqtt.bench.outside.worker", host.address]
+            self._workers[key] = host.talk(f"outside-{library.packages[-1]}", command, ENVIRONMENT)
+        return self._workers[key]
+
+    def _end(self, baseline: Baseline, hosts: Sequence[Host]) -> None:
+        """End a group; its next turn starts new processes."""
+        for host in hosts:
+            worker = self._workers.pop((id(host), baseline.library), None)
+            if worker is not None:
+                worker.signal(9)
+                worker.wait(END_S)
 
 
-def start(
-    name: str,
-    hosts: Sequence[Host],
-    model: Path,
-    tokens: int,
-    *,
-    seed: int = 0,
-    port: int = 29500,
-    python: str | None = None,
-    interface: str | None = None,
-) -> Group:
-    """Start a baseline of BASELINES on `hosts` and return it once its output equals the reference's.
-
-    port: a free one of the first host. python: an interpreter with PyTorch and ONNX Runtime, if not the hosts' own.
-    interface: the network interface for gloo, where a host has several. Raises ConfigError for an unknown name or a
-    number of hosts that it does not take, LabError if a rank fails.
-    """
-    if name not in BASELINES:
-        raise ConfigError(f"there is no baseline {name!r}; known are {', '.join(BASELINES)}")
-    baseline = BASELINES[name]
-    if not baseline.least <= len(hosts) <= baseline.most:
-        raise ConfigError(f"{name} takes {baseline.least} to {baseline.most} hosts, not {len(hosts)}")
-    # One thread everywhere: a host of the lab is a share of one core.
-    environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    if interface is not None:
-        environment["GLOO_SOCKET_IFNAME"] = interface
-    talks: list[Talking] = []
-    group = Group(name, talks)
-    with ExitStack() as failed:
-        failed.callback(group.close)
-        for rank, host in enumerate(hosts):
-            words = {
-                "model": host.provide(model), "tokens": tokens, "seed": seed, "rank": rank, "world": len(hosts),
-                "master": f"{hosts[0].address}:{port}", "variant": baseline.variant,
-            }  # fmt: skip
-            options = [text for key, value in words.items() for text in (f"--{key}", str(value))]
-            command = [python or host.python, "-m", f"hepti_mqtt.bench.outside.{baseline.module}", *options]
-            talks.append(host.talk(f"{name}-{rank}", command, environment))
-        group.begin()
-        failed.pop_all()
-    return group
+def _throttle(hosts: Sequence[Host], *, on: bool) -> None:
+    for host in hosts:
+        host.throttle(on)
 
 
-def _answer(talk: Talking) -> dict[str, Any]:
-    words: dict[str, Any] = json.loads(talk.receive(PATIENCE_S))
-    return words
+def _ask(group: Sequence[Talking], order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Give every rank an order; return their answers. Raises LabError if one fails."""
+    for worker in group:
+        worker.send(json.dumps(order))
+    return [_answer(worker) for worker in group]
+
+
+def _answer(worker: Talking) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(worker.receive(PATIENCE_S))
+    if not said["ok"]:
+        raise LabError(f"{worker.name}: {said['message']}")
+    return said

@@ -1,53 +1,43 @@
-"""What every outside baseline shares: its options, the model and input as NumPy has them, and the talk with its runner.
+"""What every outside baseline shares: its part in a group, and the model and input as it takes them.
 
-A baseline loads, computes once, says {"ready": true, "difference": D, "versions": {...}} (D: the largest difference of
-its hidden states to the reference, null on ranks that have none), and then answers every line with {"latency_s": T},
-one inference each. The end of its input ends it.
+A baseline is a module here whose `make` returns what computes the hidden states; `worker` talks to the runner for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.models import reference
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.spec import ModelSpec
 
 Array = NDArray[Any]
-TORCH_HINT = "pip install torch==2.13.0, the CPU build (https://download.pytorch.org/whl/cpu)"
-ONNX_HINT = "pip install 'hepti[bench]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """rank, world, master: of the group; a baseline of one process has world 1. variant: of the baseline, or empty."""
 
-    model: str
-    tokens: int
-    seed: int
-    rank: int
-    world: int
-    master: str
-    variant: str
+    rank: int = 0
+    world: int = 1
+    master: str = ""
+    variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, and one input: `values` is token ids i32 [m], or normalised patches f32 [n, channels p p]."""
+    """A model, and one input: `values` is token ids i32 [m], or normalised patches f32 [n, channels p p].
+
+    tensors: read when asked for and not kept, so that a host holds a weight once.
+    """
 
     spec: ModelSpec
     tensors: Mapping[str, Array]
-    raw: Array
     values: Array
 
     @property
@@ -55,31 +45,24 @@ class Task:
         """Return m, the rows of the hidden states."""
         return len(self.values) + (self.spec.image is not None)
 
-    def expected(self) -> Array:
-        """Return the final hidden states [m, h] of the plain NumPy reference."""
-        return reference(self.spec, self.tensors, self.raw, RequestShape((self.rows,), "hidden"))[0]
+
+class Made(NamedTuple):
+    """compute: the hidden states, None where a rank has none. together: returns when every rank has called it.
+
+    leave: ends the rank's part in the group.
+    """
+
+    compute: Callable[[], Array | None]
+    versions: dict[str, str]
+    together: Callable[[], None] = lambda: None
+    leave: Callable[[], None] = lambda: None
 
 
-# A baseline: from its options and task, what computes the hidden states (None where a rank has none) and what must
-# happen before the clock starts, so that all ranks begin together.
-Made = tuple[Callable[[], Array | None], Callable[[], None], dict[str, str]]
-
-
-def task(options: Options) -> Task:
-    """Open the model and make its input from the seed; raises ModelError, ConfigError."""
-    with Checkpoint.open(options.model) as checkpoint:
-        spec = checkpoint.spec
-        tensors = {name: np.asarray(value) for name, value in checkpoint.tensors().items()}
-    rng = np.random.default_rng(options.seed)
-    if spec.image is not None:
-        image = spec.image
-        raw = rng.integers(0, 256, (1, image.channels, image.size, image.size)).astype(np.uint8)
-        return Task(spec, tensors, raw, _patches(spec, raw))
-    assert spec.text is not None
-    if not 0 < options.tokens <= spec.max_tokens:
-        raise ConfigError(f"{options.tokens} tokens do not fit {options.model}: use 1 to {spec.max_tokens}")
-    raw = rng.integers(0, spec.text.vocab, options.tokens).astype(np.int32)
-    return Task(spec, tensors, raw, raw)
+def task(checkpoint: Checkpoint, body: Mapping[str, Any]) -> Task:
+    """Return the task of a request as Hepti's own planner reads it; raises RequestError."""
+    inputs = prepare(checkpoint, {**body, "want": "hidden"}).inputs
+    spec = checkpoint.spec
+    return Task(spec, checkpoint.tensors(), inputs if spec.image is None else _patches(spec, inputs))
 
 
 def _patches(spec: ModelSpec, pixels: Array) -> Array:
@@ -90,36 +73,3 @@ def _patches(spec: ModelSpec, pixels: Array) -> Array:
     p, side = image.patch, image.size // image.patch
     blocks = values.reshape(image.channels, side, p, side, p).transpose(1, 3, 0, 2, 4)
     return np.ascontiguousarray(blocks.reshape(image.patches, -1))
-
-
-def main(make: Callable[[Options, Task], Made], arguments: Sequence[str]) -> int:
-    """Run a baseline until its input ends; return the exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="a Hugging Face directory")
-    parser.add_argument("--tokens", type=int, default=128, help="of a text; images have their own number")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--world", type=int, default=1)
-    parser.add_argument("--master", default="127.0.0.1:29500", help="address:port of rank 0")
-    parser.add_argument("--variant", default="")
-    options = Options(**vars(parser.parse_args(arguments)))
-    try:
-        _serve(options, make)
-    except HeptiError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _serve(options: Options, make: Callable[[Options, Task], Made]) -> None:
-    given = task(options)
-    compute, together, versions = make(options, given)
-    output = compute()
-    difference = None if output is None else float(np.abs(output - given.expected()).max())
-    together()
-    print(json.dumps({"ready": True, "difference": difference, "versions": versions}), flush=True)
-    for _ in sys.stdin:
-        together()
-        begin = time.perf_counter()
-        compute()
-        print(json.dumps({"latency_s": time.perf_counter() - begin}), flush=True)

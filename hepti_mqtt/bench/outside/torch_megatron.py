@@ -1,11 +1,9 @@
-"""`python -m hepti_mqtt.bench.outside.torch_megatron`: tensor parallel as in Megatron-LM (Shoeybi et al., 2019), gloo.
+"""Tensor parallel as in Megatron-LM (Shoeybi et al., 2019), gloo.
 
 QKV and the first MLP matrix by columns, the output projection and the second by rows, an all-reduce after each pair.
 """
 
 from __future__ import annotations
-
-import sys
 
 from hepti_mqtt.bench.outside import common
 
@@ -39,8 +37,4 @@ def make(options: common.Options, task: common.Task) -> common.Made:
         out = model.layers(model.stem(given), attention, mlp)
         return out.numpy() if options.rank == 0 else None
 
-    return compute, tm.dist.barrier if many else lambda: None, versions
-
-
-if __name__ == "__main__":
-    sys.exit(common.main(make, sys.argv[1:]))
+    return common.Made(compute, versions, tm.together(options), tm.leave(options))

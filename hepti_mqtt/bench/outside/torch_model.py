@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hepti_mqtt.bench.outside.common import TORCH_HINT, Options, Task
+from hepti_mqtt.bench.outside import TORCH
+from hepti_mqtt.bench.outside.common import Options, Task
 from hepti_mqtt.errors import ConfigError
 
 try:
@@ -18,10 +19,10 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F  # noqa: N812 - its usual name
 except ImportError:
-    raise ConfigError(f"this baseline needs PyTorch: {TORCH_HINT}") from None
+    raise ConfigError(f"this baseline needs PyTorch: {TORCH.hint}") from None
 
 Tensor = Any
-__all__ = ["Encoder", "F", "Tensor", "begin", "dist", "part", "torch", "values"]
+__all__ = ["Encoder", "F", "Tensor", "begin", "dist", "leave", "part", "together", "torch", "values"]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -142,6 +143,16 @@ def begin(options: Options, task: Task) -> dict[str, str]:
         method, names = f"tcp://{options.master}", {"rank": options.rank, "world_size": options.world}
         dist.init_process_group("gloo", init_method=method, **names)
     return {"torch": torch.__version__, "numpy": np.__version__}
+
+
+def together(options: Options) -> Callable[[], None]:
+    """Return a barrier of the group."""
+    return dist.barrier if options.world > 1 else lambda: None
+
+
+def leave(options: Options) -> Callable[[], None]:
+    """Return what ends the group, so that the process may join another one."""
+    return dist.destroy_process_group if options.world > 1 else lambda: None
 
 
 def part(count: int, rank: int, world: int) -> tuple[int, int]:

@@ -1,8 +1,6 @@
-"""`python -m hepti_mqtt.bench.outside.torch_single`: eager PyTorch in one process of one thread."""
+"""Eager PyTorch in one process of one thread."""
 
 from __future__ import annotations
-
-import sys
 
 from hepti_mqtt.bench.outside import common
 from hepti_mqtt.errors import ConfigError
@@ -14,7 +12,7 @@ def make(options: common.Options, task: common.Task) -> common.Made:
 
     versions = tm.begin(options, task)
     if options.world != 1:
-        raise ConfigError(f"torch_single is one process, not {options.world}: leave --world out")
+        raise ConfigError(f"torch takes 1 host, not {options.world}")
     model, values = tm.Encoder(task), tm.values(task)
 
     def attention(i: int, x: tm.Tensor) -> tm.Tensor:
@@ -28,8 +26,4 @@ def make(options: common.Options, task: common.Task) -> common.Made:
         out: common.Array = model.layers(model.stem(values), attention, mlp).numpy()
         return out
 
-    return compute, lambda: None, versions
-
-
-if __name__ == "__main__":
-    sys.exit(common.main(make, sys.argv[1:]))
+    return common.Made(compute, versions)

@@ -1,11 +1,9 @@
-"""`python -m hepti_mqtt.bench.outside.torch_tokens --variant x|kv`: own token rows and all weights, PyTorch with gloo.
+"""Own token rows and all weights, PyTorch with gloo.
 
 x: the layer's input is gathered and every rank computes K and V of all rows. kv: K and V of own rows are gathered.
 """
 
 from __future__ import annotations
-
-import sys
 
 from hepti_mqtt.bench.outside import common
 from hepti_mqtt.errors import ConfigError
@@ -56,8 +54,4 @@ def make(options: common.Options, task: common.Task) -> common.Made:
         out = gathered(model.layers(model.stem(given)[mine], attention, mlp))
         return out.numpy() if options.rank == 0 else None
 
-    return compute, tm.dist.barrier if many else lambda: None, versions
-
-
-if __name__ == "__main__":
-    sys.exit(common.main(make, sys.argv[1:]))
+    return common.Made(compute, versions, tm.together(options), tm.leave(options))

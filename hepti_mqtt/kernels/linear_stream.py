@@ -1,0 +1,142 @@
+"""Kernel `linear` for few rows over narrow weights: a token at a time, where reading the weights takes all the time.
+
+One compiled call quantises the rows where that is wanted, and one call of a tile goes down each panel: at 40 GB/s a
+matrix of 1 MB takes 25 microseconds, and every hand-over between Python and compiled code takes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Run
+from hepti_mqtt.kernels.elementary import ONE
+from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
+from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.linear_storage import (
+    BIAS,
+    CODES,
+    COLUMN,
+    F16,
+    SCALES,
+    STORAGE,
+    SUMS,
+    VALID,
+    W8A8,
+    panels_of,
+    parts_of,
+    quantise,
+)
+from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
+from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
+from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
+from hepti_mqtt.kernels.workers import Workers
+from hepti_mqtt.program import Storage
+
+# The most rows that one tile has: with them a panel is read once, in one call.
+MOST_ROWS: Final = {storage: form.rows for storage, form in FORMS.items()}
+_NR: Final = FORMS["f16"].width
+_NR_DOT: Final = FORMS["w8a8"].width
+
+
+@kernel(
+    INT,
+    reads(float32, 2),
+    fills(float32, 2),
+    reads(float32, 2),
+    TABLE,
+    INT,
+    FLOAT,
+    INT,
+    INT,
+    INT,
+)
+def _linear_stream(
+    storage: int,
+    x: Any,
+    out: Any,
+    residual: Any,
+    panels: Any,
+    activation: int,
+    scale: Any,
+    out_column: int,
+    first_panel: int,
+    last_panel: int,
+) -> None:
+    """Fill the columns of some panels in all rows of out; panels are those of `linear_storage`."""
+    rows, k = x.shape
+    dot = storage == W8A8
+    width = _NR_DOT if dot else _NR
+    gated = activation == SILU_GATE
+    has_residual = residual.size > 0
+    plain = activation == NONE and scale == ONE and not has_residual
+    stride, steps, blocks = 4 * k, k, max(1, -(-k // BLOCK))
+    quantised = rows if dot else 0
+    codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
+    row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.int32)
+    if dot:
+        # Every thread for itself: a few thousand values take less than a hand-over.
+        quantise(x, codes, row_scales, zeros, 0, rows)
+        stride, steps = codes.shape[1], codes.shape[1] // GROUP
+    scratch = np.empty((2 if gated else 1) * rows * width, np.float32)
+    gates = scratch[-rows * width :]
+    for p in range(first_panel, last_panel):
+        column, valid = panels[p, COLUMN], panels[p, VALID]
+        direct = plain and valid == width
+        for is_gate in range(1 if gated else 0, -1, -1):
+            at = p + is_gate * (len(panels) // 2)
+            weights, bias = panels[at, CODES], panels[at, BIAS]
+            of_columns, of_codes = panels[at, SCALES], panels[at, SUMS]
+            # Addresses are read where they are used: an array of which nothing is read any more is freed.
+            left = codes.ctypes.data if dot else x.ctypes.data
+            of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
+            c, c_stride = (gates if is_gate else scratch).ctypes.data, 4 * width
+            if direct:
+                c, c_stride = out.ctypes.data + 4 * (out_column + column), 4 * out.shape[1]
+            if dot:
+                dot_stream(
+                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
+                    c_stride
+                )  # fmt: skip
+            elif storage == F16:
+                half_stream(
+                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
+                    c_stride
+                )  # fmt: skip
+            else:
+                byte_stream(
+                    rows, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes, bias, 0, c,
+                    c_stride
+                )  # fmt: skip
+        if not direct:
+            tile = scratch[: rows * width]
+            activate(tile, gates, activation, scale)
+            add = column if has_residual else -1
+            store(tile, width, 0, rows, out, out_column + column, residual, add, valid)
+
+
+def bind(
+    shape: tuple[int, int],
+    matrices: Sequence[NarrowMatrix],
+    biases: Sequence[NDArray[np.float32]],
+    has_residual: bool,
+    finish: tuple[int, np.float32, int],
+    pool: Workers,
+) -> Run:
+    """Return what `linear_storage.bind` does, for at most MOST_ROWS rows."""
+    m, k = shape
+    gated = finish[0] == SILU_GATE
+    table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
+    storage: Storage = matrices[0].storage
+    parts = [part[:2] for part in parts_of(len(table) // (2 if gated else 1), 1, m * PANELS[storage].width * k, pool)]
+    none = np.empty((0, 0), np.float32)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+        residual = reads[1] if has_residual else none
+        pool.each(_linear_stream, (STORAGE[storage], reads[0], writes[0], residual, table, *finish), parts)
+
+    return run

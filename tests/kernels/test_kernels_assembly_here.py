@@ -1,0 +1,63 @@
+"""What Numba made of the inner loops on this machine: the tiles as they were written, and the kernels' own products."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from assembly import MATMUL, compiled, loops
+
+from hepti_mqtt.kernels import attention_tiles, jit, linear, linear_storage
+from hepti_mqtt.kernels.isa import DOT, TILE, isa
+from hepti_mqtt.kernels.storage_tile import HALF_IN_HARDWARE
+
+pytestmark = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
+
+# Kinds of tiles by the kernel that calls them.
+KERNELS = {
+    "panel_ahead_rows": linear._linear,
+    "f16": linear_storage._linear_storage,
+    "w8a32": linear_storage._linear_storage,
+    "w8a8": linear_storage._linear_storage,
+    "panel_rows": attention_tiles.attention_units,
+    "panel_columns": attention_tiles.attention_units,
+}
+SLOW = {"w8a8": not DOT.intrinsic, "f16": not HALF_IN_HARDWARE}
+FUSED = r"vfmadd\d+ps|fmla" if TILE.fma else "mulps"
+DOT_PRODUCT = r"(\{vex\}\s*)?vpdpbusd|sdot"
+
+
+@functools.cache
+def loops_of(kernel):
+    return loops(compiled(kernel))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KERNELS if not SLOW.get(kind)])
+def test_the_tiles_are_compiled_as_they_are_written(kind):
+    rows, vectors = (DOT.rows, DOT.vectors) if kind == "w8a8" else (TILE.rows, TILE.vectors)
+    found = [loop for loop in loops_of(KERNELS[kind]) if loop.kind == kind]
+    assert {loop.size[0] for loop in found} == set(range(1, rows + 1))
+    for loop in found:
+        products = loop.size[0] * (loop.size[1] if kind in MATMUL else vectors)
+        assert len(loop.multiply_adds) % products == 0, loop
+        assert all(re.match(DOT_PRODUCT if kind == "w8a8" else FUSED, line) for line in loop.multiply_adds), loop
+        assert not loop.vector_spills, (loop.size, loop.vector_spills)
+
+
+def test_softmax_is_compiled_as_it_is_written():
+    found = [loop for loop in loops_of(attention_tiles.attention_units) if loop.kind == "softmax"]
+    assert {loop.size for loop in found} == {(vectors,) for vectors in range(1, TILE.vectors + 1)}
+    for loop in found:
+        assert all(re.match(FUSED, line) for line in loop.multiply_adds), loop
+        assert not loop.vector_spills, (loop.size, loop.vector_spills)
+
+
+@pytest.mark.skipif(isa() not in ("avx512", "avx2", "neon"), reason="no fused multiply-add")
+def test_a_query_alone_is_multiplied_in_full_vectors():
+    # The compiler vectorises these loops itself: query times key, and weight times value.
+    own = [loop for loop in loops_of(attention_tiles.attention_units) if not loop.kind]
+    assert len(own) >= 2
+    for loop in own:
+        assert all(re.match(FUSED, line) for line in loop.multiply_adds), loop
+        assert not loop.vector_spills, (loop.body, loop.vector_spills)
