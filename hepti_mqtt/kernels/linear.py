@@ -33,10 +33,11 @@ from hepti_mqtt.work import Work
 
 Matrix = PackedMatrix | NarrowMatrix
 
-# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the first-level cache while the tiles pass over
-# them; the rows of x stay in the second level.
+# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
+# begins by reading its sums and filling the pipelines: pieces of 256 took 1 to 2 % longer, though one of 512 is
+# larger than the first-level cache there (AMD EPYC, AVX-512).
 ROWS: Final = 384
-DEPTH: Final = 256
+DEPTH: Final = 512
 
 # The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
 # each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
