@@ -1,7 +1,8 @@
 """The weight loader: from a manifest's tiles to packed weights, by way of the disk cache or the planner.
 
 It is a state machine with the time as an argument; `LoaderThread` at the end gives it a thread. Loads run one after the
-other, so that memory while loading is the weights themselves and the few tiles under way.
+other and take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under
+way, and the int8 blocks of which a part is missing (`simulate.loading_total`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import logging
 import threading
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -20,12 +22,12 @@ from typing import Final
 from device_agent.tiles import TileCache
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate
+from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.commands import Load, Unload
 from hepti_mqtt.runtime.worker import Loaded, LoadFailed, LoadProgress
 from hepti_mqtt.simulate import weight_total
-from hepti_mqtt.wire.manifest import Manifest, TilePlace, tile_array, tile_hash
+from hepti_mqtt.wire.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array, tile_hash
 
 WINDOW: Final = 16  # tiles asked for and not yet there
 AGAIN_S: Final = 3.0
@@ -46,6 +48,9 @@ class _Job:
     places: dict[bytes, list[tuple[WeightRef, TilePlace]]] = field(default_factory=dict)
     keep: set[bytes] = field(default_factory=set)
     missing: set[bytes] = field(default_factory=set)
+    order: dict[bytes, int] = field(default_factory=dict)
+    in_order: deque[bytes] = field(default_factory=deque)
+    set_aside: set[bytes] = field(default_factory=set)
     on_disk: deque[bytes] = field(default_factory=deque)
     to_ask: deque[bytes] = field(default_factory=deque)
     asked: dict[bytes, None] = field(default_factory=dict)
@@ -53,6 +58,12 @@ class _Job:
     done_bytes: int = 0
     total_bytes: int = 0
     mismatches: int = 0
+
+    def may_take(self, digest: bytes) -> bool:
+        """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
+        while self.in_order and self.in_order[0] not in self.missing:
+            self.in_order.popleft()
+        return not self.in_order or self.order[digest] < self.order[self.in_order[0]] + TILES_AHEAD
 
 
 @dataclass(slots=True)
@@ -132,6 +143,11 @@ class WeightLoader:
             self._counters["tile_bytes_received"] += len(body)
             self._moved_s = now
             self._cache.put(digest, body, job.keep)
+            if digest in job.missing and not job.may_take(digest):  # sent to another device: from disk, in its turn
+                if digest not in job.set_aside:
+                    job.set_aside.add(digest)
+                    insort(job.on_disk, digest, key=job.order.__getitem__)
+                return
             self._guarded(job, lambda: self._take(job, digest, body, now), now)
         elif mine and digest not in self._ever_asked:
             self._mismatch(job, now)
@@ -153,12 +169,15 @@ class WeightLoader:
         job = self._jobs[0] if self._jobs else None
         if job is None or not job.on_disk:
             return False
+        if not job.may_take(job.on_disk[0]):
+            return False  # goes on when an older one has come by air
         digest = job.on_disk.popleft()
         if digest not in job.missing:  # it came by air meanwhile
             return True
         data = self._cache.get(digest)
         if data is None:
-            job.to_ask.append(digest)
+            job.set_aside.discard(digest)
+            job.to_ask.appendleft(digest)
             self._ask_more(job, now)
             return True
         self._counters["tiles_cached"] += 1
@@ -228,6 +247,9 @@ class WeightLoader:
             job.total_bytes += places[0][1].nbytes
             (job.on_disk if digest in self._cache else job.to_ask).append(digest)
         job.missing = set(job.places)
+        job.order = {digest: place for place, digest in enumerate(job.places)}
+        # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
+        job.in_order = deque(job.places if any(loading_bytes(ref) for ref in job.buffers) else ())
         job.keep = {job.load.manifest, *job.places}
 
     def _put(self, job: _Job, ref: WeightRef, place: TilePlace, data: bytes | memoryview) -> None:
@@ -240,9 +262,9 @@ class WeightLoader:
         if len(job.asked) > WINDOW // 2 or not job.to_ask:
             return
         new: list[bytes] = []
-        while job.to_ask and len(job.asked) + len(new) < WINDOW:
+        while job.to_ask and len(job.asked) + len(new) < WINDOW and job.may_take(job.to_ask[0]):
             digest = job.to_ask.popleft()
-            if digest in job.missing:
+            if digest in job.missing and digest not in job.set_aside:
                 new.append(digest)
         self._ask_for(job, tuple(new), now)
 

@@ -17,6 +17,7 @@ from hepti_mqtt.simulate import (
     Naming,
     largest_packet_bytes,
     live_bytes,
+    loading_total,
     simulate,
     weight_total,
 )
@@ -70,16 +71,19 @@ class Price:
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:
     """Return the resident bytes of a device under a plan: weights, and live slots of every request in flight.
 
+    While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
+
     Inner layers are alike, so the sum over all layers follows exactly from a model of three layers and its inner one.
     """
     spec = question.spec
     short = replace(spec, layers=min(_FEW + 1, spec.layers))
     refs = resident_weights(short, plan, device)
-    inner = weight_total(ref for ref in refs if ref.tensor.startswith(f"layers.{_FEW - 1}."))
-    weights = weight_total(refs) + inner * (spec.layers - short.layers)
+    inner = [ref for ref in refs if ref.tensor.startswith(f"layers.{_FEW - 1}.")]
+    weights = weight_total(refs) + weight_total(inner) * (spec.layers - short.layers)
+    loading = loading_total([*refs, *inner * (spec.layers - short.layers)])
     shape = largest_shape(spec)
     live = max(live_bytes(program(short, plan, s, device)) for s in (shape, replace(shape, want="hidden")))
-    return weights + live * max(question.in_flight, 1)
+    return weights + max(live * max(question.in_flight, 1), loading)
 
 
 def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:

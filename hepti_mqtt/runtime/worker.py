@@ -19,7 +19,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, WeightRef
 from hepti_mqtt.runtime.commands import Command, Load, Publish, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step, bind
-from hepti_mqtt.simulate import live_bytes, weight_total
+from hepti_mqtt.simulate import live_bytes, loading_total, weight_total
 from hepti_mqtt.spec import ModelSpec, RequestShape
 from hepti_mqtt.strategies import largest_shape, program, widest_programs
 from hepti_mqtt.wire import messages
@@ -103,6 +103,7 @@ class _Resident:
     txn: int
     refs: tuple[WeightRef, ...]
     live_bytes: int
+    loading_bytes: int
     filters: tuple[str, ...]
     weights: Mapping[WeightRef, Weight] | None = None
     subscribed: bool = False
@@ -210,7 +211,7 @@ class WorkerSession:
         filters = tuple(
             sorted(f for source in sources for f in self.topics.activations_from(plan.model, source, self.device))
         )
-        resident = _Resident(plan, spec, message.txn, refs, live, filters)
+        resident = _Resident(plan, spec, message.txn, refs, live, loading_total(refs), filters)
         needed = _resident_bytes([*self._resident.values(), resident])
         if needed > self.memory_bytes:
             missing = needed - self.memory_bytes
@@ -437,11 +438,21 @@ class WorkerSession:
 
 
 def _resident_bytes(residents: Iterable[_Resident]) -> int:
-    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other."""
+    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
+
+    Loads run one after the other too, beside the plans that are loaded already.
+    """
     refs: dict[str, set[WeightRef]] = {}
     live: dict[str, int] = {}
+    running: dict[str, int] = {}
+    loading = 0
     for r in residents:
         model = r.plan.model
         refs.setdefault(model, set()).update(r.refs)
         live[model] = max(live.get(model, 0), r.live_bytes)
-    return sum(weight_total(held) for held in refs.values()) + sum(live.values())
+        if r.weights is None:
+            loading = max(loading, r.loading_bytes)
+        else:
+            running[model] = max(running.get(model, 0), r.live_bytes)
+    beside = max(sum(live.values()), sum(running.values()) + loading)
+    return sum(weight_total(held) for held in refs.values()) + beside

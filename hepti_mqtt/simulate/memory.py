@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hepti_mqtt.kernels import weight_bytes
+from hepti_mqtt.kernels import loading_bytes, weight_bytes
+from hepti_mqtt.kernels.weights import BLOCK, PANELS
 from hepti_mqtt.program import Program, SlotSpec, WeightRef, read, written
 from hepti_mqtt.schedule import template
+from hepti_mqtt.wire.manifest import TILE, TILES_AHEAD
 
 
 def weight_total(refs: Iterable[WeightRef]) -> int:
     """Return the resident bytes of distinct weight ranges, as the kernels pack them."""
     return sum(weight_bytes(ref) for ref in set(refs))
+
+
+def loading_total(refs: Iterable[WeightRef]) -> int:
+    """Return a bound of the bytes held beside the weights while they are loaded: int8 blocks that are not complete.
+
+    Tiles are taken nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
+    panels of its width and one more; all before the oldest missing one leave one panel of a matrix, or one row of
+    blocks. Equal tiles of several matrices, which come at once, are not reckoned with.
+    """
+    staged, ahead, begun = 0, 0, 0
+    for ref in refs:
+        if not (nbytes := loading_bytes(ref)):
+            continue
+        width = PANELS[ref.storage].width
+        staged += nbytes
+        ahead = max(ahead, TILES_AHEAD * 2 * BLOCK * (TILE + 2 * width) * 4)
+        rows, columns = (stop - start for start, stop in (ref.rows, ref.columns))
+        begun = max(begun, rows * width * 4, BLOCK * (columns + width) * 4)
+    return min(staged, ahead + begun)
 
 
 def live_bytes(program: Program) -> int:

@@ -25,6 +25,9 @@ TileDtype = Literal["f32", "f16"]
 
 TILE: Final = 256
 VECTOR_TILE: Final = TILE * TILE
+# Of weights in int8 a device takes a tile only if it stands, in the order of its weights, less than this many after the
+# oldest that it lacks: a block that is not complete is held in f32.
+TILES_AHEAD: Final = 16
 HASH_BYTES: Final = 32
 VERSION: Final = 1
 DTYPES: Final[tuple[TileDtype, ...]] = ("f32", "f16")
