@@ -112,8 +112,8 @@ def _matmul(kind: str) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
 def _storage(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
         shape = form(kind, target.tile, target.dot, target.half_in_hardware)
-        for rows in range(1, shape.rows + 1):
-            yield StorageTileWriter(module, f"hepti_{kind}_{rows}", shape, rows, shape.vectors).write()
+        for rows, vectors in product(range(1, shape.rows + 1), StorageTileWriter.widths(shape)):
+            yield StorageTileWriter(module, f"hepti_{kind}_{rows}x{vectors}", shape, rows, vectors).write()
 
     return write
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from itertools import product
 
 import pytest
 from assembly import KINDS, MATMUL, MULTIPLY_ADD, Loop, Target, loops, written
@@ -61,29 +62,26 @@ def tile_loops(kind, on):
 
 def products(loop, on):
     """Return how many products, in vectors, a step of the loop adds."""
-    if loop.kind in MATMUL:
-        return loop.size[0] * loop.size[1]
     if loop.kind == "softmax":
         return loop.size[0] * (TERMS if on.tile.fma else TERMS + 1)
-    return loop.size[0] * (on.dot if loop.kind == "w8a8" else on.tile).vectors
+    return loop.size[0] * loop.size[1]
 
 
 def largest(kind, on):
-    if kind in MATMUL:
-        return (on.tile.rows, on.tile.vectors)
     if kind == "softmax":
         return (on.tile.vectors,)
-    return ((on.dot if kind == "w8a8" else on.tile).rows,)
+    tile = on.dot if kind == "w8a8" else on.tile
+    return (tile.rows, tile.vectors)
 
 
 @every_case
 def test_every_tile_has_a_loop(cpu, kind):
     on = target(cpu)
     found = {loop.size for loop in tile_loops(kind, on)}
-    if kind in MATMUL:
-        assert found == {(r, v) for r in range(1, on.tile.rows + 1) for v in range(1, on.tile.vectors + 1)}
-    else:
-        assert found == {(size,) for size in range(1, largest(kind, on)[0] + 1)}
+    rows, *vectors = (range(1, size + 1) for size in largest(kind, on))
+    if kind in ("f16", "w8a32"):  # whole panels alone
+        vectors = [[on.tile.vectors]]
+    assert found == set(product(rows, *vectors))
 
 
 @every_case
@@ -139,12 +137,12 @@ def test_nothing_is_kept_on_the_stack(cpu, kind):
     for loop in tile_loops(kind, on):
         # Of a panel's last columns the compiler does up to eight steps at once (Zen), and may run out of registers for
         # addresses; of the vectors there are enough.
-        narrow = kind in MATMUL and loop.size[1] < on.tile.vectors
+        narrow = kind != "softmax" and loop.size[1] < largest(kind, on)[1]
         assert not (loop.vector_spills if narrow else loop.spills), (loop.size, loop.spills)
 
 
 @pytest.mark.parametrize(
-    ("cpu", "kind"), [(cpu, kind) for cpu, kind in CASES if kind in ("panel_ahead_rows", "f16", "w8a32")]
+    ("cpu", "kind"), [(cpu, kind) for cpu, kind in CASES if kind in ("panel_ahead_rows", "f16", "w8a32", "w8a8")]
 )
 def test_what_is_needed_next_is_fetched_ahead(cpu, kind):
     for loop in tile_loops(kind, target(cpu)):

@@ -6,9 +6,9 @@ import functools
 import re
 
 import pytest
-from assembly import MATMUL, compiled, loops
+from assembly import compiled, loops
 
-from hepti_mqtt.kernels import attention_tiles, jit, linear, linear_storage
+from hepti_mqtt.kernels import attention_tiles, jit, linear, linear_dot, linear_storage
 from hepti_mqtt.kernels.isa import DOT, TILE, isa
 from hepti_mqtt.kernels.storage_tile import HALF_IN_HARDWARE
 
@@ -19,7 +19,7 @@ KERNELS = {
     "panel_ahead_rows": linear._linear,
     "f16": linear_storage._linear_storage,
     "w8a32": linear_storage._linear_storage,
-    "w8a8": linear_storage._linear_storage,
+    "w8a8": linear_dot._linear_dot,
     "panel_rows": attention_tiles.attention_units,
     "panel_columns": attention_tiles.attention_units,
 }
@@ -35,11 +35,11 @@ def loops_of(kernel):
 
 @pytest.mark.parametrize("kind", [kind for kind in KERNELS if not SLOW.get(kind)])
 def test_the_tiles_are_compiled_as_they_are_written(kind):
-    rows, vectors = (DOT.rows, DOT.vectors) if kind == "w8a8" else (TILE.rows, TILE.vectors)
+    rows = DOT.rows if kind == "w8a8" else TILE.rows
     found = [loop for loop in loops_of(KERNELS[kind]) if loop.kind == kind]
     assert {loop.size[0] for loop in found} == set(range(1, rows + 1))
     for loop in found:
-        products = loop.size[0] * (loop.size[1] if kind in MATMUL else vectors)
+        products = loop.size[0] * loop.size[1]
         assert len(loop.multiply_adds) % products == 0, loop
         assert all(re.match(DOT_PRODUCT if kind == "w8a8" else FUSED, line) for line in loop.multiply_adds), loop
         assert not loop.vector_spills, (loop.size, loop.vector_spills)
