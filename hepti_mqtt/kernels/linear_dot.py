@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import float32, int32, uint8
+from numba import float32, uint8
 
 from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
@@ -103,7 +103,7 @@ def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int)
             offsets[j] = np.int32(_HALF - low * by) if finite else np.int32(0)
         row, block = batch // per_row, batch % per_row
         for j in range(count):
-            scales[row, block], zeros[row, block] = steps[j], offsets[j] - _OFFSET
+            scales[row, block], zeros[row, block] = steps[j], np.float32(offsets[j] - _OFFSET)
             valid = min(BLOCK, k - block * BLOCK)
             values = floats(x.ctypes.data + 4 * (row * k + block * BLOCK), valid)
             out = octets(codes.ctypes.data + row * stride + block * BLOCK, valid)
@@ -119,7 +119,7 @@ def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int)
             row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
 
 
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(int32, 2), INT, INT, part=2)
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(float32, 2), INT, INT, part=2)
 def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Run `quantise`."""
     quantise(x, codes, scales, zeros, first, last)
@@ -130,7 +130,7 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     INT,
     INT,
     reads(float32, 2),
-    reads(int32, 2),
+    reads(float32, 2),
     fills(float32, 2),
     reads(float32, 2),
     TABLE,

@@ -190,7 +190,7 @@ def bind(
             pool.each(_linear_storage, (code, address, k, *others, table, *finish), parts)
             return
         codes = np.empty((m, stride), np.uint8)
-        scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.int32)
+        scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
         pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
         address = codes.__array_interface__["data"][0]
         pool.each(_linear_dot, (address, stride, k, scales, zeros, *others, table, *finish), parts)

@@ -80,7 +80,7 @@ def _linear_stream(
     stride, steps, blocks = 4 * k, k, max(1, -(-k // BLOCK))
     quantised = rows if dot else 0
     codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
-    row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.int32)
+    row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.float32)
     if dot:
         # Every thread for itself: a few thousand values take less than a hand-over.
         quantise(x, codes, row_scales, zeros, 0, rows)

@@ -74,10 +74,10 @@ class StorageTileWriter:
     Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
     column sums, start, bytes between rows of start, c, bytes between rows of c, ahead, bytes ahead; all but strides and
     steps are addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width], of which the first
-    `vectors` vectors count. Row scales (f32) and zeros (i32, the code of 0) are one for each row, column scales (f32)
-    and sums (i32) [width]. Only w8a8 reads row scales, zeros and sums, and takes what the zeros add out of the sums
-    before they become f32; f16 reads no scales. Scales are applied one after the other: the product of two small ones
-    alone could be 0, that of two large ones infinite. Every step of w8a8 asks for the next "bytes ahead" of memory from
+    `vectors` vectors count. Row scales and zeros (the code of 0) are one for each row, column scales and sums
+    [width]; all are f32. Only w8a8 reads row scales, zeros and sums, and takes what the zeros add out of the sums; f16
+    reads no scales. Scales are applied one after the other: the product of two small ones alone could be 0, that of two
+    large ones infinite. Every step of w8a8 asks for the next "bytes ahead" of memory from
     `ahead` on, which need not be valid; the others ask for the panel itself.
     """
 
@@ -116,8 +116,8 @@ class StorageTileWriter:
                 (c, c_stride),
             )
         )
-        sums = self._run(at_rows, steps, panel, self._start(at_zeros, column_sums, at_start), ahead)
-        self._finish(sums, at_scales, column_scales, at_start, at_c)
+        sums = self._run(at_rows, steps, panel, self._start(at_start), ahead)
+        self._finish(sums, at_zeros, column_sums, at_scales, column_scales, at_start, at_c)
         b.ret_void()
         return self.function
 
@@ -167,40 +167,48 @@ class StorageTileWriter:
             self.builder.call(function, [place, read, level, data])
 
     def _finish(
-        self, sums: list[Any], at_scales: list[Any], column_scales: Any, at_start: list[Any], at_c: list[Any]
+        self,
+        sums: list[Any],
+        at_zeros: list[Any],
+        column_sums: Any,
+        at_scales: list[Any],
+        column_scales: Any,
+        at_start: list[Any],
+        at_c: list[Any],
     ) -> None:
-        """Scale the sums, add what the tile starts with and store them."""
+        """Scale the sums, add what the tile starts with and store them.
+
+        Sums of products of bytes over a block, and what a zero adds to them, are below 2**24, so that f32 is exact. An
+        integer product at the start of the tile instead would keep its first steps waiting.
+        """
         b, f = self.builder, self.form
         wide = ir.VectorType(_F32, f.lanes)
-        columns = [self._int(4 * j * f.lanes) for j in range(self.vectors)]
-        scales = [] if f.kind == "f16" else [self._load(b.add(column_scales, at), wide) for at in columns]
-        for i in range(self.rows):
-            of_row = self._splat(self._load(at_scales[i], _F32), wide) if f.kind == "w8a8" else None
-            for j, at in enumerate(columns):
+        for j in range(self.vectors):
+            at = self._int(4 * j * f.lanes)
+            scale = None if f.kind == "f16" else self._load(b.add(column_scales, at), wide)
+            of_codes = self._load(b.add(column_sums, at), wide) if f.kind == "w8a8" else None
+            for i in range(self.rows):
                 value = sums[i * self.vectors + j]
                 if f.kind != "f16":
-                    start = self._load(b.add(at_start[i], at), wide)
+                    factor, start = scale, self._load(b.add(at_start[i], at), wide)
                     if f.kind == "w8a8":
-                        value = self._multiply_add(b.fmul(b.sitofp(value, wide), scales[j]), of_row, start)
-                    else:
-                        value = self._multiply_add(value, scales[j], start)
+                        zero = self._splat(self._load(at_zeros[i], _F32), wide)
+                        value = self._multiply_add(b.fneg(zero), of_codes, b.sitofp(value, wide))
+                        value, factor = b.fmul(value, scale), self._splat(self._load(at_scales[i], _F32), wide)
+                    value = self._multiply_add(value, factor, start)
                 b.store(value, self._pointer(b.add(at_c[i], at), wide)).align = 4
 
     def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
         return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
 
-    def _start(self, at_zeros: list[Any], column_sums: Any, at_start: list[Any]) -> list[Any]:
-        """Return what the sums begin with: f16 the start itself, the others what their scales do not change."""
+    def _start(self, at_start: list[Any]) -> list[Any]:
+        """Return what the sums begin with: f16 the start itself, the others, whose sums are scaled, nothing."""
         b, f = self.builder, self.form
+        if f.kind != "f16":
+            return [ir.Constant(self.vector, None)] * (self.rows * self.vectors)
         columns = [self._int(4 * j * f.lanes) for j in range(self.vectors)]
-        if f.kind == "w8a32":
-            return [ir.Constant(self.vector, [0.0] * f.lanes)] * (self.rows * self.vectors)
-        if f.kind == "f16":
-            return [self._load(b.add(row, at), self.vector) for row in at_start for at in columns]
-        of_columns = [self._load(b.add(column_sums, at), self.vector) for at in columns]
-        minus = [self._splat(b.neg(self._load(zero, _I32)), self.vector) for zero in at_zeros]
-        return [b.mul(z, total) for z in minus for total in of_columns]
+        return [self._load(b.add(row, at), self.vector) for row in at_start for at in columns]
 
     def _weight(self, address: Any) -> Any:
         b, f = self.builder, self.form
@@ -348,9 +356,9 @@ def plain_tile(shape: Form) -> Callable[..., None]:
         right = panels[:, :n].transpose(0, 2, 1).reshape(k, n)
         begin = np.stack([_at(start + i * start_stride, n, np.float32) for i in range(rows)])
         if shape.kind == "w8a8":
-            of_zero = np.concatenate([_at(zeros + i * scale_stride, 1, np.int32) for i in range(rows)])
+            of_zero = np.concatenate([_at(zeros + i * scale_stride, 1, np.float32) for i in range(rows)])
             of_rows = np.stack([_at(row_scales + i * scale_stride, 1, np.float32) for i in range(rows)])
-            taken_out = np.outer(of_zero, _at(column_sums, n, np.int32))
+            taken_out = np.outer(of_zero, _at(column_sums, n, np.float32)).astype(np.int32)
             exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
             result = exact.astype(np.float32) * _at(column_scales, n, np.float32) * of_rows + begin
         else:

@@ -64,10 +64,8 @@ class StreamTileWriter(StorageTileWriter):
         at_scale, at_sum = (b.add(of, of_columns) for of in (column_scales, column_sums))
         for at in (at_scale, at_sum) if f.kind == "w8a8" else (at_scale,):
             self._prefetch(b.add(at, self._int(_BLOCKS_AHEAD * 4 * f.width)), 4 * f.width, 3)
-        sums = self._run(at_x, count, at_panel, [ir.Constant(self.vector, None)] * (self.rows * f.vectors))
-        if f.kind == "w8a8":
-            sums = [b.add(x, y) for x, y in zip(sums, self._start(at_zeros, at_sum, at_c), strict=True)]
-        self._finish(sums, at_scales, at_scale, at_c, at_c)
+        sums = self._run(at_x, count, at_panel, self._start(at_c))
+        self._finish(sums, at_zeros, at_sum, at_scales, at_scale, at_c, at_c)
         following = b.add(block, self._int(1))
         block.add_incoming(self._int(0), before)
         block.add_incoming(following, b.block)

@@ -67,13 +67,13 @@ class NarrowMatrix:
 
     panels: [P, ceil(rows / group), width, group], zero beyond `rows` and `columns`. scales: f32 [P, B, width] for
     B = `blocks(rows)`, what one step of a column's codes in that block of rows stands for (f16: empty); NaN where it
-    has a value that is not finite. sums: i32 [P, B, width], the sum of its codes (w8a8, else empty).
+    has a value that is not finite. sums: f32 [P, B, width], the sum of its codes (w8a8, else empty).
     """
 
     storage: Storage
     panels: NDArray[Any]
     scales: NDArray[np.float32]
-    sums: NDArray[np.int32]
+    sums: NDArray[np.float32]
     rows: int
     columns: int
 
@@ -126,7 +126,7 @@ class WeightBuffer:
         self.ref = ref
         rows, columns = _size(ref)
         self._panels = PANELS[ref.storage] if ref.layout == "packed" else None
-        self._sums = np.zeros((0, 0, 0), np.int32)
+        self._sums = np.zeros((0, 0, 0), np.float32)
         self._scales = np.zeros((0, 0, 0), np.float32)
         self._staged: dict[tuple[int, int], NDArray[np.float32]] = {}
         self._missing: dict[tuple[int, int], int] = {}
@@ -140,7 +140,7 @@ class WeightBuffer:
             if dtype == "i1":
                 self._scales = np.zeros((count, blocks(rows), width), np.float32)
             if group > 1:
-                self._sums = np.zeros((count, blocks(rows), width), np.int32)
+                self._sums = np.zeros((count, blocks(rows), width), np.float32)
         self._taken: set[tuple[int, int, int, int]] = set()
 
     def put(self, tile: NDArray[Any], row0: int, column0: int) -> int:

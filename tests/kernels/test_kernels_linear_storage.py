@@ -186,7 +186,7 @@ def test_codes_of_rows_are_within_half_a_step_and_zero_is_exact(m, k, scale):
     x = array(m, k, scale=scale)
     x[:, ::4] = 0
     codes = np.zeros((m, -(-k // 4) * 4), np.uint8)
-    scales, zeros = np.zeros((m, blocks(k)), np.float32), np.zeros((m, blocks(k)), np.int32)
+    scales, zeros = np.zeros((m, blocks(k)), np.float32), np.zeros((m, blocks(k)), np.float32)
     quantise_rows(x, codes, scales, zeros, 0, m)
     signed = codes.view(np.int8) if DOTS[dot()].signed else codes
     step, zero = (np.repeat(a, BLOCK, axis=1)[:, :k] for a in (scales.astype(np.float64), zeros))
@@ -257,7 +257,7 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
         of_rows, of_columns, start = (
             rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), (2, n), (rows, n + 1))
         )
-        zeros, sums = (rng.integers(-300, 300, size).astype(np.int32) for size in ((rows, 2), (2, n)))
+        zeros, sums = (rng.integers(-300, 300, size).astype(np.float32) for size in ((rows, 2), (2, n)))
         sums *= steps > 0  # no codes add to nothing
         results = []
         for tile in (call, plain):
@@ -284,7 +284,7 @@ def test_every_half_is_widened_exactly(hard):
     n = shape.width
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(-1, n)
     one, ones, bias = np.ones((1, 1), np.float32), np.ones(n, np.float32), np.full(n, -0.0, np.float32)
-    zero, c = np.zeros(n, np.int32), np.zeros(n, np.float32)
+    zero, c = np.zeros(n, np.float32), np.zeros(n, np.float32)
     for part in halves:
         at = [x.ctypes.data for x in (part, one, zero, ones, zero, bias, c)]
         call(1, shape.vectors, one.ctypes.data, 4, 1, *at[:3], 4, *at[3:6], 0, at[6], 4 * n, 0, 0)
