@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.cores import NOWHERE, core, leave
 from hepti_mqtt.kernels.handover import (
     ASLEEP,
     AWAITED,
@@ -70,10 +71,11 @@ class Workers:
         self.threads = threads
         self._memory: NDArray[np.int64] = np.zeros(BLOCK + threads * LANE, np.int64)
         self._polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
+        self._cores = [NOWHERE] * threads  # where the threads were last, the calling one first
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._tasks: list[SimpleQueue[_Task | tuple[()] | None]] = [SimpleQueue() for _ in range(threads - 1)]
         self._running = [
-            threading.Thread(target=self._serve, args=(tasks, BLOCK + i * LANE), name=f"hepti-kernel-{i}", daemon=True)
+            threading.Thread(target=self._serve, args=(tasks, i), name=f"hepti-kernel-{i}", daemon=True)
             for i, tasks in enumerate(self._tasks, 1)
         ]
         for thread in self._running:
@@ -97,6 +99,7 @@ class Workers:
         for at, tasks in zip(range(BLOCK + LANE, len(memory), LANE), self._tasks, strict=True):
             if memory[at + ASLEEP]:
                 memory[at + ASLEEP] = 0
+                self._cores[0] = core()
                 tasks.put(_WAKE)
         awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, self.threads, self._polls)
         for _ in range(awaited):
@@ -137,7 +140,8 @@ class Workers:
             thread.join()
         self._tasks, self._running = [], []
 
-    def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], at: int) -> None:
+    def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], lane: int) -> None:
+        at = BLOCK + lane * LANE
         address = self._memory.__array_interface__["data"][0] + 8 * at
         while True:
             if JIT:
@@ -148,6 +152,8 @@ class Workers:
                 continue
             if (task := tasks.get()) is None:
                 return
+            leave({where for i, where in enumerate(self._cores) if i != lane})
+            self._cores[lane] = core()
             if task:
                 function, arguments, parts = task
                 try:

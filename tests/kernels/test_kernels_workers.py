@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kernels_support import pool
 
 from hepti_mqtt.kernels import Workers, handover, jit
+from hepti_mqtt.kernels.cores import core, leave
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT
 from hepti_mqtt.kernels.workers import Parts, panel_parts, ranges
 
@@ -234,3 +236,23 @@ def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, ragged, rows
 def test_parts_are_also_a_table():
     assert Parts([(1, 2), (3, 4)]).table.tolist() == [[1, 2], [3, 4]]
     assert Parts([]).table.size == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of a Linux")
+def test_a_thread_leaves_a_core_that_another_has_and_may_still_go_anywhere():
+    moved = []
+
+    def look(taken):
+        leave(taken)
+        moved.append((core(), os.sched_getaffinity(0)))
+
+    allowed = os.sched_getaffinity(0)
+    free = max(allowed)
+    for taken in (allowed - {free}, allowed, set()):
+        thread = threading.Thread(target=look, args=(taken,))
+        thread.start()
+        thread.join()
+    assert all(may == allowed for _, may in moved)
+    assert {where for where, _ in moved} <= allowed
+    # The one core that was left, or, a moment later, wherever the system has put it.
+    assert moved[0][0] in allowed
