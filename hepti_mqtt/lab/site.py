@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ BROKER: Final = "broker"
 PLANNER: Final = "planner"
 COMPILE_S: Final = 180.0  # a Pi compiles every kernel in about two minutes, once
 ONLINE_S: Final = 120.0
+LOADED_S: Final = 900.0  # until the first plans are active: weights of a large model take minutes over a slow link
 STOP_S: Final = 10.0
 IDLE_BYTES: Final = 256 << 20
 
@@ -95,9 +97,17 @@ class LabSite:
         self.wait_ready()
         self.throttle(True)
 
-    def wait_ready(self, timeout_s: float = ONLINE_S) -> dict[str, Any]:
+    def wait_ready(self, timeout_s: float = LOADED_S) -> dict[str, Any]:
         """Return what the devices say and each model's plan, once all are there; raises LabError naming who is not."""
-        return self._await([d.host.name for d in self.devices], list(self.models), timeout_s)
+        until = time.monotonic() + timeout_s
+        while True:
+            left = until - time.monotonic()
+            try:
+                return self._await([d.host.name for d in self.devices], list(self.models), min(left, ONLINE_S))
+            except LabError:
+                self.check()  # a process that has ended is no reason to wait
+                if left <= ONLINE_S:
+                    raise
 
     def throttle(self, on: bool) -> None:
         """Turn the quotas of all hosts on or off; without them weights are loaded in a tenth of the time."""
