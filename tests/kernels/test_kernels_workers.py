@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import pool
 
-from hepti_mqtt.kernels import Workers, handover, jit
-from hepti_mqtt.kernels.cores import core, leave
+from hepti_mqtt.kernels import Workers, cores, handover, jit
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT
+from hepti_mqtt.kernels.softmax import _softmax
 from hepti_mqtt.kernels.workers import Parts, panel_parts, ranges
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
@@ -238,21 +238,28 @@ def test_parts_are_also_a_table():
     assert Parts([]).table.size == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of a Linux")
-def test_a_thread_leaves_a_core_that_another_has_and_may_still_go_anywhere():
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells where a thread runs")
+@pytest.mark.parametrize(
+    ("here", "taken", "moves"),
+    [(1, {1}, [{0, 2}, {0, 1, 2}]), (1, {0, 1}, [{2}, {0, 1, 2}]), (1, {0, 2}, []), (1, {0, 1, 2}, []), (1, {-1}, [])],
+)
+def test_a_thread_leaves_a_core_that_another_has_and_may_go_anywhere_afterwards(monkeypatch, here, taken, moves):
     moved = []
+    monkeypatch.setattr(cores, "core", lambda: here)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, allowed: moved.append(set(allowed)))
+    cores.leave(taken)
+    assert moved == moves
 
-    def look(taken):
-        leave(taken)
-        moved.append((core(), os.sched_getaffinity(0)))
 
-    allowed = os.sched_getaffinity(0)
-    free = max(allowed)
-    for taken in (allowed - {free}, allowed, set()):
-        thread = threading.Thread(target=look, args=(taken,))
-        thread.start()
-        thread.join()
-    assert all(may == allowed for _, may in moved)
-    assert {where for where, _ in moved} <= allowed
-    # The one core that was left, or, a moment later, wherever the system has put it.
-    assert moved[0][0] in allowed
+@compiled_only
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells where a thread runs")
+def test_a_pool_knows_where_its_threads_run():
+    x = np.ones((64, 256), np.float32)
+    out = np.empty_like(x)
+    with pool(2) as workers:
+        workers._memory[handover.BLOCK + handover.LANE + handover.ASLEEP] = 1  # so that the next call wakes it
+        workers.each(_softmax, (x, out), ranges(64, 2))
+        workers.each(time.sleep, (), [(0,), (0,)])  # its thread has taken the wake-up by now
+        assert set(workers._cores) <= os.sched_getaffinity(0)
+    np.testing.assert_allclose(out, 1 / 256, rtol=1e-6)
