@@ -21,7 +21,7 @@ _LANES: Final = FORMS["w8a8"].lanes
 
 # Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
 # how many are valid.
-_CODES, _SUMS, _SCALES, _BIAS, _COLUMN, _VALID = range(6)
+CODES, SUMS, SCALES, BIAS, COLUMN, VALID = range(6)
 
 # A panel is used for _CHUNKS chunks of rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
 # the codes of a chunk of up to _TILES tiles and their sums stay in the first while the tiles pass over them.
@@ -143,7 +143,7 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     INT,
     part=4,
 )
-def _linear_dot(
+def linear_dot(
     left: int,
     stride: int,
     k: int,
@@ -186,7 +186,7 @@ def _linear_dot(
         chunk += group * _CHUNKS
         first_tile, last_tile = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
         first = first_tile * height // tiles
-        column, valid = panels[p, _COLUMN], panels[p, _VALID]
+        column, valid = panels[p, COLUMN], panels[p, VALID]
         vectors = -(-valid // _LANES)
         direct = plain and valid == vectors * _LANES
         for is_gate in range(1 if gated else 0, -1, -1):
@@ -197,9 +197,9 @@ def _linear_dot(
                 steps = -(-depth // GROUP)
                 final = not is_gate and low + depth >= k
                 block = low // BLOCK
-                codes = panels[at, _CODES] + low * _NR
-                of_columns = panels[at, _SCALES] + 4 * block * _NR
-                of_codes = panels[at, _SUMS] + 4 * block * _NR
+                codes = panels[at, CODES] + low * _NR
+                of_columns = panels[at, SCALES] + 4 * block * _NR
+                of_codes = panels[at, SUMS] + 4 * block * _NR
                 for t in range(first_tile, last_tile):
                     i = t * height // tiles
                     count = (t + 1) * height // tiles - i
@@ -208,7 +208,7 @@ def _linear_dot(
                     of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
                     zero = zeros.ctypes.data + row * scale_stride + 4 * block
                     c, c_stride = sums + 4 * i * _NR, 4 * _NR
-                    begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, _BIAS], 0)
+                    begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, BIAS], 0)
                     if final:
                         place = out.ctypes.data + row * out_stride + 4 * (out_column + column)
                         for of_row in range(place, place + count * out_stride, out_stride):

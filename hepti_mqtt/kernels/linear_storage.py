@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
-from hepti_mqtt.kernels.linear_dot import _linear_dot, quantise_rows
+from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, VALID, linear_dot, quantise_rows
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts, ranges
@@ -33,10 +33,6 @@ STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
 _MR: Final = FORMS["f16"].rows
 _NR: Final = FORMS["f16"].width
 _VECTORS: Final = FORMS["f16"].vectors
-
-# Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
-# how many are valid.
-CODES, SUMS, SCALES, BIAS, COLUMN, VALID = range(6)
 
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
@@ -193,7 +189,7 @@ def bind(
         scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
         pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
         address = codes.__array_interface__["data"][0]
-        pool.each(_linear_dot, (address, stride, k, scales, zeros, *others, table, *finish), parts)
+        pool.each(linear_dot, (address, stride, k, scales, zeros, *others, table, *finish), parts)
 
     return run
 

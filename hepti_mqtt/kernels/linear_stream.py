@@ -17,20 +17,8 @@ from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
-from hepti_mqtt.kernels.linear_dot import quantise
-from hepti_mqtt.kernels.linear_storage import (
-    BIAS,
-    CODES,
-    COLUMN,
-    F16,
-    SCALES,
-    STORAGE,
-    SUMS,
-    VALID,
-    W8A8,
-    panels_of,
-    parts_of,
-)
+from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
+from hepti_mqtt.kernels.linear_storage import F16, STORAGE, W8A8, panels_of, parts_of
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
 from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix

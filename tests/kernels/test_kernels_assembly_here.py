@@ -19,7 +19,7 @@ KERNELS = {
     "panel_ahead_rows": linear._linear,
     "f16": linear_storage._linear_storage,
     "w8a32": linear_storage._linear_storage,
-    "w8a8": linear_dot._linear_dot,
+    "w8a8": linear_dot.linear_dot,
     "panel_rows": attention_tiles.attention_units,
     "panel_columns": attention_tiles.attention_units,
 }
