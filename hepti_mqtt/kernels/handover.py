@@ -49,9 +49,8 @@ def _emit_write(_context: Any, address: Any, arguments: Any, part: Any, block: A
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         fixed, varying = signature.args[1].types, signature.args[2].types
-        flat = context.get_arg_packer(fixed).as_arguments(
-            builder, [builder.extract_value(values[1], i) for i in range(len(fixed))]
-        )
+        taken = [_lent(context, builder, kind, builder.extract_value(values[1], i)) for i, kind in enumerate(fixed)]
+        flat = context.get_arg_packer(fixed).as_arguments(builder, taken)
         if 2 + len(flat) > BLOCK:
             raise ValueError(f"arguments of {fixed} do not fit into a block of {BLOCK} values; make it larger")
         layout = ir.LiteralStructType([_I64, _I64, *(value.type for value in flat)])
@@ -62,6 +61,18 @@ def _emit_write(_context: Any, address: Any, arguments: Any, part: Any, block: A
         return builder.ptrtoint(_part_of(builder.module, layout, called, len(varying)), _I64)
 
     return types.int64(address, arguments, part, block), codegen
+
+
+def _lent(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """Return an argument without its owner: nothing counts references to what the caller's Python keeps alive.
+
+    A thread that is AWAITED runs on when compiled code of the caller has returned and its counters are gone.
+    """
+    if not isinstance(kind, types.Array):
+        return value
+    array = context.make_array(kind)(context, builder, value)
+    array.meminfo, array.parent = (ir.Constant(member.type, None) for member in (array.meminfo, array.parent))
+    return array._getvalue()
 
 
 def _part_of(module: Any, layout: Any, called: Any, width: int) -> Any:

@@ -170,7 +170,6 @@ def linear_dot(
     # Aligned: a vector that lies in two lines is stored at half the speed.
     size = 4 * _TILES * _MR * _NR
     scratch = np.empty((2 if gated else 1) * size + _LINE, np.uint8)
-    sums_at = -(-scratch.ctypes.data // _LINE) * _LINE
     height = last_row - first_row
     # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
     tiles = -(-height // _MR)
@@ -191,7 +190,8 @@ def linear_dot(
         direct = plain and valid == vectors * _LANES
         for is_gate in range(1 if gated else 0, -1, -1):
             at = p + is_gate * (len(panels) // 2)
-            sums = sums_at + is_gate * size
+            # Here, not before the loop: an array of which nothing is read any more is freed.
+            sums = -(-scratch.ctypes.data // _LINE) * _LINE + is_gate * size
             for low in range(0, max(k, 1), BLOCK):
                 depth = min(BLOCK, k - low)
                 steps = -(-depth // GROUP)

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import pool
+from llvmlite.ir import IntType
+from numba import types
 
 from hepti_mqtt.kernels import Workers, cores, handover, jit
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, lowered
 from hepti_mqtt.kernels.softmax import _softmax
 from hepti_mqtt.kernels.workers import Parts, panel_parts, ranges
 
@@ -184,6 +186,28 @@ def test_a_kernel_without_memory_is_an_error_after_all_parts_have_ended(compiled
         assert counts.tolist() == [int(i != bad) for i in range(6)]
         workers.each(compiled(_fail), (counts, 0, -1), [(i,) for i in range(6)])
     assert counts.sum() == 5 + 6
+
+
+def _emit_owner(_context, array):
+    def codegen(context, builder, signature, values):
+        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, values[0]).meminfo, IntType(64))
+
+    return types.int64(array), codegen
+
+
+_owner = lowered(_emit_owner, None)
+
+
+def _note_owner(counts, _turns, _bad, part):
+    counts[part] = _owner(counts)
+
+
+@compiled_only
+def test_parts_count_no_references_since_the_caller_may_have_dropped_the_counter_before_they_end(compiled):
+    counts = np.ones(4, np.int64)
+    with pool(2) as workers:
+        workers.each(compiled(_note_owner), (counts, 0, -1), [(i,) for i in range(4)])
+    assert counts.tolist() == [0] * 4
 
 
 @compiled_only
