@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array
+from kernels_support import ALONE, Case, array
 
 from hepti_mqtt.kernels.isa import OVERRIDE
 from hepti_mqtt.kernels.jit import JIT
@@ -108,7 +108,7 @@ def test_a_gate_needs_two_weights_of_one_width(widths):
 @pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
 @pytest.mark.parametrize("name", runnable())
 def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
-    environment = {**os.environ, OVERRIDE: name}
+    environment = {**os.environ, OVERRIDE: name, ALONE: "linear handover"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
