@@ -56,14 +56,19 @@ def times(rival: str) -> Value:
     return lambda r: float(median(r["seconds"][rival]) / median(r["seconds"]["ours"]))
 
 
+def roof(record: Record) -> float:
+    """Return the FLOP/s or bytes per second that one thread reached at most, measured in the same rounds."""
+    return float(record["roof"]["amount"] / median(record["roof"]["seconds"]))
+
+
 def of_peak(record: Record) -> float:
     """Return the part of one thread's measured FMA peak that the kernel reaches."""
-    return float(record["flops"] / median(record["seconds"]["ours"]) / record["peak_flops_per_s"])
+    return float(record["flops"] / median(record["seconds"]["ours"]) / roof(record))
 
 
 def of_bandwidth(record: Record) -> float:
     """Return the part of one thread's measured read bandwidth at which the kernel reads its weights."""
-    return float(record["weight_bytes"] / median(record["seconds"]["ours"]) / record["read_bytes_per_s"])
+    return float(record["weight_bytes"] / median(record["seconds"]["ours"]) / roof(record))
 
 
 def mean(records: Sequence[Record], value: Value) -> Found | None:

@@ -20,6 +20,7 @@ from hepti_mqtt.bench.kernel_bars import (
     of_bandwidth,
     of_peak,
     ratio_to,
+    roof,
     times,
 )
 from hepti_mqtt.bench.kernel_cases import MANY_ROWS, SINGLE, THREADS
@@ -157,7 +158,7 @@ def write(records: Sequence[Record], provenance: Mapping[str, Any], out: Path) -
     for threads in sorted({r["threads"] for r in records}):
         curve = [r for r in records if r["group"] == "curve" and r["threads"] == threads]
         if curve:
-            bandwidth = [r["read_bytes_per_s"] for r in records if "read_bytes_per_s" in r and r["threads"] == threads]
+            bandwidth = [roof(r) for r in records if r["group"] == "stream" and r["threads"] == threads]
             _plot(curve, threads, max(bandwidth, default=math.nan), out)
 
 
@@ -189,13 +190,13 @@ def _draw(speed: Any, seconds: Any, records: Sequence[Record], threads: int, ban
     for name in ("ours", *_rivals(records)):
         speed.plot(rows, [_flops_per_s(r, name) / 1e9 for r in records], marker=".", label=name)
         seconds.plot(rows, [1e3 * median(r["seconds"][name]) for r in records], marker=".", label=name)
-    peak = max(float(r["peak_flops_per_s"]) for r in records) / 1e9
+    peak = max(map(roof, records)) / 1e9
     if threads == 1:
         speed.axhline(peak, color="black", linestyle="--", label="FMA peak, measured")
         if not math.isnan(bandwidth):
             # Weights from memory once: 2 m FLOPs for every 4 bytes.
-            roof = [min(peak, m / 2 * bandwidth / 1e9) for m in rows]
-            speed.plot(rows, roof, color="grey", linestyle=":", label="memory roof, measured")
+            roofs = [min(peak, m / 2 * bandwidth / 1e9) for m in rows]
+            speed.plot(rows, roofs, color="grey", linestyle=":", label="memory roof, measured")
     for axis, word in ((speed, "GFLOP/s"), (seconds, "ms")):
         axis.set(xscale="log", xlabel="rows m", ylabel=word)
         axis.grid(alpha=0.3)

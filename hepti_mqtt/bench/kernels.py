@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.bench import kernel_report
-from hepti_mqtt.bench.kernel_cases import SINGLE, THREADS, Case, Conditions, cases, measure
+from hepti_mqtt.bench.kernel_cases import PASSES, SINGLE, THREADS, Case, Conditions, cases, measure
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.provenance import provenance
 from hepti_mqtt.errors import BenchError
@@ -93,21 +94,22 @@ def _measure_all(options: Options) -> None:
                 f"{lines} was measured by other software, on another machine or with another seed: "
                 f"{_difference(record['provenance'], origin)}; choose another --out, or remove the file"
             )
-    done = {(r["key"], r["threads"]) for r in known}
+    done = {_step(r) for r in known}
     warm_up()
     stop = None if options.seconds is None else time.monotonic() + options.seconds
-    conditions = Conditions(threads, int(origin["rounds"]), options.seed)
     alone = options.only == (THREADS,)
     if alone and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     pools = {"ours": Workers(threads), **({SINGLE: Workers(1)} if alone else {})}
     try:
-        for case in _chosen(options, threads):
-            if (case.key, threads) in done:
+        for case, number in _steps(options, threads):
+            if (case.key, threads, number) in done:
                 continue
             if stop is not None and time.monotonic() > stop:
                 return
-            record = {**measure(case, conditions, pools), "provenance": origin, "command": options.command}
+            conditions = Conditions(threads, int(origin["rounds"]) // _passes(options, case.group), options.seed)
+            found = measure(case, conditions, pools)
+            record = {**found, "pass": number, "provenance": origin, "command": options.command}
             with lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
     finally:
@@ -115,8 +117,35 @@ def _measure_all(options: Options) -> None:
             pool.close()
 
 
-def _chosen(options: Options, threads: int) -> list[Case]:
-    return list(cases(options.only, options.quick, options.seed, threads))
+def _passes(options: Options, group: str) -> int:
+    return 1 if options.quick else PASSES.get(group, 1)
+
+
+def _steps(options: Options, threads: int) -> list[tuple[Case, int]]:
+    """Return every case with the number of the pass: first all cases once, then those that have more passes."""
+    chosen = list(cases(options.only, options.quick, options.seed, threads))
+    most = max((_passes(options, case.group) for case in chosen), default=0)
+    return [(case, number) for number in range(most) for case in chosen if number < _passes(options, case.group)]
+
+
+def _step(record: Mapping[str, Any]) -> tuple[str, int, int]:
+    return record["key"], record["threads"], record["pass"]
+
+
+def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one record for each case: the samples of its passes in one list, the time that all of them took."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        known = found.get(_step(record)[:2])
+        if known is None:
+            found[_step(record)[:2]] = deepcopy(dict(record))
+            continue
+        known["elapsed_s"] += record["elapsed_s"]
+        for name, samples in record["seconds"].items():
+            known["seconds"][name] += samples
+        if "roof" in record:  # as many bytes, or FLOPs, in every pass
+            known["roof"]["seconds"] += record["roof"]["seconds"]
+    return list(found.values())
 
 
 def _results(options: Options) -> Results:
@@ -126,9 +155,9 @@ def _results(options: Options) -> Results:
             f"nothing was measured of {', '.join(options.only)}: give --seconds more where it is given, and for the "
             f"group {THREADS} --threads 2 or more"
         )
-    done = {(r["key"], r["threads"]) for r in records}
-    wanted = {(case.key, threads) for threads in options.threads for case in _chosen(options, threads)}
-    return Results(tuple(records), records[0]["provenance"], len(wanted - done))
+    done = {_step(r) for r in records}
+    wanted = {(case.key, threads, n) for threads in options.threads for case, n in _steps(options, threads)}
+    return Results(tuple(merged(records)), records[0]["provenance"], len({w[:2] for w in wanted - done}))
 
 
 def _load(lines: Path) -> list[dict[str, Any]]:

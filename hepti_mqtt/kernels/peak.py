@@ -1,15 +1,17 @@
 """What this CPU could do at most: fused multiply-adds on registers, and bytes read from memory, as measured roofs.
 
-A kernel's speed is judged against these two numbers (the roofline of Williams, Waterman and Patterson 2009), measured
-with the vectors of `TILE` on the calling thread. They drift with the clock of the machine: measure them beside what
-they judge.
+A kernel's speed is judged against these two (the roofline of Williams, Waterman and Patterson 2009), measured with the
+vectors of `TILE` on the calling thread. They drift with the clock of the machine, and with its other guests: they are
+loops to be timed in turn with what they judge.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -22,6 +24,9 @@ from hepti_mqtt.kernels.jit import INT, compile_all, fills, kernel, lowered, rea
 _CHAINS: Final = 12
 # Streams of memory that are read at once, each with its own prefetches.
 _STREAMS: Final = (1, 2, 4, 8)
+
+# How long the loop of multiply-adds takes at least.
+_ROOF_S: Final = 2e-3
 
 _F32: Final = ir.FloatType()
 _I64: Final = ir.IntType(64)
@@ -137,19 +142,25 @@ def _read(out: Any, array: Any, streams: int) -> None:
         _read_8(out.ctypes.data, array.ctypes.data, vectors)
 
 
-def fma_peak(repeats: int = 5) -> float:
-    """Return the multiply-add peak of this CPU in f32 FLOP/s, one thread: the best of `repeats` runs of some 5 ms."""
+class Roof(NamedTuple):
+    """What the machine can do at most: `run` does `amount` of it, FLOPs or bytes, in one thread."""
+
+    run: Callable[[], None]
+    amount: float
+
+
+def multiply_adds() -> Roof:
+    """Return a loop of f32 multiply-adds in registers alone, of some 2 ms."""
     compile_all()
     out, factor = np.empty(TILE.lanes, np.float32), np.full(TILE.lanes, 0.5, np.float32)
     count = 1000
-    while (best := _seconds(_multiply_adds, out, factor, count)) < 5e-3:
+    while _seconds(_multiply_adds, out, factor, count) < _ROOF_S:
         count *= 2
-    best = min([best, *(_seconds(_multiply_adds, out, factor, count) for _ in range(repeats))])
-    return 2.0 * TILE.lanes * _CHAINS * count / best
+    return Roof(partial(_multiply_adds, out, factor, count), 2.0 * TILE.lanes * _CHAINS * count)
 
 
-def read_bandwidth(nbytes: int = 1 << 28, repeats: int = 3) -> float:
-    """Return the bytes per second that one thread reads from memory: the best of `repeats` passes of 1 to 8 streams.
+def reads_of_memory(nbytes: int = 1 << 28, repeats: int = 3) -> Roof:
+    """Return a loop that reads an array from memory, in the number of streams (1 to 8) that was fastest in a trial.
 
     nbytes: size of the array, several times the last-level cache (the default holds for caches up to some 64 MB); at
     least 64 vectors, else ValueError.
@@ -158,8 +169,8 @@ def read_bandwidth(nbytes: int = 1 << 28, repeats: int = 3) -> float:
         raise ValueError(f"{nbytes} bytes are too few to time; the array must be larger than the last-level cache")
     compile_all()
     out, array = np.empty(TILE.lanes, np.float32), np.ones(nbytes // 4, np.float32)
-    best = min(_seconds(_read, out, array, s) for _ in range(repeats) for s in _STREAMS)
-    return array.nbytes / best
+    trials = {s: median(_seconds(_read, out, array, s) for _ in range(repeats)) for s in _STREAMS}
+    return Roof(partial(_read, out, array, min(trials, key=trials.__getitem__)), array.nbytes)
 
 
 def _seconds(function: Callable[..., object], *arguments: object) -> float:

@@ -27,7 +27,8 @@ ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _BOUNDS: Final = {"mbit": RATE_MBIT, "gflops": GFLOPS, "share": (0.001, 1.0)}
 _LATEST_S: Final = 86_400.0
-_NETWORK: Final = ("rate", "cut", "mend")
+# What needs an emulated link or quota; the others are done to processes, on boards too.
+_EMULATED: Final = ("rate", "cpu", "cut", "mend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,6 @@ def parse_script(data: Any, where: str, spec: LabSpec) -> tuple[Change, ...]:
     """Return the changes that a list describes, in order of time; raises ConfigError that names step and key."""
     if not isinstance(data, Sequence) or isinstance(data, str) or not data:
         raise ConfigError(f"{where}: a script is a list of steps, e.g. `- {{at: 2.5, do: cut, host: pi2}}`")
-    if spec.kind != "emulated":
-        raise ConfigError(f"{where}: lab {spec.name} is of kind {spec.kind}; only emulated hosts can be changed")
     steps = []
     for number, step in enumerate(data, start=1):
         try:
@@ -91,6 +90,11 @@ def parse_change(step: Any, spec: LabSpec) -> Change:
     do, host = step.get("do"), step.get("host")
     if not isinstance(do, str) or do not in ACTIONS:
         raise ConfigError(f"`do` is {do!r}; it is one of {', '.join(ACTIONS)}")
+    if spec.kind != "emulated" and do in _EMULATED:
+        others = ", ".join(action for action in ACTIONS if action not in _EMULATED)
+        raise ConfigError(
+            f"`{do}` needs an emulated host, and lab {spec.name} is of kind {spec.kind}; what it can do is {others}"
+        )
     amounts = ACTIONS[do]
     for key in step:
         if key not in ("at", "do", "host", *amounts):

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,7 @@ from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.cgroups import Group
 from hepti_mqtt.lab.hosts import Completed
 from hepti_mqtt.lab.local import LocalProcess, run_command
+from hepti_mqtt.lab.started import Restartable, Started
 
 _END_S: Final = 10.0
 _PAUSE_S: Final = 0.005
@@ -27,39 +27,6 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-@dataclass
-class EmulatedProcess:
-    """A process on an emulated host, `Running` and `Talking`; it stays the same one when its host is restarted."""
-
-    name: str
-    begin: Callable[[], LocalProcess]
-    now: LocalProcess
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        return self.now.poll()
-
-    def wait(self, timeout_s: float) -> int:
-        """Return the exit code; raises LabError if it still runs after `timeout_s`."""
-        return self.now.wait(timeout_s)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and its children; one that has ended already is no error."""
-        self.now.signal(number)
-
-    def log(self) -> str:
-        """Return what it has printed so far."""
-        return self.now.log()
-
-    def send(self, line: str) -> None:
-        """Write one line to its stdin; raises LabError if it has ended."""
-        self.now.send(line)
-
-    def receive(self, timeout_s: float) -> str:
-        """Return its next line; raises LabError if it ends or says nothing for `timeout_s`."""
-        return self.now.receive(timeout_s)
 
 
 class EmulatedHost:
@@ -89,18 +56,17 @@ class EmulatedHost:
         # The shell enters the groups and then becomes the command: there is no moment at which it runs outside.
         script = " ".join([*words, "exec", "ip", "netns", "exec", shlex.quote(namespace), '"$@"'])
         self._enter = ["sh", "-c", script, "hepti-lab"]
-        self._started: list[EmulatedProcess] = []
-        self._killed: list[EmulatedProcess] = []
+        self._started: Started[LocalProcess] = Started()
 
     def start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> EmulatedProcess:
+    ) -> Restartable[LocalProcess]:
         """Start a process (no shell); its output goes to `name`.log in the host's directory."""
         return self._start(name, arguments, environment, pipes=False)
 
     def talk(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> EmulatedProcess:
+    ) -> Restartable[LocalProcess]:
         """Start a process as `start` does, with pipes for lines to and from it."""
         return self._start(name, arguments, environment, pipes=True)
 
@@ -148,26 +114,19 @@ class EmulatedHost:
 
     def kill(self) -> None:
         """Pull the plug: every process ends at once; `restart` knows what ran."""
-        self._killed += [process for process in self._started if process.poll() is None]
-        self._end()
+        self._started.kill(self._end)
 
     def restart(self) -> None:
         """Start again what runs, or ran when the host was killed, with the same commands."""
         self.kill()
-        again, self._killed = self._killed, []
-        for process in again:
-            process.now.close()
-            process.now = process.begin()
+        self._started.restart()
 
     def close(self) -> None:
         """End every process on the host; a second call does nothing."""
-        self._end()
-        while self._started:
-            self._started.pop().now.close()
+        self._started.end(self._end)
+        self._started.close()
 
     def _end(self) -> None:
-        for process in self._started:
-            process.signal(signal.SIGKILL)  # also one that has not entered the group yet
         until = time.monotonic() + _END_S
         while pids := self.processes():  # one that is forking meanwhile is met in the next round
             if time.monotonic() > until:
@@ -175,18 +134,14 @@ class EmulatedHost:
             for pid in pids:
                 send_signal(pid, signal.SIGKILL)
             time.sleep(_PAUSE_S)
-        for process in self._started:
-            process.wait(_END_S)
 
     def _start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None, *, pipes: bool
-    ) -> EmulatedProcess:
+    ) -> Restartable[LocalProcess]:
         log = Path(self.directory) / f"{name}.log"
         words, variables = self.entering(arguments), {**os.environ, **(environment or {})}
 
         def begin() -> LocalProcess:
             return LocalProcess(name, words, variables, log, pipes=pipes)
 
-        process = EmulatedProcess(name, begin, begin())
-        self._started.append(process)
-        return process
+        return self._started.start(name, begin)

@@ -84,6 +84,18 @@ class Host(Protocol):
         """Make a file or directory of this machine readable there; return its path there (the same where shared)."""
         ...
 
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the lab there."""
+        ...
+
+    def kill(self) -> None:
+        """End every process of the lab there at once, like a pulled plug; `restart` knows what ran."""
+        ...
+
+    def restart(self) -> None:
+        """Start again what runs, or ran when the host was killed, with the same commands."""
+        ...
+
     def throttle(self, on: bool) -> None:
         """Turn the host's CPU quota on or off, where it has one: programs start at full speed, and run throttled."""
         ...

@@ -35,7 +35,7 @@ class Lab:
         self.spec, self.directory, self._keep = spec, directory, keep
         self.hosts: Mapping[str, Host] = {}
         self.hub: Host
-        self.restart: Callable[[str], None] = lambda name: self._emulated(name).restart()
+        self.restart: Callable[[str], None] = lambda name: self.host(name).restart()
         self._backing: Emulation | None = None
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
@@ -74,11 +74,11 @@ class Lab:
             _ACTIONS[change.do](self, change)
 
     def entering(self, name: str, words: Sequence[str]) -> list[str] | None:
-        """Return the command of this machine that runs `words` on a host; None where only `Host.start` can."""
+        """Return the command here that runs `words` on a host; None where only `Host.start` can, with changes."""
         host = self.host(name)
         if isinstance(host, EmulatedHost):
             return host.entering(words)
-        return list(words) if isinstance(host, LocalHost) else None
+        return list(words) if host is self.hub else None
 
     def leave(self) -> None:
         """Leave an emulated lab up, for `hepti lab down` to remove; made with `keep`."""
@@ -153,7 +153,9 @@ class Lab:
 
     def _emulation(self) -> Emulation:
         if self._backing is None:
-            raise LabError(f"lab {self.spec.name} is of kind {self.spec.kind}; only emulated hosts can be changed")
+            raise LabError(
+                f"lab {self.spec.name} is of kind {self.spec.kind}; only emulated links and quotas can be changed"
+            )
         return self._backing
 
     def _set_cpu(self, change: Change) -> None:
@@ -200,10 +202,10 @@ _ACTIONS: Final[Mapping[str, Callable[[Lab, Change], None]]] = {
     "cpu": Lab._set_cpu,
     "cut": lambda lab, change: lab._emulation().network.cut(change.host),
     "mend": lambda lab, change: lab._emulation().network.mend(change.host),
-    "kill": lambda lab, change: lab._emulated(change.host).kill(),
+    "kill": lambda lab, change: lab.host(change.host).kill(),
     "restart": lambda lab, change: lab.restart(change.host),
-    "stop": lambda lab, change: lab._emulated(change.host).signal(signal.SIGSTOP),
-    "cont": lambda lab, change: lab._emulated(change.host).signal(signal.SIGCONT),
+    "stop": lambda lab, change: lab.host(change.host).signal(signal.SIGSTOP),
+    "cont": lambda lab, change: lab.host(change.host).signal(signal.SIGCONT),
 }
 
 

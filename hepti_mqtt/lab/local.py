@@ -15,6 +15,7 @@ from typing import IO, Final, Self
 
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.hosts import Completed
+from hepti_mqtt.lab.started import Restartable, Started
 
 _LAST_LINES: Final = 8
 _REAP_S: Final = 10.0
@@ -159,13 +160,17 @@ class LocalHost:
         self.name, self.python, self.address = name, python, address
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = str(directory.resolve())
-        self._started: list[LocalProcess] = []
+        self._started: Started[LocalProcess] = Started()
 
-    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> LocalProcess:
+    def start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Restartable[LocalProcess]:
         """Start a process (no shell); its output goes to `name`.log in the host's directory."""
         return self._start(name, arguments, environment, pipes=False)
 
-    def talk(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> LocalProcess:
+    def talk(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Restartable[LocalProcess]:
         """Start a process as `start` does, with pipes for lines to and from it."""
         return self._start(name, arguments, environment, pipes=True)
 
@@ -184,10 +189,22 @@ class LocalHost:
     def throttle(self, on: bool) -> None:
         """Do nothing: this machine runs as it is."""
 
+    def signal(self, number: int) -> None:
+        """Send a signal to every process that was started here."""
+        self._started.signal(number)
+
+    def kill(self) -> None:
+        """End every process that was started here at once; `restart` knows what ran."""
+        self._started.kill()
+
+    def restart(self) -> None:
+        """Start again what runs, or ran when the host was killed, with the same commands."""
+        self.kill()
+        self._started.restart()
+
     def close(self) -> None:
         """End every process that was started here; a second call does nothing."""
-        while self._started:
-            self._started.pop().close()
+        self._started.close()
 
     def __enter__(self) -> Self:
         return self
@@ -199,8 +216,7 @@ class LocalHost:
 
     def _start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None, *, pipes: bool
-    ) -> LocalProcess:
+    ) -> Restartable[LocalProcess]:
         log = Path(self.directory) / f"{name}.log"
-        process = LocalProcess(name, arguments, {**os.environ, **(environment or {})}, log, pipes=pipes)
-        self._started.append(process)
-        return process
+        variables = {**os.environ, **(environment or {})}
+        return self._started.start(name, lambda: LocalProcess(name, arguments, variables, log, pipes=pipes))

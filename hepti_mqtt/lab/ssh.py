@@ -23,6 +23,7 @@ from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab import remote
 from hepti_mqtt.lab.hosts import Completed
 from hepti_mqtt.lab.local import LocalProcess, run_command
+from hepti_mqtt.lab.started import Restartable, Started
 
 CONNECT_S: Final = 10
 COPY_S: Final = 1800.0  # 1.3 GB of BERT-Large over a slow Wi-Fi
@@ -102,7 +103,7 @@ class SshHost:
         """Connect and look; raises LabError that says what is wrong with the host and what to do."""
         self.name, self.address, self.python = name, address, python
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs, self._started = logs, list[SshProcess]()
+        self._logs, self._started = logs, Started[SshProcess]()
         self._is_ssh = Path(command[0]).name == "ssh"
         self._command = list(command)
         # A socket's path may have about 100 characters, and a lab's directory has more.
@@ -126,11 +127,15 @@ class SshHost:
             self.close()
             raise
 
-    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> SshProcess:
+    def start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Restartable[SshProcess]:
         """Start a process (no shell); its output goes to `name`.log in the host's directory, there."""
         return self._start(name, f"{name}!", arguments, environment)
 
-    def talk(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> SshProcess:
+    def talk(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Restartable[SshProcess]:
         """Start a process as `start` does, with pipes for lines to and from it."""
         return self._start(name, name, arguments, environment)
 
@@ -173,11 +178,23 @@ class SshHost:
             raise LabError(f"{self.name} cannot {must}: {done.err.strip() or f'exit code {done.code}'}")
         return done
 
+    def signal(self, number: int) -> None:
+        """Send a signal to every process that was started there."""
+        self._started.signal(number)
+
+    def kill(self) -> None:
+        """End every process that was started there at once; `restart` knows what ran."""
+        self._started.kill()
+
+    def restart(self) -> None:
+        """Start again what runs, or ran when the host was killed, with the same commands."""
+        self.kill()
+        self._started.restart()
+
     def close(self) -> None:
         """End every process that was started here, and the connection; a second call does nothing."""
         try:
-            while self._started:
-                self._started.pop().close()
+            self._started.close()
         finally:
             if self._sockets is not None and self._sockets.is_dir():
                 run_command(self.name, [*self._command[:-1], "-O", "exit", self._command[-1]], os.environ, CONNECT_S)
@@ -198,15 +215,18 @@ class SshHost:
 
     def _start(
         self, name: str, log: str, arguments: Sequence[str], environment: Mapping[str, str] | None
-    ) -> SshProcess:
-        old = [f"{self.directory}/{name}.{kind}" for kind in ("log", "pid")]
-        self.shell(f"rm -f {shlex.join(old)}", must="begin a log")
+    ) -> Restartable[SshProcess]:
+        place = f"{self.directory}/{name}"
+        self.shell(f"rm -f {shlex.quote(f'{place}.log')}", must="begin a log")
         command = [*self._command, self._line(log, arguments, environment)]
-        # Always with pipes: the remote end takes a closed output for a lost connection.
-        local = LocalProcess(name, command, os.environ, self._logs / f"{self.name}-{name}.ssh.log", pipes=True)
-        process = SshProcess(self, name, local)
-        self._started.append(process)
-        return process
+
+        def begin() -> SshProcess:
+            self.shell(f"rm -f {shlex.quote(f'{place}.pid')}", must="begin a process")
+            # Always with pipes: the remote end takes a closed output for a lost connection.
+            local = LocalProcess(name, command, os.environ, self._logs / f"{self.name}-{name}.ssh.log", pipes=True)
+            return SshProcess(self, name, local)
+
+        return self._started.start(name, begin)
 
 
 def _own_code(code: int) -> int:

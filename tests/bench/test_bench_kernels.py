@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -41,7 +42,7 @@ def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
         "storage": "f32",
         "flops": 2.0 * m * n * k,
         "elapsed_s": 1.0,
-        "peak_flops_per_s": 1e9,
+        "roof": {"amount": 1e9, "seconds": [0.5, 1.0, 2.0]},
         "provenance": ORIGIN,
         "command": "c",
     }
@@ -206,6 +207,22 @@ def test_a_run_goes_on_where_the_last_one_ended(small):
     assert [r["key"] for r in results.records] == ["linear:2x33x7:f32", "linear:3x16x5:f32"]
     assert lines.read_text().startswith(first)
     assert all(median(r["seconds"]["ours"]) > 0 for r in results.records)
+
+
+def test_a_group_of_several_passes_measures_every_case_before_one_again(small, monkeypatch):
+    monkeypatch.setitem(kernel_cases.PASSES, "linear", 2)
+    options = replace(small, quick=False)
+    results = kernels.run(options)
+    lines = [json.loads(line) for line in (small.out / kernels.LINES).read_text().splitlines()]
+    assert [(r["m"], r["pass"]) for r in lines] == [(2, 0), (3, 0), (2, 1), (3, 1)]
+    assert [len(r["seconds"]["ours"]) for r in lines] == [kernels._ROUNDS // 2] * 4
+    first = results.records[0]
+    assert len(results.records) == 2
+    assert first["seconds"]["numpy"] == lines[0]["seconds"]["numpy"] + lines[2]["seconds"]["numpy"]
+    assert first["roof"]["seconds"] == lines[0]["roof"]["seconds"] + lines[2]["roof"]["seconds"]
+    assert first["elapsed_s"] == lines[0]["elapsed_s"] + lines[2]["elapsed_s"]
+    (small.out / kernels.LINES).write_text("".join(f"{json.dumps(r)}\n" for r in lines[:3]))
+    assert kernels.run(replace(options, seconds=0.0)).missing == 1
 
 
 def test_results_of_other_software_are_not_mixed(small, monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hepti_mqtt.bench import runner
 from hepti_mqtt.bench.results import Writer, cell_of, read
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.errors import ConfigError
@@ -17,6 +18,17 @@ strategies: [auto, single, single, row/kv]
 devices: [1, 2]
 repetitions: 2
 rounds: 2
+"""
+PULLED = """
+name: pulled
+lab: pair.yaml
+models: [tiny-bert]
+lengths: [12]
+strategies: [auto]
+devices: [2]
+repetitions: 1
+rounds: 1
+changes: plug.yaml
 """
 LAB = "{name: pair, kind: local, defaults: {threads: 1, memory: 600MiB}, hosts: {one: {}, two: {}}}"
 HEADER = {"experiment": "x", "digest": "d", "machine": "m", "versions": {}, "revision": "r"}
@@ -51,6 +63,25 @@ def test_run_cut_off_resume_report_compare(tmp_path, capsys):
     assert main(["bench", "report", str(out)]) == 0
     assert main(["bench", "compare", str(out), str(out)]) == 0
     assert "agrees" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_plug_is_pulled_under_requests_on_hosts_that_are_not_emulated(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "AFTERWARDS_S", 3.0)
+    (tmp_path / "pair.yaml").write_text(LAB)
+    (tmp_path / "plug.yaml").write_text("- {at: 0.5, do: kill, host: two}\n- {at: 2.5, do: restart, host: two}\n")
+    (tmp_path / "pulled.yaml").write_text(PULLED)
+    assert main(["bench", str(tmp_path / "pulled.yaml"), "--out", str(tmp_path / "out")]) == 0
+    (play,) = read(tmp_path / "out").plays().values()
+    assert play.whole
+    assert [(c["do"], c["host"], "error" in c) for c in play.changes] == [
+        ("kill", "two", False),
+        ("restart", "two", False),
+    ]
+    late = [r for r in play.requests if r["unix_s"] > play.changes[0]["unix_s"]]
+    assert len(late) > 2
+    assert all(r["ok"] for r in play.requests), "no request is lost"
+    assert "kill two" in (tmp_path / "out/report.md").read_text()
 
 
 def test_other_versions_and_other_experiments_are_refused(tmp_path):

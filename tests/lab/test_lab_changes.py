@@ -72,9 +72,15 @@ def test_what_is_wrong_is_named(data: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_boards_cannot_be_changed() -> None:
-    with pytest.raises(ConfigError, match="kind local"):
-        parse_script([step()], "s", BOARDS)
+@pytest.mark.parametrize("change", [{"do": "cut"}, {"do": "rate", "mbit": 5}, {"do": "cpu", "share": 0.5}])
+def test_links_and_quotas_of_boards_cannot_be_changed(change: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kind local; what it can do is kill, restart, stop, cont$"):
+        parse_script([{"at": 0, "host": "a", **change}], "s", BOARDS)
+
+
+def test_processes_of_boards_can() -> None:
+    steps = [{"at": 0, "host": "a", "do": do} for do in ("stop", "cont", "kill", "restart")]
+    assert [change.do for change in parse_script(steps, "s", BOARDS)] == ["stop", "cont", "kill", "restart"]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 5)), min_size=1, max_size=20))

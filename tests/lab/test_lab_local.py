@@ -60,7 +60,7 @@ def test_leaving_ends_what_was_started(tmp_path):
     with LocalHost("here", tmp_path) as host:
         talk = host.talk("sleeper", [sys.executable, "-c", "import os, time; print(os.getpid()); time.sleep(600)"])
         # The line comes with the process's end or a flush; its number is known anyway.
-        process = psutil.Process(talk.pid)
+        process = psutil.Process(talk.now.pid)
     assert not process.is_running()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,10 @@ import pytest
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.errors import LabError
+from hepti_mqtt.lab.changes import Change
+from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import Device, LabSite
+from hepti_mqtt.lab.spec import load
 from hepti_mqtt.lab.ssh import SshHost
 
 PATIENCE_S = 30.0
@@ -153,8 +157,77 @@ def test_lines_there_and_back_then_the_end_with_its_last_words(host):
 def test_a_process_ends_with_the_connection(host):
     talk = host.talk("orphan", [host.python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
     there = psutil.Process(int(talk.receive(PATIENCE_S)))
-    talk._process.close()  # as if this program had been killed
+    talk.now._process.close()  # as if this program had been killed
     assert psutil.wait_procs([there], PATIENCE_S)[1] == []
+
+
+@pytest.fixture(params=["ssh", "sh", "local"])
+def lab_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    name = f"boards-{os.getpid()}"
+    board: dict[str, object] = {"python": _python(tmp_path)}
+    if request.param == "ssh":
+        board["command"] = request.getfixturevalue("server").command()
+    elif request.param == "sh":
+        board["command"] = ["sh", "-c"]
+    kind = {"kind": "local"} if request.param == "local" else {"kind": "ssh", "address": "127.0.0.1"}
+    path = tmp_path / "lab.json"  # which is YAML too
+    path.write_text(json.dumps({"name": name, **kind, "hosts": {"a": board}}))
+    yield path
+    shutil.rmtree(Path.home() / ".cache/hepti/lab" / name, ignore_errors=True)
+
+
+def test_what_runs_on_a_board_is_stopped_continued_killed_and_restarted(lab_file, tmp_path):
+    def change(do):
+        lab.apply(Change(0.0, do, "a"))
+
+    def is_stopped(wanted):
+        until = time.monotonic() + PATIENCE_S
+        while (there.status() == psutil.STATUS_STOPPED) != wanted:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with Lab(load(lab_file), tmp_path / "lab") as lab:
+        host = lab.hosts["a"]
+        talk = host.talk("wait", [host.python, "-c", code])
+        there = psutil.Process(int(talk.receive(PATIENCE_S)))
+        change("stop")
+        is_stopped(True)
+        change("cont")
+        is_stopped(False)
+        change("kill")
+        assert talk.poll() == -signal.SIGKILL
+        assert psutil.wait_procs([there], PATIENCE_S)[1] == []
+        change("restart")
+        again = int(talk.receive(PATIENCE_S))
+        assert again != there.pid
+        assert talk.poll() is None
+    assert psutil.wait_procs([psutil.Process(again)] if psutil.pid_exists(again) else [], PATIENCE_S)[1] == []
+
+
+def test_lab_run_runs_a_command_on_a_board_and_plays_its_script(lab_file, tmp_path):
+    script = tmp_path / "changes.yaml"
+    script.write_text("- {at: 1, do: kill, host: a}\n")
+    run = [sys.executable, "-m", "hepti_mqtt.cli", "lab", "run", str(lab_file), "--dir", str(tmp_path), "--host", "a"]
+    done = subprocess.run(
+        [*run, "--", "sh", "-c", "echo $((6 * 7)); exit 5"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (5, "42\n"), done.stderr
+    done = subprocess.run(
+        [*run, "--script", str(script), "--", "sleep", "600"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert [json.loads(line)["do"] for line in done.stderr.splitlines()] == ["kill"]
 
 
 def test_a_directory_is_copied_once_per_content(host, tmp_path):
