@@ -42,6 +42,11 @@ class Plan:
     predicted_tokens: int = 0
     reason: str = ""
 
+    @property
+    def method(self) -> str:
+        """Return strategy and variant, as people write it."""
+        return "/".join([self.strategy, *self.options.values()])
+
     def index(self, device: str) -> int:
         """Return the place of `device` in source order; raises ValueError if it takes no part."""
         return self.devices.index(device)

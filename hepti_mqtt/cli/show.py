@@ -109,6 +109,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             c["name"],
             ", ".join(c["devices"]),
             f"{c['predicted_ms']:.1f}",
+            f"{c['expected_ms']:.1f}",
             c["bytes"],
             "yes"
             if c["feasible"]
@@ -117,7 +118,9 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
         for place, c in enumerate(shown.get("candidates") or [])
     ]
     if rows:
-        output.print_table(f"plans for {model}", ("", "strategy", "devices", "predicted ms", "bytes", "fits"), rows)
+        output.print_table(
+            f"plans for {model}", ("", "strategy", "devices", "predicted ms", "expected ms", "bytes", "fits"), rows
+        )
     active = shown.get("active")
     if active is None:
         output.print_lines([f"no plan of {model} is active yet"])

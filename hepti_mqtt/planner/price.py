@@ -11,6 +11,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import tensor_sources
 from hepti_mqtt.plan import Plan, Storage, WireDtype
+from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
     DeviceUse,
@@ -35,7 +36,7 @@ class Question:
     """What is to be planned.
 
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage: what the
-    user pinned. packet_bytes: of the largest packet that gets through, None if any does.
+    user pinned. packet_bytes: of the largest packet that gets through, None if any does. learned: from earlier runs.
     """
 
     naming: Naming
@@ -50,17 +51,27 @@ class Question:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
     packet_bytes: int | None = None
+    learned: Learned = field(default_factory=Learned)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device."""
+    """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
+
+    learned: how many times as long it took in earlier runs than the simulator says.
+    """
 
     seconds: float
     nbytes: int
     needs: Mapping[str, int]
     missing: Mapping[str, int]
     use: Mapping[str, DeviceUse]
+    learned: float = 1.0
+
+    @property
+    def expected_s(self) -> float:
+        """Return the seconds of one request by simulation and experience: what plans are compared by."""
+        return self.seconds * self.learned
 
     @property
     def feasible(self) -> bool:
@@ -123,10 +134,11 @@ def price(question: Question, plan: Plan, full: bool = False) -> Price:
     """
     spec, shape = question.spec, question.shape
     needs, missing = memory(question, plan)
+    learned = question.learned.factor(plan)
     if full or spec.layers <= _FEW + 1:
         parts = programs(spec, plan, shape)
         result = simulate(question.naming, spec, shape, parts, question.cluster)
-        return Price(result.seconds, result.nbytes, needs, missing, result.devices)
+        return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned)
     few, more = (replace(spec, layers=n) for n in (_FEW, _FEW + 1))
     low = simulate(question.naming, few, shape, programs(few, plan, shape), question.cluster)
     high = simulate(question.naming, more, shape, programs(more, plan, shape), question.cluster)
@@ -141,4 +153,4 @@ def price(question: Question, plan: Plan, full: bool = False) -> Price:
         for d, h in high.devices.items()
     }
     seconds = high.seconds + left * (high.seconds - low.seconds)
-    return Price(seconds, high.nbytes + left * (high.nbytes - low.nbytes), needs, missing, use)
+    return Price(seconds, high.nbytes + left * (high.nbytes - low.nbytes), needs, missing, use, learned)

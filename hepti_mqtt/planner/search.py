@@ -18,12 +18,8 @@ EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
 REFINED: Final = 6  # candidates whose shares are balanced
 ROUNDS: Final = 4  # steps of balancing
 MEMORY_ROUNDS: Final = 8
+_WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
 _BROKER: Final = "the site's broker"
-
-
-def method_name(plan: Plan) -> str:
-    """Return strategy and variant of a plan, as people write it."""
-    return "/".join([plan.strategy, *plan.options.values()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """Return strategy and variant, as people write it."""
-        return method_name(self.plan)
+        return self.plan.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,7 @@ def _through_the_broker(question: Question, drafts: Sequence[_Draft]) -> Sequenc
 def _order(c: Candidate) -> tuple[bool, float, float]:
     # Infeasible ones last, the least missing first.
     missing = float(sum(c.price.missing.values()))
-    return (missing > 0, missing, c.price.seconds)
+    return (missing > 0, missing, c.price.expected_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ class _Draft:
 
     @property
     def name(self) -> str:
-        return method_name(self.plan)
+        return self.plan.method
 
 
 def _initial(question: Question) -> Iterator[_Draft]:
@@ -267,13 +263,18 @@ def _describe(c: Candidate) -> str:
     return f"{c.name} on {', '.join(c.plan.devices)}"
 
 
+def _time(c: Candidate) -> str:
+    off = "" if abs(c.price.learned - 1) < _WORTH_SAYING else f", by experience {c.price.expected_s * 1e3:.1f} ms,"
+    return f"{c.price.seconds * 1e3:.1f} ms{off}"
+
+
 def _reason(ranking: Sequence[Candidate], chosen: Candidate) -> str:
     tokens = chosen.plan.predicted_tokens
-    parts = [f"{_describe(chosen)} is predicted to take {chosen.price.seconds * 1e3:.1f} ms for {tokens} tokens"]
+    parts = [f"{_describe(chosen)} is predicted to take {_time(chosen)} for {tokens} tokens"]
     others = [c for c in ranking if c is not chosen]
     fitting = [c for c in others if c.price.feasible]
     if fitting:
-        parts.append(f"the next best, {_describe(fitting[0])}, {fitting[0].price.seconds * 1e3:.1f} ms")
+        parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
     short = [c for c in others if not c.price.feasible]
     for c in short:
         where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())

@@ -174,7 +174,7 @@ class CoordinatorSession:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def _question(self, model: ModelState) -> Question:
+    def _question(self, model: ModelState, now: float) -> Question:
         served = model.served
         held = Counter(model.spare)
         for other in self._models.values():
@@ -199,6 +199,7 @@ class CoordinatorSession:
             wire=model.pins.wire,
             storage=model.pins.storage,
             packet_bytes=self.membership.packet_bytes(),
+            learned=model.experience.learned(now),
         )
 
     def _pin(self, event: Pin, now: float) -> list[CoordinatorCommand]:
@@ -222,8 +223,8 @@ class CoordinatorSession:
             model.solve_at = now  # a device has left while the search ran
             return []
         model.error, model.latest = None, event.decision
-        model.drift.plan_made(self._observed_all(), now)
         running = model.active
+        model.drift.plan_made(self._observed(model, now, chosen.plan), now)
         if running is not None and (same_division(running, chosen.plan) or self._not_worth(model, event)):
             model.forced, model.active_pins = False, model.pins
             return [self._show(model)]
@@ -256,10 +257,14 @@ class CoordinatorSession:
         assert event.decision is not None
         if model.forced or event.running_s is None:
             return False
-        return event.decision.chosen.price.seconds > WORTH * event.running_s
+        return event.decision.chosen.price.expected_s > WORTH * event.running_s
 
-    def _observed_all(self) -> dict[str, float]:
-        return {k: v for m in self.membership.usable().values() for k, v in m.observed().items()}
+    def _observed(self, model: ModelState, now: float, chosen: Plan | None = None) -> dict[str, float]:
+        """Return what a plan depends on: devices and links, and how far off the predictions of these plans were."""
+        observed = {k: v for m in self.membership.usable().values() for k, v in m.observed().items()}
+        learned = model.experience.learned(now)
+        plans = [p for p in (model.active, chosen) if p is not None]
+        return observed | {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
 
     def _prepare(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         preparing = model.preparing
@@ -360,7 +365,7 @@ class CoordinatorSession:
         model.solve_at, model.forced = now + RETRY_S, True
         return out
 
-    def _frame(self, event: UpFrame, _now: float) -> list[CoordinatorCommand]:
+    def _frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
         frame = event.frame
         model = self._models.get(frame.model)
         run = None if model is None else model.runs.get(frame.admission)
@@ -373,11 +378,13 @@ class CoordinatorSession:
             run.done[event.device] = frame.numbers
         else:
             self.counters["foreign_frame"] += 1
-        return self._complete(model, run) if run.complete() else []
+        return self._complete(model, run, now) if run.complete() else []
 
-    def _complete(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
+    def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
         assert run.output is not None
         del model.runs[run.admission]
+        if run.alone:
+            model.experience.ran(run.plan, run.job.chunks[run.chunk].shape.tokens, now - run.begun_s, now)
         job = run.job
         if job.over:
             return []
@@ -424,7 +431,7 @@ class CoordinatorSession:
             model.solve_at = None
             self._txn += 1
             model.solving = self._txn
-            out.append(Solve(model.served.name, self._txn, self._question(model), model.active))
+            out.append(Solve(model.served.name, self._txn, self._question(model, now), model.active))
         while model.active is not None and model.queue and len(model.runs) < self.in_flight:
             if model.queue[0][0].pins not in (None, model.active_pins):
                 break
@@ -453,7 +460,12 @@ class CoordinatorSession:
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))
         overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
         sent = publish_bytes(topic, len(payload), 1)
-        model.runs[self._admission] = Run(self._admission, job, chunk, plan, model.cluster(), overdue, sent)
+        others = [run for other in self._models.values() for run in other.runs.values()]
+        for run in others:
+            run.alone = False
+        model.runs[self._admission] = Run(
+            self._admission, job, chunk, plan, model.cluster(), now, overdue, sent, alone=not others
+        )
         return [Publish(topic, payload, 1)]
 
     def _run_failed(self, device: str, message: messages.RequestFailed) -> list[CoordinatorCommand]:
@@ -517,7 +529,7 @@ class CoordinatorSession:
             for job in late.values():
                 out += self._end(model, job, DeadlineError("the deadline passed before the answer was ready"))
             model.queue = deque((j, c) for j, c in model.queue if not j.over)
-            drifted = model.drift.observe(self._observed_all(), now) if model.active is not None else None
+            drifted = model.drift.observe(self._observed(model, now), now) if model.active is not None else None
             busy = any(x is not None for x in (model.solve_at, model.solving, model.preparing))
             if drifted is not None and not busy:
                 out.append(Note("drift", drifted))

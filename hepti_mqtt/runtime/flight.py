@@ -94,8 +94,10 @@ class Run:
     chunk: int
     plan: Plan
     cluster: Cluster
+    begun_s: float
     overdue_s: float
     dispatch_bytes: int
+    alone: bool  # no other run at any time
     output: Array | None = None
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, DriftRule
+from hepti_mqtt.planner import Decision, DriftRule, Experience
 from hepti_mqtt.runtime.coordination import Served
 from hepti_mqtt.runtime.flight import Job, Pins, Run
 
@@ -43,6 +43,7 @@ class ModelState:
     served: Served
     pins: Pins  # plans are searched under it
     drift: DriftRule = field(default_factory=DriftRule)
+    experience: Experience = field(default_factory=Experience)
     latest: Decision | None = None  # of the last search that found a plan
     decision: Decision | None = None  # that the active plan came from
     active: Plan | None = None

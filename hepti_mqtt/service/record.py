@@ -27,7 +27,7 @@ def encode_record(
     """Return the msgpack map of a model's plans.
 
     boot: of the planner that publishes it. active, preparing: plans as `Plan.to_dict`, or None. candidates: the best of
-    each strategy and variant, best first. reason: why the first one was chosen. error: {code, message} of a search that
+    each strategy and variant, best first; expected_ms: predicted_ms times what earlier runs have taught. reason: why the first one was chosen. error: {code, message} of a search that
     found no plan. progress: [bytes there, bytes in all] of the weights of `preparing`, by device.
     """
     ranking = decision.ranking if decision is not None else ()
@@ -42,6 +42,7 @@ def encode_record(
                 "name": c.name,
                 "devices": list(c.plan.devices),
                 "predicted_ms": c.price.seconds * 1e3,
+                "expected_ms": c.price.expected_s * 1e3,
                 "bytes": c.price.nbytes,
                 "feasible": c.price.feasible,
                 "missing": dict(c.price.missing),

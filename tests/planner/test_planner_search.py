@@ -13,7 +13,6 @@ from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
-from hepti_mqtt.planner.search import method_name
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, sent_bytes, weight_total
 from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem
 from hepti_mqtt.strategies import STRATEGIES, largest_shape, program, programs, resident_weights
@@ -183,10 +182,10 @@ def test_a_plan_whose_packets_do_not_get_through_is_not_chosen():
     free = question(BASE, four_pis(940))
     best = decide(free).chosen.plan
     sizes = {c.name: plan_packet(free, c.plan) for c in decide(free).ranking}
-    limited = decide(replace(free, packet_bytes=sizes[method_name(best)] - 1))
-    assert limited.chosen.name != method_name(best) or len(limited.chosen.plan.devices) != len(best.devices)
-    assert plan_packet(free, limited.chosen.plan) < sizes[method_name(best)]
-    assert decide(replace(free, packet_bytes=sizes[method_name(best)])).chosen.plan == decide(free).chosen.plan
+    limited = decide(replace(free, packet_bytes=sizes[best.method] - 1))
+    assert limited.chosen.name != best.method or len(limited.chosen.plan.devices) != len(best.devices)
+    assert plan_packet(free, limited.chosen.plan) < sizes[best.method]
+    assert decide(replace(free, packet_bytes=sizes[best.method])).chosen.plan == decide(free).chosen.plan
 
 
 def test_a_plan_packet_bounds_every_request_of_one_sequence():

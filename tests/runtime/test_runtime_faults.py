@@ -158,7 +158,7 @@ def test_several_requests_run_at_once_and_all_answers_are_right():
 def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     """Budgets for one plan only: the old one is given up before the new one is loaded."""
     first, second = plan(SPEC, ("block", {}), (1.0, 3.0)), plan(SPEC, ("block", {}), (3.0, 1.0))
-    ask = site(n=2).planner._question(site(n=2).planner._models[MODEL])
+    ask = site(n=2).planner._question(site(n=2).planner._models[MODEL], 0.0)
     ask = replace(ask, cluster=Cluster(dict.fromkeys(first.devices, ROOMY), {d: Link() for d in first.devices}))
     memory = int(1.02 * max(need for p in (first, second) for need in price(ask, p).needs.values()))
     swarm = Swarm(SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=always(first))

@@ -1,0 +1,68 @@
+"""What runs have taught: how much longer a way of dividing a model takes than the simulator says.
+
+The simulator knows neither stalls of a CPU's quota nor a lossy radio. Without this a plan that is faster on paper alone
+would be kept for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp, log
+from statistics import fmean, median
+from typing import Final
+
+from hepti_mqtt.plan import Plan
+
+KEPT: Final = 8  # late runs of each way
+ENOUGH: Final = 3  # runs before they count: the first ones after a change wait for caches
+FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow may be gone
+LEAST, MOST = 0.25, 8.0  # bounds of a factor
+
+# A way of dividing a model: method, number of devices, wire and storage.
+Way = tuple[str, int, str, str]
+
+
+def way(plan: Plan) -> Way:
+    """Return what runs under a plan teach about."""
+    return plan.method, len(plan.devices), plan.wire, plan.storage
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Measured over predicted time, by way."""
+
+    factors: Mapping[Way, float] = field(default_factory=dict)
+
+    def factor(self, plan: Plan) -> float:
+        """Return what to multiply a plan's predicted time by.
+
+        A way of several devices that was never used is taken to be as far off as those that were: what they share,
+        links and stalls, is what the simulator misses. One device alone has no exchanges: 1.
+        """
+        known = self.factors.get(way(plan))
+        if known is not None:
+            return known
+        others = [log(f) for (_, devices, *_rest), f in self.factors.items() if devices > 1]
+        return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
+
+
+class Experience:
+    """The late runs of one model; times by any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Way, deque[tuple[float, float]]] = {}
+
+    def ran(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
+        """Take the measured time of a run of `tokens` tokens that had the devices to itself."""
+        if plan.predicted_s <= 0 or plan.predicted_tokens <= 0 or not 0.8 < tokens / plan.predicted_tokens < 1.25:
+            return  # the time of another length is not in proportion
+        ratio = seconds / (plan.predicted_s * tokens / plan.predicted_tokens)
+        runs = self._runs.setdefault(way(plan), deque(maxlen=KEPT))
+        runs.append((now, min(max(ratio, LEAST), MOST)))
+
+    def learned(self, now: float) -> Learned:
+        """Return the median of every way's late runs, where there are enough."""
+        late = {w: [r for at, r in runs if now - at < FORGET_S] for w, runs in self._runs.items()}
+        return Learned({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH})

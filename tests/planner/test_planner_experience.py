@@ -1,0 +1,62 @@
+"""Runs teach how far the simulator is off, by way of dividing a model; the search compares by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Experience, Learned
+from hepti_mqtt.planner.experience import ENOUGH, FORGET_S, LEAST, MOST, way
+
+SPLIT = Plan("m", Epoch(1, 1), "row", ("a", "b"), "a", {"attention": "kv"}, predicted_s=0.2, predicted_tokens=100)
+OTHER = replace(SPLIT, strategy="column", options={})
+SINGLE = replace(SPLIT, strategy="single", devices=("a",), options={})
+
+
+def after(*seconds, plan=SPLIT, tokens=100, at=0.0):
+    experience = Experience()
+    for s in seconds:
+        experience.ran(plan, tokens, s, at)
+    return experience
+
+
+def test_nothing_is_learned_from_too_few_runs():
+    assert after(*[0.4] * (ENOUGH - 1)).learned(0.0) == Learned()
+    assert after(*[0.4] * ENOUGH).learned(0.0).factor(SPLIT) == pytest.approx(2.0)
+
+
+def test_it_is_the_median_so_that_one_stall_teaches_nothing():
+    assert after(0.2, 0.2, 9.0, 0.2).learned(0.0).factor(SPLIT) == pytest.approx(1.0)
+
+
+def test_a_way_that_was_never_used_is_as_far_off_as_the_others_and_one_device_is_not():
+    learned = after(*[0.4] * ENOUGH).learned(0.0)
+    assert learned.factor(OTHER) == pytest.approx(2.0)
+    assert learned.factor(replace(SPLIT, wire="f16")) == pytest.approx(2.0)
+    assert learned.factor(SINGLE) == 1.0
+    assert after(*[0.4] * ENOUGH, plan=SINGLE).learned(0.0).factor(SPLIT) == 1.0
+
+
+def test_what_is_long_past_is_forgotten():
+    experience = after(*[0.4] * ENOUGH)
+    assert experience.learned(FORGET_S - 1).factors == {way(SPLIT): pytest.approx(2.0)}
+    assert experience.learned(FORGET_S).factors == {}
+
+
+@pytest.mark.parametrize("tokens", [10, 79, 126, 500])
+def test_another_length_than_the_predicted_one_teaches_nothing(tokens):
+    assert after(*[0.4] * ENOUGH, tokens=tokens).learned(0.0) == Learned()
+
+
+def test_a_length_near_the_predicted_one_is_scaled():
+    assert after(*[0.44] * ENOUGH, tokens=110).learned(0.0).factor(SPLIT) == pytest.approx(2.0)
+
+
+@given(st.lists(st.floats(1e-6, 1e6), max_size=20))
+def test_a_factor_stays_within_bounds(seconds):
+    assert LEAST <= after(*seconds).learned(0.0).factor(SPLIT) <= MOST
