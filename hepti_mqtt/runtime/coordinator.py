@@ -7,19 +7,18 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt.cluster import Cluster, profile_from_caps
-from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, PlanError, RemoteError
+from hepti_mqtt.errors import HeptiError, PlanError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordination import (
-    Answer,
     Connection,
     CoordinatorCommand,
     CoordinatorEvent,
@@ -28,7 +27,6 @@ from hepti_mqtt.runtime.coordination import (
     DeviceStatus,
     Note,
     Pin,
-    Refuse,
     SendTiles,
     Served,
     ShowPlan,
@@ -39,27 +37,23 @@ from hepti_mqtt.runtime.coordination import (
     UpFrame,
     UpMessage,
 )
-from hepti_mqtt.runtime.flight import Job, Pins, Run
+from hepti_mqtt.runtime.dispatcher import Dispatcher
+from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.membership import Membership
 from hepti_mqtt.runtime.model_state import ModelState, Preparing, same_division
 from hepti_mqtt.simulate import Naming
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import encode_work
-from hepti_mqtt.wire.topics import Topics, publish_bytes
+from hepti_mqtt.wire.topics import Topics
 
-QUEUE: Final = 64  # requests that wait, per model
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 RETURN_S: Final = 5.0  # when the last device is lost, it has so long to come back before requests are refused
 ASK_AGAIN_S: Final = 5.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_S: Final = 120.0  # without any progress for so long, a preparation is given up
-OVERDUE_S: Final = 5.0
-OVERDUE_FACTOR: Final = 20.0
-ATTEMPTS: Final = 4
 REFUSALS: Final = 3  # preparations in a row that fail for another reason than memory, then requests are refused ...
 RETRY_S: Final = 30.0  # ... and the next search waits so long
 SHOW_S: Final = 1.0  # between two records that differ in progress alone
-WORTH: Final = 0.93  # a new plan must be predicted to take less than this part of the running one's time
+WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
 class CoordinatorSession:
@@ -75,7 +69,7 @@ class CoordinatorSession:
         self._models = {s.name: ModelState(s, s.pins) for s in served}
         self._number = 0
         self._txn = 0
-        self._admission = 0
+        self._requests = Dispatcher(self.topics, self._models, in_flight, self.counters)
         self._online = True
         self._begun = False
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
@@ -83,8 +77,8 @@ class CoordinatorSession:
             DeviceCaps: self._caps,
             DeviceHeartbeat: self._heartbeat,
             UpMessage: self._message,
-            UpFrame: self._frame,
-            Submit: self._submit,
+            UpFrame: self._requests.frame,
+            Submit: lambda event, _now: self._requests.submit(event.job),
             Solved: self._solved,
             Pin: self._pin,
             Connection: self._connection,
@@ -169,7 +163,7 @@ class CoordinatorSession:
                     out.append(self._show(model))
                 model.retiring[plan.epoch] = plan
                 for run in [r for r in model.runs.values() if r.epoch == plan.epoch]:
-                    out += self._again(model, run)
+                    out += self._requests.again(model, run)
         return out
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -248,7 +242,7 @@ class CoordinatorSession:
         model.forced = False
         out: list[CoordinatorCommand] = [Note("no_plan", str(error))]
         for job in waiting:
-            out += self._end(model, job, error)
+            out += self._requests.end(model, job, error)
         if model.suspect is not None:
             model.retiring[model.suspect.epoch], model.suspect = model.suspect, None
         return [*out, self._show(model)]
@@ -309,7 +303,7 @@ class CoordinatorSession:
         if isinstance(message, messages.TileAsk):
             return [SendTiles(message.model, device, message.hashes)] if message.model in self._models else []
         if isinstance(message, messages.RequestFailed):
-            return self._run_failed(device, message)
+            return self._requests.failed(device, message)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
@@ -365,55 +359,6 @@ class CoordinatorSession:
         model.solve_at, model.forced = now + RETRY_S, True
         return out
 
-    def _frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
-        frame = event.frame
-        model = self._models.get(frame.model)
-        run = None if model is None else model.runs.get(frame.admission)
-        if model is None or run is None or run.epoch != frame.epoch or event.device not in run.plan.devices:
-            self.counters["late"] += 1
-            return []
-        if frame.kind == "output" and event.device == run.plan.head:
-            run.output = frame.array()
-        elif frame.kind == "done" and len(frame.numbers) == 3:
-            run.done[event.device] = frame.numbers
-        else:
-            self.counters["foreign_frame"] += 1
-        return self._complete(model, run, now) if run.complete() else []
-
-    def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
-        assert run.output is not None
-        del model.runs[run.admission]
-        if run.alone:
-            model.experience.ran(run.plan, run.job.chunks[run.chunk].shape.tokens, now - run.begun_s, now)
-        job = run.job
-        if job.over:
-            return []
-        job.outputs[run.chunk] = run.output
-        job.stats.append(run.stats())
-        if len(job.outputs) < len(job.chunks):
-            return []
-        job.over = True
-        return [Answer(job, run.plan, tuple(job.stats))]
-
-    # -- requests -------------------------------------------------------------------------------------------------
-
-    def _submit(self, event: Submit, _now: float) -> list[CoordinatorCommand]:
-        job = event.job
-        model = self._models[job.key.model]
-        if any(j.key == job.key for j, _ in model.queue) or any(r.job.key == job.key for r in model.runs.values()):
-            self.counters["repeated_request"] += 1
-            return []
-        if len({id(j) for j, _ in model.queue}) >= QUEUE:
-            error = OverloadedError(
-                f"{QUEUE} requests wait for {job.key.model} already; try again later, or add devices"
-            )
-            return [Note("overloaded", str(error)), Refuse(job, error)]
-        if model.error is not None and not model.hopeful() and job.pins in (None, model.served.pins):
-            return [Refuse(job, model.error)]
-        model.recent.append(max(c.shape.tokens for c in job.chunks))
-        model.queue.extend((job, i) for i in range(len(job.chunks)))
-        return []
-
     def _pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: search, prepare, release, dispatch."""
         out: list[CoordinatorCommand] = []
@@ -424,7 +369,7 @@ class CoordinatorSession:
         preparing = model.preparing
         if preparing is not None and not preparing.sent and (not preparing.swap or not model.retiring):
             out += self._prepare(model, now)
-        self._follow_pins(model, now)
+        model.follow_pins(now)
         due = model.solve_at is not None and now >= model.solve_at
         alone = all(m.solving is None for m in self._models.values())  # searches see what other models will hold
         if due and alone and model.preparing is None:
@@ -432,79 +377,7 @@ class CoordinatorSession:
             self._txn += 1
             model.solving = self._txn
             out.append(Solve(model.served.name, self._txn, self._question(model, now), model.active))
-        while model.active is not None and model.queue and len(model.runs) < self.in_flight:
-            if model.queue[0][0].pins not in (None, model.active_pins):
-                break
-            job, chunk = model.queue.popleft()
-            if not job.over:
-                out += self._dispatch(model, model.active, job, chunk, now)
-                self._follow_pins(model, now)
-        return out
-
-    def _follow_pins(self, model: ModelState, now: float) -> None:
-        """Search under the pins of the first request that waits, if it has others.
-
-        Requests are served in their order, so that two users with different pins both get their turn.
-        """
-        while model.queue and model.queue[0][0].over:
-            model.queue.popleft()
-        pins = model.queue[0][0].pins if model.queue else None
-        if pins is not None and pins != model.pins:
-            model.pins, model.solve_at, model.forced = pins, now, True
-
-    def _dispatch(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
-        self._admission += 1
-        part = job.chunks[chunk]
-        payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs)
-        topic = self.topics.work(plan.model)
-        longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))
-        overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
-        sent = publish_bytes(topic, len(payload), 1)
-        others = [run for other in self._models.values() for run in other.runs.values()]
-        for run in others:
-            run.alone = False
-        model.runs[self._admission] = Run(
-            self._admission, job, chunk, plan, model.cluster(), now, overdue, sent, alone=not others
-        )
-        return [Publish(topic, payload, 1)]
-
-    def _run_failed(self, device: str, message: messages.RequestFailed) -> list[CoordinatorCommand]:
-        model = self._models.get(message.model)
-        run = None if model is None else model.runs.get(message.admission)
-        if model is None or run is None:
-            return []
-        out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
-        if message.code == "wire":
-            return out + self._again(model, run)
-        out += self._cancel(model, run)
-        return out + self._end(model, run.job, RemoteError(message.text))
-
-    def _again(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
-        """Take a run back and queue it first; its job fails after too many attempts."""
-        out = self._cancel(model, run)
-        run.job.attempts[run.chunk] += 1
-        if run.job.attempts[run.chunk] >= ATTEMPTS:
-            error = RemoteError(
-                f"the request was lost {run.job.attempts[run.chunk]} times (devices left, or exchanges never arrived); "
-                "see `hepti devices` and the planner's log"
-            )
-            return out + self._end(model, run.job, error)
-        model.queue.appendleft((run.job, run.chunk))
-        return out
-
-    def _cancel(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
-        model.runs.pop(run.admission, None)
-        cancel = messages.Cancel(run.plan.model, run.epoch, run.admission)
-        return [self._tell(d, cancel) for d in run.plan.devices]
-
-    def _end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
-        if job.over:
-            return []
-        job.over = True
-        out: list[CoordinatorCommand] = []
-        for run in [r for r in model.runs.values() if r.job is job]:
-            out += self._cancel(model, run)
-        return [*out, Refuse(job, error)]
+        return out + self._requests.pump(model, now)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -524,11 +397,8 @@ class CoordinatorSession:
             for run in list(model.runs.values()):
                 if self._online and now > run.overdue_s:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
-                    out += [*self._suspect(model, run.plan, now), *self._again(model, run)]
-            late = {id(j): j for j in self._jobs(model) if j.deadline_s is not None and now > j.deadline_s}
-            for job in late.values():
-                out += self._end(model, job, DeadlineError("the deadline passed before the answer was ready"))
-            model.queue = deque((j, c) for j, c in model.queue if not j.over)
+                    out += [*self._suspect(model, run.plan, now), *self._requests.again(model, run)]
+            out += self._requests.expire(model, now)
             drifted = model.drift.observe(self._observed(model, now), now) if model.active is not None else None
             busy = any(x is not None for x in (model.solve_at, model.solving, model.preparing))
             if drifted is not None and not busy:
@@ -553,9 +423,6 @@ class CoordinatorSession:
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.membership.seen(now)
         return [self._show(model) for model in self._models.values()] if event.online else []
-
-    def _jobs(self, model: ModelState) -> list[Job]:
-        return [j for j, _ in model.queue] + [r.job for r in model.runs.values()]
 
     def _tell(self, device: str, message: messages.Message) -> Publish:
         return Publish(self.topics.command(device), messages.encode(message), 1)

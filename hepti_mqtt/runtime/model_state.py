@@ -65,6 +65,17 @@ class ModelState:
         """Return the request length to plan for: the median of late ones, or the served default."""
         return sorted(self.recent)[len(self.recent) // 2] if self.recent else self.served.tokens
 
+    def follow_pins(self, now: float) -> None:
+        """Search under the pins of the first request that waits, if it has others.
+
+        Requests are served in their order, so that two users with different pins both get their turn.
+        """
+        while self.queue and self.queue[0][0].over:
+            self.queue.popleft()
+        pins = self.queue[0][0].pins if self.queue else None
+        if pins is not None and pins != self.pins:
+            self.pins, self.solve_at, self.forced = pins, now, True
+
     def cluster(self) -> Cluster:
         """Return the measurements that the active plan was chosen by."""
         assert self.decision is not None

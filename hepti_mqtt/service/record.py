@@ -27,8 +27,9 @@ def encode_record(
     """Return the msgpack map of a model's plans.
 
     boot: of the planner that publishes it. active, preparing: plans as `Plan.to_dict`, or None. candidates: the best of
-    each strategy and variant, best first; expected_ms: predicted_ms times what earlier runs have taught. reason: why the first one was chosen. error: {code, message} of a search that
-    found no plan. progress: [bytes there, bytes in all] of the weights of `preparing`, by device.
+    each strategy and variant, best first; expected_ms is predicted_ms times what earlier runs have taught. reason: why
+    the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
+    all] of the weights of `preparing`, by device.
     """
     ranking = decision.ranking if decision is not None else ()
     record: dict[str, Any] = {

@@ -16,9 +16,11 @@ from swarm import Swarm
 from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
-from hepti_mqtt.runtime import coordinator as co
+from hepti_mqtt.runtime import coordination as co
 from hepti_mqtt.runtime import worker
 from hepti_mqtt.runtime.commands import Publish
+from hepti_mqtt.runtime.coordinator import REFUSALS, RETRY_S, CoordinatorSession
+from hepti_mqtt.runtime.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
 from hepti_mqtt.runtime.flight import Chunk, Job, Pins, RequestKey
 from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem
 from hepti_mqtt.strategies import STRATEGIES, make_plan
@@ -87,7 +89,7 @@ class Site:
         decider: Callable[[Question], Decision] = decide,
     ) -> None:
         served = tuple(co.Served(n, SPEC, MANIFEST, 16, pins or Pins()) for n in names or ("m",))
-        self.session = co.CoordinatorSession("home", 7, served, in_flight)
+        self.session = CoordinatorSession("home", 7, served, in_flight)
         self.now = 0.0
         self.searches, self.decider = searches, decider
         self.boots: dict[str, int] = {}
@@ -406,14 +408,14 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
     site = Site()
     site.join("a")
     site.submit("r1", within=1000)
-    for _ in range(co.REFUSALS):
+    for _ in range(REFUSALS):
         site.tick(1.1)
         message = site.prepares()["a"]
         epoch = Plan.from_dict(message.plan).epoch
         site.event(co.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
     assert isinstance(site.errors["r1"], RemoteError)
     assert "corrupt tile" in str(site.errors["r1"])
-    site.tick(co.RETRY_S + 0.1)
+    site.tick(RETRY_S + 0.1)
     site.ready()
     assert site.session.plan("m") is not None, "it tries again after a while"
 
@@ -491,12 +493,12 @@ def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
     site.join("a")
     site.settle()
     site.submit("r1", within=1e6)
-    for _ in range(co.ATTEMPTS):
+    for _ in range(ATTEMPTS):
         for _ in range(4):
             site.tick(2)
         site.ready()
     assert isinstance(site.errors["r1"], RemoteError)
-    assert len(site.work) == co.ATTEMPTS
+    assert len(site.work) == ATTEMPTS
 
 
 def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
@@ -539,12 +541,12 @@ def test_full_queue_refuses() -> None:
     site = Site(in_flight=1)
     site.join("a")
     site.settle()
-    for i in range(co.QUEUE + 2):
+    for i in range(QUEUE + 2):
         site.submit(f"r{i}")
-    assert [n for n, e in site.errors.items() if isinstance(e, OverloadedError)] == [f"r{co.QUEUE + 1}"]
-    for admission in range(1, co.QUEUE + 2):
+    assert [n for n, e in site.errors.items() if isinstance(e, OverloadedError)] == [f"r{QUEUE + 1}"]
+    for admission in range(1, QUEUE + 2):
         site.answer(admission)
-    assert len(site.answers) == co.QUEUE + 1
+    assert len(site.answers) == QUEUE + 1
 
 
 def test_repeated_request_on_its_way_runs_once() -> None:
@@ -782,12 +784,12 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     swarm.submit("r", shape, inputs)
     swarm.run(10, until=lambda: "r" in swarm.answers)
     former = swarm.planner
-    swarm.planner = co.CoordinatorSession("home", former.boot + 1, (co.Served("m", spec, MANIFEST, 16),))
+    swarm.planner = CoordinatorSession("home", former.boot + 1, (co.Served("m", spec, MANIFEST, 16),))
     host = swarm.hosts["d0"]
     swarm._host_commands("d0", host, host.session.handle(worker.PlannerLost(former.boot + 1), swarm.now))
     member = former.membership.members["d0"]
     swarm.tell_planner(co.DeviceCaps("d0", member.caps))
     swarm.tell_planner(co.DeviceStatus("d0", Status("online", member.boot)))
     swarm.submit("s", shape, inputs)
-    swarm.run(co.OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
+    swarm.run(OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
     np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])

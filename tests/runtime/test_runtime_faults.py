@@ -14,7 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.planner import price
-from hepti_mqtt.runtime import coordination, coordinator, worker
+from hepti_mqtt.runtime import coordination, dispatcher, worker
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames
 
@@ -181,7 +181,7 @@ def test_a_full_queue_says_overloaded():
     settle(swarm)
     swarm.lost_filter = lambda topic, target: "/work/" in topic
     shape, inputs = request(SPEC, (2,))
-    for i in range(coordinator.QUEUE + 10):
+    for i in range(dispatcher.QUEUE + 10):
         swarm.submit(i, shape, inputs)
     refused = [e for errors in swarm.errors.values() for e in errors]
     assert refused

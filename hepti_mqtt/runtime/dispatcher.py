@@ -1,0 +1,164 @@
+"""Requests on their way: taken in, run under a plan, answered or refused, and run again when a run is lost."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Final
+
+from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, RemoteError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.commands import Publish
+from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, UpFrame
+from hepti_mqtt.runtime.flight import Job, Run
+from hepti_mqtt.runtime.model_state import ModelState
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.frames import encode_work
+from hepti_mqtt.wire.topics import Topics, publish_bytes
+
+QUEUE: Final = 64  # requests that wait, per model
+ATTEMPTS: Final = 4
+OVERDUE_S: Final = 5.0
+OVERDUE_FACTOR: Final = 20.0
+
+
+class Dispatcher:
+    """Queue, runs and answers of every model; which plan is active is the coordinator's.
+
+    in_flight: runs at once per model. counters: what was not understood or came too late, by name.
+    """
+
+    def __init__(
+        self, topics: Topics, models: Mapping[str, ModelState], in_flight: int, counters: Counter[str]
+    ) -> None:
+        self._topics, self._models, self._in_flight, self._counters = topics, models, in_flight, counters
+        self._admission = 0
+
+    def submit(self, job: Job) -> list[CoordinatorCommand]:
+        """Take a request into the queue of its model, or refuse it."""
+        model = self._models[job.key.model]
+        if any(j.key == job.key for j in _jobs(model)):
+            self._counters["repeated_request"] += 1
+            return []
+        if len({id(j) for j, _ in model.queue}) >= QUEUE:
+            error = OverloadedError(
+                f"{QUEUE} requests wait for {job.key.model} already; try again later, or add devices"
+            )
+            return [Note("overloaded", str(error)), Refuse(job, error)]
+        if model.error is not None and not model.hopeful() and job.pins in (None, model.served.pins):
+            return [Refuse(job, model.error)]
+        model.recent.append(max(c.shape.tokens for c in job.chunks))
+        model.queue.extend((job, i) for i in range(len(job.chunks)))
+        return []
+
+    def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
+        """Dispatch what waits, as far as there is a plan for it and room beside what runs."""
+        out: list[CoordinatorCommand] = []
+        while model.active is not None and model.queue and len(model.runs) < self._in_flight:
+            if model.queue[0][0].pins not in (None, model.active_pins):
+                break
+            job, chunk = model.queue.popleft()
+            if not job.over:
+                out += self._dispatch(model, model.active, job, chunk, now)
+                model.follow_pins(now)
+        return out
+
+    def frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
+        """Take an output, or what a device counted of a run; the last one of a job's answers it."""
+        frame = event.frame
+        model = self._models.get(frame.model)
+        run = None if model is None else model.runs.get(frame.admission)
+        if model is None or run is None or run.epoch != frame.epoch or event.device not in run.plan.devices:
+            self._counters["late"] += 1
+            return []
+        if frame.kind == "output" and event.device == run.plan.head:
+            run.output = frame.array()
+        elif frame.kind == "done" and len(frame.numbers) == 3:
+            run.done[event.device] = frame.numbers
+        else:
+            self._counters["foreign_frame"] += 1
+        return self._complete(model, run, now) if run.complete() else []
+
+    def failed(self, device: str, message: messages.RequestFailed) -> list[CoordinatorCommand]:
+        """Run again what was lost on the wire; any other failure is the answer."""
+        model = self._models.get(message.model)
+        run = None if model is None else model.runs.get(message.admission)
+        if model is None or run is None:
+            return []
+        out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
+        if message.code == "wire":
+            return out + self.again(model, run)
+        out += self._cancel(model, run)
+        return out + self.end(model, run.job, RemoteError(message.text))
+
+    def again(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
+        """Take a run back and queue it first; its job fails after too many attempts."""
+        out = self._cancel(model, run)
+        run.job.attempts[run.chunk] += 1
+        if run.job.attempts[run.chunk] >= ATTEMPTS:
+            error = RemoteError(
+                f"the request was lost {run.job.attempts[run.chunk]} times (devices left, or exchanges never arrived); "
+                "see `hepti devices` and the planner's log"
+            )
+            return out + self.end(model, run.job, error)
+        model.queue.appendleft((run.job, run.chunk))
+        return out
+
+    def end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
+        """Refuse a job and cancel its runs; one that is over already is left alone."""
+        if job.over:
+            return []
+        job.over = True
+        out: list[CoordinatorCommand] = []
+        for run in [r for r in model.runs.values() if r.job is job]:
+            out += self._cancel(model, run)
+        return [*out, Refuse(job, error)]
+
+    def expire(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
+        """Refuse the jobs whose deadline has passed."""
+        late = {id(j): j for j in _jobs(model) if j.deadline_s is not None and now > j.deadline_s}
+        out: list[CoordinatorCommand] = []
+        for job in late.values():
+            out += self.end(model, job, DeadlineError("the deadline passed before the answer was ready"))
+        model.queue = deque((j, c) for j, c in model.queue if not j.over)
+        return out
+
+    def _dispatch(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
+        self._admission += 1
+        part = job.chunks[chunk]
+        payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs)
+        topic = self._topics.work(plan.model)
+        longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))
+        overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
+        sent = publish_bytes(topic, len(payload), 1)
+        others = [run for other in self._models.values() for run in other.runs.values()]
+        for run in others:
+            run.alone = False
+        model.runs[self._admission] = Run(
+            self._admission, job, chunk, plan, model.cluster(), now, overdue, sent, alone=not others
+        )
+        return [Publish(topic, payload, 1)]
+
+    def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
+        assert run.output is not None
+        del model.runs[run.admission]
+        if run.alone:
+            model.experience.ran(run.plan, run.job.chunks[run.chunk].shape.tokens, now - run.begun_s, now)
+        job = run.job
+        if job.over:
+            return []
+        job.outputs[run.chunk] = run.output
+        job.stats.append(run.stats())
+        if len(job.outputs) < len(job.chunks):
+            return []
+        job.over = True
+        return [Answer(job, run.plan, tuple(job.stats))]
+
+    def _cancel(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
+        model.runs.pop(run.admission, None)
+        payload = messages.encode(messages.Cancel(run.plan.model, run.epoch, run.admission))
+        return [Publish(self._topics.command(d), payload, 1) for d in run.plan.devices]
+
+
+def _jobs(model: ModelState) -> list[Job]:
+    return [j for j, _ in model.queue] + [r.job for r in model.runs.values()]
