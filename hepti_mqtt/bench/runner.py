@@ -119,7 +119,10 @@ class _Measuring:
         """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
         with ExitStack() as stack:
             made = with_room(spec) if self.experiment.outside else spec
-            lab = stack.enter_context(Lab(made, self.out.resolve() / "logs" / f"{spec.name}-{spec.rate_mbit or 0:g}"))
+            logs = self.out.resolve() / "logs"
+            # Every rate measures its hosts anew; the tiles of weights are the same at all of them.
+            own_logs = logs / f"{spec.name}-{spec.rate_mbit or 0:g}"
+            lab = stack.enter_context(Lab(made, own_logs, kept=logs / f"{spec.name}-kept"))
             figures = calibrate(spec, lab.hub, lab.hosts, self.calibrations, self._say)
             self._say(calibration_table(figures))
             for miss in figures.misses():

@@ -43,11 +43,12 @@ class EmulatedHost:
         namespace: str,
         group: Group,
         directory: Path,
+        kept: Path,
         before_throttle: Callable[[], None],
         gflops: float | None = None,
     ) -> None:
         self.name, self.address, self.python = name, address, sys.executable
-        self.directory = str(directory)
+        self.directory, self.kept = str(directory), str(kept)
         self.gflops = gflops
         self.cpu: float | None = None
         self.throttled = False

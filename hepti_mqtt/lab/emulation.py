@@ -17,9 +17,9 @@ from hepti_mqtt.lab.spec import HUB, LabSpec
 class Emulation:
     """Namespaces, groups and sleepers of an emulated lab."""
 
-    def __init__(self, spec: LabSpec, directory: Path, keep: bool) -> None:
+    def __init__(self, spec: LabSpec, directory: Path, kept: Path, keep: bool) -> None:
         _check_machine()
-        self._spec, self._keep, self._directory = spec, keep, directory
+        self._spec, self._keep, self._directory, self._kept = spec, keep, directory, kept
         controllers = cgroups.this_machine()
         self._cpu_root = controllers.cpu_root
         names = [HUB, *(host.name for host in spec.hosts)]
@@ -71,7 +71,8 @@ class Emulation:
             place.mkdir(parents=True, exist_ok=True)
             namespace = network.namespace(self._spec.name, name)
             address = self.network.addresses[name]
-            host = EmulatedHost(name, address, namespace, group, place, self._start_sleepers, targets.get(name))
+            kept = self._kept.resolve() / name
+            host = EmulatedHost(name, address, namespace, group, place, kept, self._start_sleepers, targets.get(name))
             self.hosts[name] = host
         self.hosts[HUB].set_cpu(self._spec.hub_cpu)
 

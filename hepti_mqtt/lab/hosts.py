@@ -58,13 +58,15 @@ class Host(Protocol):
     """A computer of the lab.
 
     name: as in topics. address: where the other hosts reach it. python: the interpreter there that has Hepti.
-    directory: a path there for what the host's programs keep; it exists.
+    directory: a path there for what the host's programs keep; it exists. kept: one for what a later lab may use again,
+    such as tiles of weights.
     """
 
     name: str
     address: str
     python: str
     directory: str
+    kept: str
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
         """Start a process (no shell); its output goes to a log named `name` under the lab's directory."""

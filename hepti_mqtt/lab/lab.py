@@ -26,13 +26,14 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 class Lab:
     """The hosts of a lab file; a context manager: made on entry, everything ended and removed on exit.
 
-    directory: of logs and of what hosts keep; it stays. keep: an emulated lab may outlive this process, see `leave`.
+    directory: of logs and of what hosts keep; it stays. kept: of what a later lab on the same hosts may use again, such
+    as tiles of weights; boards keep it themselves. keep: an emulated lab may outlive this process, see `leave`.
     hosts: the agents' hosts by name. hub: the host of clients, and of broker and planner unless the file names others.
     restart: what the change `restart` does to a host; a site sets its own.
     """
 
-    def __init__(self, spec: LabSpec, directory: Path, *, keep: bool = False) -> None:
-        self.spec, self.directory, self._keep = spec, directory, keep
+    def __init__(self, spec: LabSpec, directory: Path, *, keep: bool = False, kept: Path | None = None) -> None:
+        self.spec, self.directory, self._keep, self._kept = spec, directory, keep, kept or directory / "kept"
         self.hosts: Mapping[str, Host] = {}
         self.hub: Host
         self.restart: Callable[[str], None] = lambda name: self.host(name).restart()
@@ -109,7 +110,7 @@ class Lab:
     # -- kinds ------------------------------------------------------------------------------------------------------
 
     def _make_emulated(self) -> None:
-        backing = Emulation(self.spec, self.directory, self._keep)
+        backing = Emulation(self.spec, self.directory, self._kept, self._keep)
         backing.claim()
         self._closers.append(backing.close)
         backing.make()
@@ -121,7 +122,8 @@ class Lab:
         self._make_local_hub()
         hosts: dict[str, Host] = {}
         for host in self.spec.hosts:
-            made = LocalHost(host.name, self.directory / host.name, host.python or sys.executable)
+            python, kept = host.python or sys.executable, self._kept / host.name
+            made = LocalHost(host.name, self.directory / host.name, python, kept=kept)
             self._closers.append(made.close)
             hosts[host.name] = made
         self.hosts = hosts

@@ -153,13 +153,21 @@ class LocalHost:
     """This machine under a name of the lab; a `Host`, and a context manager that ends what it started.
 
     directory: of logs and whatever the host's programs keep; it is made and not removed. address: where boards of the
-    lab reach it; the loopback address if there are none.
+    lab reach it; the loopback address if there are none. kept: for what a later lab may use; below directory if None.
     """
 
-    def __init__(self, name: str, directory: Path, python: str = sys.executable, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        python: str = sys.executable,
+        address: str = "127.0.0.1",
+        kept: Path | None = None,
+    ) -> None:
         self.name, self.python, self.address = name, python, address
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = str(directory.resolve())
+        self.kept = str((kept or directory / "kept").resolve())
         self._started: Started[LocalProcess] = Started()
 
     def start(

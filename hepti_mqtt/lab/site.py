@@ -238,9 +238,9 @@ class LabSite:
     def _start_agent(self, device: Device) -> Talking:
         host = device.host
         arguments = [host.python, "-m", "device_agent", "--broker", self.url, "--site", SITE, "--id", host.name]
-        arguments += ["--threads", str(device.threads), "--cache", f"{host.directory}/agent", "--hold"]
+        arguments += ["--threads", str(device.threads), "--hold"]
         arguments += ["--memory", device.memory] if device.memory else []
-        agent = host.talk(f"agent-{host.name}", arguments, self.environment(host))
+        agent = host.talk(f"agent-{host.name}", arguments, {**self.environment(host), "XDG_CACHE_HOME": host.kept})
         self._running[host.name] = agent
         return agent
 

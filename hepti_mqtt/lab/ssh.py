@@ -115,6 +115,7 @@ class SshHost:
         where = f"mkdir -p {shlex.quote(directory)} && cd {shlex.quote(directory)} && pwd"
         try:
             self.directory = self.shell(where, must="make its directory").out.strip()
+            self.kept = f"{self.directory}/kept"
             look = "import hepti_mqtt, device_agent; print(hepti_mqtt.__version__)"
             found = self.run([self.python, "-c", look])
             if found.code != 0:

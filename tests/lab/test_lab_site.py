@@ -42,6 +42,14 @@ def test_a_request_split_over_three_devices_is_answered_right(site):
     site.check()
 
 
+def test_tiles_of_weights_lie_where_a_later_lab_finds_them_and_measurements_do_not(site):
+    ask(site, "--strategy", "row", "--devices", "a,b,c")
+    for device in site.devices:
+        files = [path for path in Path(device.host.kept).rglob("*") if path.is_file()]
+        assert files
+        assert not any(path.name == "measurement.json" for path in files)
+
+
 def test_a_killed_device_is_gone_and_comes_back(site):
     site.kill("b")
     with pytest.raises(LabError, match="b does not run"):
