@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 class DriftRule:
     """Fires when any observed value has been off by more than `factor` for `hold_s`, and not within `rest_s` of a plan.
 
+    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links.
+
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
 
@@ -18,13 +20,18 @@ class DriftRule:
     rest_s: float = 15.0
     planned: dict[str, float] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)
-    _planned_at: float = float("-inf")
+    _rested_at: float = float("-inf")
 
     def plan_made(self, values: Mapping[str, float], now: float) -> None:
         """Take the values that a new plan was made with."""
         self.planned = dict(values)
         self._since.clear()
-        self._planned_at = now
+        self._rested_at = now
+
+    def disturbed(self, now: float) -> None:
+        """Take it that what is observed now says nothing of how things will be."""
+        self._since.clear()
+        self._rested_at = now
 
     def observe(self, values: Mapping[str, float], now: float) -> str | None:
         """Return what has drifted, in words, or None."""
@@ -37,6 +44,6 @@ class DriftRule:
                 self._since.pop(key, None)
                 continue
             since = self._since.setdefault(key, now)
-            if now - since >= self.hold_s and now - self._planned_at >= self.rest_s:
+            if now - since >= self.hold_s and now - self._rested_at >= self.rest_s:
                 return f"{key} is {ratio:.2f} times what the plan was made for, since {now - since:.0f} s"
         return None

@@ -52,6 +52,7 @@ ASK_AGAIN_S: Final = 5.0  # a Prepare may go to a connection that is just gone; 
 PREPARE_S: Final = 120.0  # without any progress for so long, a preparation is given up
 REFUSALS: Final = 3  # preparations in a row that fail for another reason than memory, then requests are refused ...
 RETRY_S: Final = 30.0  # ... and the next search waits so long
+IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 SHOW_S: Final = 1.0  # between two records that differ in progress alone
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
@@ -78,7 +79,7 @@ class CoordinatorSession:
             DeviceHeartbeat: self._heartbeat,
             UpMessage: self._message,
             UpFrame: self._requests.frame,
-            Submit: lambda event, _now: self._requests.submit(event.job),
+            Submit: lambda event, now: self._requests.submit(event.job, now),
             Solved: self._solved,
             Pin: self._pin,
             Connection: self._connection,
@@ -385,6 +386,7 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for device in self.membership.overdue(now) if self._online else []:
             out += self._lost(device, "sends no heartbeats", now)
+        loading = any(m.preparing is not None for m in self._models.values())
         for model in self._models.values():
             preparing = model.preparing
             if preparing is not None and preparing.sent and now - preparing.progress_s > PREPARE_S:
@@ -399,7 +401,11 @@ class CoordinatorSession:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
                     out += [*self._suspect(model, run.plan, now), *self._requests.again(model, run)]
             out += self._requests.expire(model, now)
-            drifted = model.drift.observe(self._observed(model, now), now) if model.active is not None else None
+            if loading:
+                model.drift.disturbed(now)
+            # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
+            in_use = model.active is not None and now - model.asked_s < IN_USE_S
+            drifted = model.drift.observe(self._observed(model, now), now) if in_use else None
             busy = any(x is not None for x in (model.solve_at, model.solving, model.preparing))
             if drifted is not None and not busy:
                 out.append(Note("drift", drifted))

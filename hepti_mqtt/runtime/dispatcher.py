@@ -34,9 +34,10 @@ class Dispatcher:
         self._topics, self._models, self._in_flight, self._counters = topics, models, in_flight, counters
         self._admission = 0
 
-    def submit(self, job: Job) -> list[CoordinatorCommand]:
+    def submit(self, job: Job, now: float) -> list[CoordinatorCommand]:
         """Take a request into the queue of its model, or refuse it."""
         model = self._models[job.key.model]
+        model.asked_s = now
         if any(j.key == job.key for j in _jobs(model)):
             self._counters["repeated_request"] += 1
             return []

@@ -59,6 +59,7 @@ class ModelState:
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
     spare: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
+    asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
 
     def tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -153,6 +153,14 @@ class Site:
         for device, boot in self.boots.items() if alive else ():
             self.event(co.DeviceHeartbeat(device, heartbeat(boot)))
         self.event(co.Tick())
+
+    def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
+        """Let time pass in which some devices are slow."""
+        for _ in range(seconds):
+            self.now += 1
+            for device, boot in self.boots.items():
+                self.event(co.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
+            self.event(co.Tick())
 
     def prepares(self) -> dict[str, messages.Prepare]:
         """Return the last Prepare of every device."""
@@ -586,17 +594,45 @@ def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
     site = Site()
     site.join("a", "b")
     plan = site.settle()
+    site.submit("r1")
+    site.answer(1)
     solves = len(site.solves)
-    for _ in range(40):
-        site.now += 1
-        for device, boot in site.boots.items():
-            slow = 8.0 if device == plan.devices[0] else 1.0
-            site.event(co.DeviceHeartbeat(device, heartbeat(boot, slow)))
-        site.event(co.Tick())
+    site.drift({plan.devices[0]: 8.0}, 40)
     assert len(site.solves) > solves
     assert site.notes()["drift"] >= 1
     site.ready()
     assert site.session.plan("m").devices != plan.devices, "another device is faster now"
+
+
+def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) == solves
+    site.submit("r1")
+    site.answer(1)
+    site.drift({plan.devices[0]: 8.0}, 7)
+    assert len(site.solves) == solves + 1
+
+
+def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
+    site = Site("m", "other")
+    site.join("a", "b")
+    site.tick(1.1)
+    for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
+        plan = Plan.from_dict(message.plan)
+        site.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000)))
+    site.submit("r1")
+    site.answer(1)
+    pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+    site.submit("r2", model="other", pins=pinned)
+    site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
+    assert not site.notes()["drift"]
+    site.ready()
+    site.drift(dict.fromkeys(site.boots, 1.0), 30)
+    assert not site.notes()["drift"]
 
 
 def test_drift_during_a_search_does_not_void_it() -> None:
@@ -605,11 +641,9 @@ def test_drift_during_a_search_does_not_void_it() -> None:
     site.tick(1.1)
     site.solve(site.solves[-1])
     site.ready()
-    for _ in range(40):
-        site.now += 1
-        for device, boot in site.boots.items():
-            site.event(co.DeviceHeartbeat(device, heartbeat(boot, 8.0)))
-        site.event(co.Tick())
+    site.submit("r1")
+    site.answer(1)
+    site.drift(dict.fromkeys(site.boots, 8.0), 40)
     assert len(site.solves) == 2, "one search at a time, however long it takes"
     ticket = site.solves[-1].ticket
     site.solve(site.solves[-1])
