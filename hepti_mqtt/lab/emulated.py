@@ -15,7 +15,7 @@ from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.cgroups import Group
 from hepti_mqtt.lab.hosts import Completed
 from hepti_mqtt.lab.local import LocalProcess, run_command
-from hepti_mqtt.lab.started import Restartable, Started
+from hepti_mqtt.lab.started import Pluggable, Restartable, Started
 
 _END_S: Final = 10.0
 _PAUSE_S: Final = 0.005
@@ -29,7 +29,7 @@ def send_signal(pid: int, number: int) -> None:
         return
 
 
-class EmulatedHost:
+class EmulatedHost(Pluggable[LocalProcess]):
     """A `Host` inside its namespace and control group.
 
     cpu: its quota as a share of one core, None where it has none; set by calibration, in force while throttled.
@@ -116,11 +116,6 @@ class EmulatedHost:
     def kill(self) -> None:
         """Pull the plug: every process ends at once; `restart` knows what ran."""
         self._started.kill(self._end)
-
-    def restart(self) -> None:
-        """Start again what runs, or ran when the host was killed, with the same commands."""
-        self.kill()
-        self._started.restart()
 
     def close(self) -> None:
         """End every process on the host; a second call does nothing."""

@@ -15,7 +15,7 @@ from typing import IO, Final, Self
 
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.hosts import Completed
-from hepti_mqtt.lab.started import Restartable, Started
+from hepti_mqtt.lab.started import Pluggable, Restartable, Started
 
 _LAST_LINES: Final = 8
 _REAP_S: Final = 10.0
@@ -149,7 +149,7 @@ def run_command(
     return Completed(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
-class LocalHost:
+class LocalHost(Pluggable[LocalProcess]):
     """This machine under a name of the lab; a `Host`, and a context manager that ends what it started.
 
     directory: of logs and whatever the host's programs keep; it is made and not removed. address: where boards of the
@@ -196,19 +196,6 @@ class LocalHost:
 
     def throttle(self, on: bool) -> None:
         """Do nothing: this machine runs as it is."""
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every process that was started here."""
-        self._started.signal(number)
-
-    def kill(self) -> None:
-        """End every process that was started here at once; `restart` knows what ran."""
-        self._started.kill()
-
-    def restart(self) -> None:
-        """Start again what runs, or ran when the host was killed, with the same commands."""
-        self.kill()
-        self._started.restart()
 
     def close(self) -> None:
         """End every process that was started here; a second call does nothing."""

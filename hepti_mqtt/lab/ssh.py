@@ -23,7 +23,7 @@ from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab import remote
 from hepti_mqtt.lab.hosts import Completed
 from hepti_mqtt.lab.local import LocalProcess, run_command
-from hepti_mqtt.lab.started import Restartable, Started
+from hepti_mqtt.lab.started import Pluggable, Restartable, Started
 
 CONNECT_S: Final = 10
 COPY_S: Final = 1800.0  # 1.3 GB of BERT-Large over a slow Wi-Fi
@@ -89,7 +89,7 @@ class SshProcess:
             self._process.close()
 
 
-class SshHost:
+class SshHost(Pluggable[SshProcess]):
     """A board with Hepti installed; a `Host`, and a context manager that ends what it started and the connection.
 
     command: the transport before the line of shell, such as ("ssh", "-p", "2222", "pi@192.168.1.20"). address: where
@@ -178,19 +178,6 @@ class SshHost:
         if must is not None and done.code != 0:
             raise LabError(f"{self.name} cannot {must}: {done.err.strip() or f'exit code {done.code}'}")
         return done
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every process that was started there."""
-        self._started.signal(number)
-
-    def kill(self) -> None:
-        """End every process that was started there at once; `restart` knows what ran."""
-        self._started.kill()
-
-    def restart(self) -> None:
-        """Start again what runs, or ran when the host was killed, with the same commands."""
-        self.kill()
-        self._started.restart()
 
     def close(self) -> None:
         """End every process that was started here, and the connection; a second call does nothing."""

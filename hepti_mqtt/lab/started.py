@@ -95,3 +95,22 @@ class Started(Generic[P]):
         """End every process and forget it; a second call does nothing."""
         while self._all:
             self._all.pop().now.close()
+
+
+class Pluggable(Generic[P]):
+    """What a host can do to all that was started on it."""
+
+    _started: Started[P]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process that was started on the host."""
+        self._started.signal(number)
+
+    def kill(self) -> None:
+        """Pull the plug: every process ends at once; `restart` knows what ran."""
+        self._started.kill()
+
+    def restart(self) -> None:
+        """Start again what runs, or ran when the host was killed, with the same commands."""
+        self.kill()
+        self._started.restart()
