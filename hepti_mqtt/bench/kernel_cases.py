@@ -30,7 +30,8 @@ THREADS: Final = "threads"
 # Groups whose rounds are spread over several passes over all their cases: what disturbs the machine for a second then
 # meets some rounds of many cases, not all rounds of one.
 PASSES: Final[Mapping[str, int]] = {"stream": 3, THREADS: 3}
-_ROOF: Final = "roof"
+# Names of roofs in a record.
+ROOF, ROOF_OF_ONE = "roof", "roof, 1 thread"
 CURVE_ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 197, 256, 384)
 # Rows from which the arithmetic, and not the memory, limits int8.
 INT8_ROWS: Final = 48
@@ -110,24 +111,30 @@ def _layer_shapes(_quick: bool, _seed: int) -> Cases:
     return ((Shape(m, spec.mlp, spec.hidden, 0.0), "f32") for m in LAYER_ROWS)
 
 
-def _below(roof: Roof, contenders: Mapping[str, Contender], conditions: Conditions) -> dict[str, Any]:
-    """Time contenders, and the roof as one of them: held against its best moment, every kernel would be slow."""
-    seconds = interleaved({**contenders, _ROOF: roof.run}, conditions.rounds, conditions.pause_s)
-    return {"roof": {"amount": roof.amount, "seconds": seconds.pop(_ROOF)}, "seconds": seconds}
+def _below(roofs: Mapping[str, Roof], contenders: Mapping[str, Contender], conditions: Conditions) -> dict[str, Any]:
+    """Time contenders, and the roofs among them: held against its best moment, every kernel would be slow."""
+    runs = {**contenders, **{name: roof.run for name, roof in roofs.items()}}
+    seconds = interleaved(runs, conditions.rounds, conditions.pause_s)
+    found = {name: {"amount": roof.amount, "seconds": seconds.pop(name)} for name, roof in roofs.items()}
+    return {"roofs": found, "seconds": seconds}
 
 
 def _against_rivals(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     of = kernel_linear.data(case.shape, conditions.seed)
     contenders = {"ours": kernel_linear.ours(of, "f32", pools["ours"])[0]}
     contenders |= kernel_linear.theirs(of, rivals(), conditions.threads)
-    return {**_below(multiply_adds(), contenders, conditions), "flops": case.shape.flops}
+    return {**_below({ROOF: multiply_adds(pools["ours"])}, contenders, conditions), "flops": case.shape.flops}
 
 
 def _beside_one_thread(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
-    """Time several threads beside one: without rivals, whose idle threads spin on the core that a thread needs."""
+    """Time several threads beside one: without rivals, whose idle threads spin on the core that a thread needs.
+
+    The FMA peaks of as many threads, and of one, take turns with them: what the machine's cores give together.
+    """
     of = kernel_linear.data(case.shape, conditions.seed)
     contenders = {name: kernel_linear.ours(of, "f32", pool)[0] for name, pool in pools.items()}
-    return {"seconds": interleaved(contenders, conditions.rounds), "flops": case.shape.flops}
+    roofs = {ROOF: multiply_adds(pools["ours"]), ROOF_OF_ONE: multiply_adds(pools[SINGLE])}
+    return {**_below(roofs, contenders, conditions), "flops": case.shape.flops}
 
 
 def _narrow(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def _streaming(case: Case, conditions: Conditions, pools: Pools) -> dict[str, An
         for call, _ in made:
             call()
 
-    found = _below(reads_of_memory(), {"ours": all_of_them}, conditions)
+    found = _below({ROOF: reads_of_memory()}, {"ours": all_of_them}, conditions)
     return {**found, "weight_bytes": len(made) * nbytes, "flops": len(made) * case.shape.flops}
 
 

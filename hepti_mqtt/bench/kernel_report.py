@@ -15,6 +15,7 @@ from hepti_mqtt.bench.kernel_bars import (
     Found,
     Record,
     Value,
+    cores,
     least,
     mean,
     of_bandwidth,
@@ -53,6 +54,7 @@ def summary(records: Sequence[Record]) -> list[Figure]:
             figures += _against(f"f32 × {rival}, {word}, {low} ≤ m ≤ {high}", few, rival)
         alone = [r for r in mine if r["group"] == THREADS]
         figures += _both(f"× own one thread, {word}, m ≥ {MANY_ROWS}", alone, times(SINGLE))
+        figures += _both(f"FMA peak of {word} × of one, same rounds", alone, lambda r: median(cores(r)))
         int8 = [r for r in mine if r["group"] == "int8"]
         for other in ("ours, f32", "ours, w8a32", "ours, f16", *_rivals(int8)):
             figures += _against(f"w8a8 × {other}, {word}", [r for r in int8 if other in r["seconds"]], other)

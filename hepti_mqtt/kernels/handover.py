@@ -1,12 +1,15 @@
 """How the threads of a pool get their parts of a kernel: compiled code passes them through memory, without the GIL.
 
 The calling thread enters compiled code once, with the kernel's arguments as a tuple. There it writes them into the
-pool's memory, marks a lane for every other thread, computes its own parts, takes back the lanes that nobody has begun,
-and waits for the others. A thread of the pool looks at its lane for a short time after its last task: the next op of a
-layer comes within microseconds, and waking a thread that sleeps, or waiting for the GIL, takes tens of them.
+pool's memory, marks a lane for every other thread, takes parts until none is left, takes back the lanes that nobody
+has begun, and waits for the others. Every thread takes the next part from one counter, so that one that comes late, or
+whose core is slower or busy with something else, takes fewer. A thread of the pool looks at its lane for a short time
+after its last task: the next op of a layer comes within microseconds, and waking a thread that sleeps, or waiting for
+the GIL, takes tens of them.
 
 The pool's memory is int64 [BLOCK + threads x LANE]: the block (whether a part has failed, the kernel's address, its
-arguments as Numba passes them), then the lanes; lane 0, the calling thread's, is not used.
+arguments as Numba passes them), then the lanes; in the place of lane 0, which the calling thread does not need, is the
+deal: the counter, and where the parts are.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from hepti_mqtt.kernels.jit import divided as divided_kernels
 # Places in the block, and its size.
 FAILED, _ADDRESS, BLOCK = 0, 1, 112
 # Places in a lane, and its size: two cache lines, so that no two threads write to one, nor to a pair fetched together.
-STATE, ASLEEP, _ENTRY, _BLOCK_AT, _FIRST, _COUNT, _STRIDE, LANE = 0, 1, 2, 3, 4, 5, 6, 16
+STATE, ASLEEP, _DEAL_AT, LANE = 0, 1, 2, 16
+# Places in the deal.
+_NEXT, _ENTRY, _BLOCK_AT, _FIRST, _COUNT, _STRIDE = range(6)
 
 # States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
 # back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
@@ -122,6 +127,13 @@ def _emit_swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
     return types.boolean(address, old, new), codegen
 
 
+def _emit_take(_context: Any, counter: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], _I64.as_pointer()), _I64(1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
 def _emit_pass_on(_context: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         if _CAN_YIELD:
@@ -143,14 +155,20 @@ _call: Final = lowered(_emit_call, _compiled_alone)
 _get: Final = lowered(_emit_get, _compiled_alone)
 _put: Final = lowered(_emit_put, _compiled_alone)
 _swap: Final = lowered(_emit_swap, _compiled_alone)  # whether the value was the old one and is the new one now
+_take: Final = lowered(_emit_take, _compiled_alone)  # the value, which is one more from then on
 _pass_on: Final = lowered(_emit_pass_on, _compiled_alone)  # lets another thread that waits for this core run
 
 
 @helper
-def _run(entry: int, block: int, first: int, count: int, stride: int) -> None:
+def _run(deal: int) -> None:
+    """Take parts and run them until none is left."""
+    entry, block = _get(deal + 8 * _ENTRY), _get(deal + 8 * _BLOCK_AT)
+    first, count, stride = _get(deal + 8 * _FIRST), _get(deal + 8 * _COUNT), _get(deal + 8 * _STRIDE)
     failed = 0
-    for i in range(count):
-        failed |= _call(entry, block, first + i * stride)
+    part = _take(deal + 8 * _NEXT)
+    while part < count:
+        failed |= _call(entry, block, first + part * stride)
+        part = _take(deal + 8 * _NEXT)
     if failed:
         _put(block + 8 * FAILED, 1)
 
@@ -167,8 +185,7 @@ def serve(lane: int, polls: int) -> None:
             _put(lane + 8 * STATE, IDLE)
             break
         if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
-            entry, block = _get(lane + 8 * _ENTRY), _get(lane + 8 * _BLOCK_AT)
-            _run(entry, block, _get(lane + 8 * _FIRST), _get(lane + 8 * _COUNT), _get(lane + 8 * _STRIDE))
+            _run(_get(lane + 8 * _DEAL_AT))
             if not _swap(lane + 8 * STATE, _TAKEN, IDLE):
                 return
             look = 0
@@ -180,27 +197,24 @@ def serve(lane: int, polls: int) -> None:
 def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, threads: int, polls: int) -> int:
     """Run the kernel at `address` for every row of `parts`; return how many lanes are AWAITED."""
     block = memory.ctypes.data
-    lanes = block + 8 * BLOCK
-    entry = _write(address, arguments, part, block)
-    stride = 8 * parts.shape[1]
-    first = parts.ctypes.data
+    deal = block + 8 * BLOCK
+    _put(deal + 8 * _NEXT, 0)
+    _put(deal + 8 * _ENTRY, _write(address, arguments, part, block))
+    _put(deal + 8 * _BLOCK_AT, block)
+    _put(deal + 8 * _FIRST, parts.ctypes.data)
+    _put(deal + 8 * _COUNT, len(parts))
+    _put(deal + 8 * _STRIDE, 8 * parts.shape[1])
     busy = min(threads, len(parts))
     for i in range(1, busy):
-        lane = lanes + 8 * LANE * i
-        _put(lane + 8 * _ENTRY, entry)
-        _put(lane + 8 * _BLOCK_AT, block)
-        _put(lane + 8 * _FIRST, first + i * stride)
-        _put(lane + 8 * _COUNT, (len(parts) - i + threads - 1) // threads)
-        _put(lane + 8 * _STRIDE, stride * threads)
+        lane = deal + 8 * LANE * i
+        _put(lane + 8 * _DEAL_AT, deal)
         _put(lane + 8 * STATE, _ISSUED)
-    _run(entry, block, first, (len(parts) + threads - 1) // threads, stride * threads)
+    _run(deal)
     for i in range(1, busy):
-        lane = lanes + 8 * LANE * i
-        if _swap(lane + 8 * STATE, _ISSUED, IDLE):
-            _run(entry, block, first + i * stride, (len(parts) - i + threads - 1) // threads, stride * threads)
+        _swap(deal + 8 * (LANE * i + STATE), _ISSUED, IDLE)
     awaited = 0
     for i in range(1, busy):
-        state = lanes + 8 * (LANE * i + STATE)
+        state = deal + 8 * (LANE * i + STATE)
         for look in range(1, polls + 1):
             if _get(state) == IDLE:
                 break

@@ -27,7 +27,7 @@ from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts
+from hepti_mqtt.kernels.workers import Workers, matmul_parts
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
@@ -48,9 +48,6 @@ SHALLOW_TILES: Final = 3
 
 # Columns of the table of panels; _GATE is the address of the panel that gates this one, or 0.
 _ADDRESS, _COLUMN, _VALID, _GATE = 0, 1, 2, 3
-
-# Multiply-adds below which a hand-over to another thread costs more than it saves.
-_GRAIN: Final = 1 << 19
 
 _LANES: Final = TILE.lanes
 
@@ -173,10 +170,6 @@ def _gated(
     return table, np.concatenate([bias, gate_bias])
 
 
-def _parts(panels: int, ragged: bool, rows: int, k: int, pool: Workers) -> Parts:
-    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * NR * rows * k // _GRAIN), MR)
-
-
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     check = Check(op, slots)
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
@@ -212,7 +205,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
         return bind((m, k), narrow, biases, has_residual, finish, pool)
     table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
-    parts = _parts(len(table), bool(table[-1, _VALID] < NR), m, k, pool)
+    parts = matmul_parts(len(table), m, NR * k, pool.threads, MR)
     alive = tuple(weights)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 

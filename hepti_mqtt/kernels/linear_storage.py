@@ -26,7 +26,7 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, VALID, linear_dot, quantise_rows
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
-from hepti_mqtt.kernels.workers import Parts, Workers, panel_parts, ranges
+from hepti_mqtt.kernels.workers import Workers, matmul_parts, ranges
 
 F16, W8A32, W8A8 = range(3)
 STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
@@ -37,8 +37,7 @@ _VECTORS: Final = FORMS["f16"].vectors
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
 _ROWS: Final = 384
-# Multiply-adds, and elements to quantise, below which a hand-over to another thread costs more than it saves.
-_GRAIN: Final = 1 << 19
+# Elements to quantise below which a hand-over to another thread costs more than it saves.
 _ROW_GRAIN: Final = 1 << 17
 
 
@@ -175,7 +174,7 @@ def bind(
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP)
     panels = len(table) // (2 if gated else 1)
-    parts = parts_of(panels, bool(table[-1, VALID] < width), m, width * k, pool)
+    parts = matmul_parts(panels, m, width * k, pool.threads, _MR)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
 
@@ -213,11 +212,3 @@ def panels_of(
             table.append((*addresses, column + p * width, min(width, matrix.columns - p * width)))
         column += matrix.columns
     return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)
-
-
-def parts_of(panels: int, ragged: bool, rows: int, panel_size: int, pool: Workers) -> Parts:
-    """Return the parts of panels and rows that the threads of `pool` take; panel_size: weights of a panel.
-
-    ragged: whether the last panel is narrower than the others.
-    """
-    return panel_parts(panels, ragged, rows, min(pool.threads, 1 + panels * panel_size * rows // _GRAIN), _MR)

@@ -18,11 +18,11 @@ from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
-from hepti_mqtt.kernels.linear_storage import F16, STORAGE, W8A8, panels_of, parts_of
+from hepti_mqtt.kernels.linear_storage import F16, STORAGE, W8A8, panels_of
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
 from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
-from hepti_mqtt.kernels.workers import Parts, Workers
+from hepti_mqtt.kernels.workers import Parts, Workers, matmul_parts
 from hepti_mqtt.program import Storage
 
 # The most rows that one tile has: with them a panel is read once, in one call.
@@ -124,7 +124,7 @@ def bind(
     table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
     storage: Storage = matrices[0].storage
     panels = len(table) // (2 if gated else 1)
-    parts = Parts(part[:2] for part in parts_of(panels, False, 1, m * PANELS[storage].width * k, pool))
+    parts = Parts(part[:2] for part in matmul_parts(panels, 1, m * PANELS[storage].width * k, pool.threads, 1))
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:

@@ -1,8 +1,8 @@
 """What this CPU could do at most: fused multiply-adds on registers, and bytes read from memory, as measured roofs.
 
 A kernel's speed is judged against these two (the roofline of Williams, Waterman and Patterson 2009), measured with the
-vectors of `TILE` on the calling thread. They drift with the clock of the machine, and with its other guests: they are
-loops to be timed in turn with what they judge.
+vectors of `TILE`. They drift with the clock of the machine, and with its other guests: they are loops to be timed in
+turn with what they judge.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from numba import float32, types
 
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import INT, compile_all, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.workers import Parts, Workers
 
 # Independent accumulators: more than the latency (4 to 5 cycles) times two pipelines, and no more than 16 registers.
 _CHAINS: Final = 12
 # Streams of memory that are read at once, each with its own prefetches.
 _STREAMS: Final = (1, 2, 4, 8)
 
-# How long the loop of multiply-adds takes at least.
+# How long the loop of multiply-adds takes at least, and into how many parts it is cut for each of several threads.
 _ROOF_S: Final = 2e-3
+_PARTS: Final = 8
+# Values of f32 that a part may write to: two cache lines, so that no two threads write to one.
+_LINE: Final = 32
 
 _F32: Final = ir.FloatType()
 _I64: Final = ir.IntType(64)
@@ -124,9 +128,9 @@ _fma: Final = lowered(_emit_multiply_adds, _plain_multiply_adds)
 _read_1, _read_2, _read_4, _read_8 = (lowered(_emit_reads(s), _plain_reads) for s in _STREAMS)
 
 
-@kernel(fills(float32, 1), reads(float32, 1), INT)
-def _multiply_adds(out: Any, factor: Any, count: int) -> None:
-    _fma(out.ctypes.data, factor.ctypes.data, count)
+@kernel(fills(float32, 2), reads(float32, 1), INT, INT, part=1)
+def _multiply_adds(out: Any, factor: Any, count: int, part: int) -> None:
+    _fma(out.ctypes.data + 4 * part * out.shape[1], factor.ctypes.data, count)
 
 
 @kernel(fills(float32, 1), reads(float32, 1), INT)
@@ -143,20 +147,24 @@ def _read(out: Any, array: Any, streams: int) -> None:
 
 
 class Roof(NamedTuple):
-    """What the machine can do at most: `run` does `amount` of it, FLOPs or bytes, in one thread."""
+    """What the machine can do at most: `run` does `amount` of it, FLOPs or bytes."""
 
     run: Callable[[], None]
     amount: float
 
 
-def multiply_adds() -> Roof:
-    """Return a loop of f32 multiply-adds in registers alone, of some 2 ms."""
+def multiply_adds(pool: Workers) -> Roof:
+    """Return a loop of f32 multiply-adds in registers alone, of some 2 ms on every thread of the pool at once."""
     compile_all()
-    out, factor = np.empty(TILE.lanes, np.float32), np.full(TILE.lanes, 0.5, np.float32)
-    count = 1000
-    while _seconds(_multiply_adds, out, factor, count) < _ROOF_S:
+    parts = Parts((i,) for i in range(1 if pool.threads == 1 else _PARTS * pool.threads))
+    out, factor = np.empty((len(parts), _LINE), np.float32), np.full(TILE.lanes, 0.5, np.float32)
+    count, each = 1000, _ROOF_S * pool.threads / len(parts)
+    # The least of three: a first call, or one that the machine interrupts, would end the search at a loop so short that
+    # the call itself shows.
+    while min(_seconds(_multiply_adds, out, factor, count, 0) for _ in range(3)) < each:
         count *= 2
-    return Roof(partial(_multiply_adds, out, factor, count), 2.0 * TILE.lanes * _CHAINS * count)
+    amount = 2.0 * TILE.lanes * _CHAINS * count * len(parts)
+    return Roof(partial(pool.each, _multiply_adds, (out, factor, count), parts), amount)
 
 
 def reads_of_memory(nbytes: int = 1 << 28, repeats: int = 3) -> Roof:

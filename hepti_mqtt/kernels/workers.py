@@ -38,6 +38,10 @@ from hepti_mqtt.kernels.handover import (
 )
 from hepti_mqtt.kernels.jit import JIT
 
+# Multiply-adds below which a hand-over to another thread costs more than it saves, and those of the least part.
+_GRAIN: Final = 1 << 19
+_LEAST: Final = 1 << 18
+
 # How long a thread polls: longer than the gap between two ops, far shorter than a wait for the network.
 POLL_SECONDS: Final = 5e-5
 
@@ -52,7 +56,7 @@ class Parts(tuple[Part, ...]):
     table: NDArray[np.int64]
 
     def __new__(cls, parts: Iterable[Part]) -> Parts:
-        """Return the parts in the order in which they are dealt to the threads: thread t gets parts[t::threads]."""
+        """Return the parts in the order in which threads take them: large ones should come first."""
         made = super().__new__(cls, parts)
         made.table = np.array(made, np.int64, ndmin=2)
         return made
@@ -185,16 +189,28 @@ def ranges(count: int, parts: int) -> Parts:
     return Parts((a, b) for a, b in pairwise(cuts) if b > a)
 
 
-def panel_parts(panels: int, ragged: bool, rows: int, threads: int, least_rows: int) -> Parts:
-    """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
+def panel_parts(panels: int, rows: int, threads: int, least_panels: int, least_rows: int) -> Parts:
+    """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop), large ones first.
 
-    Every thread gets as many whole panels; those left over, and a last one that is ragged (narrower), are cut by rows,
-    unless that leaves a thread fewer than `least_rows`: then some threads get a panel more.
+    A thread that is late, or slower than the others, takes fewer parts: each is what is left divided by twice the
+    threads (guided self-scheduling, Polychronopoulos and Kuck 1987), `least_panels` at least. So that all end together,
+    the last panel of every thread is cut by rows, as is every panel if there are fewer than threads, unless that leaves
+    fewer than `least_rows`.
     """
-    whole = (panels - ragged) // threads
-    if threads == 1 or rows < threads * least_rows or panels == whole * threads:
-        by_panel = ranges(panels, threads)
-        by_row = ranges(rows, -(-threads // max(1, len(by_panel))))
-        return Parts((*p, *r) for p in by_panel for r in by_row)
-    parts = [(i * whole, (i + 1) * whole, 0, rows) for i in range(threads)] if whole else []
-    return Parts(parts + [(whole * threads, panels, *r) for r in ranges(rows, threads)])
+    if threads == 1:
+        return Parts([(0, panels, 0, rows)])
+    cut = panels < threads or (rows >= threads * least_rows and least_panels == 1)
+    whole = max(0, panels - threads) if cut else panels
+    parts, at = [], 0
+    while at < whole:
+        size = min(max(least_panels, (panels - at) // (2 * threads)), whole - at)
+        parts.append((at, at + size, 0, rows))
+        at += size
+    by_row = ranges(rows, threads if rows >= threads * least_rows else -(-threads // panels))
+    return Parts(parts + [(p, p + 1, *r) for p in range(whole, panels) for r in by_row])
+
+
+def matmul_parts(panels: int, rows: int, panel_size: int, threads: int, least_rows: int) -> Parts:
+    """Divide panels of `panel_size` weights x rows as `panel_parts` does, for as many threads as it is worth."""
+    of_panel = max(1, rows * panel_size)
+    return panel_parts(panels, rows, min(threads, 1 + panels * of_panel // _GRAIN), -(-_LEAST // of_panel), least_rows)

@@ -42,7 +42,10 @@ def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
         "storage": "f32",
         "flops": 2.0 * m * n * k,
         "elapsed_s": 1.0,
-        "roof": {"amount": 1e9, "seconds": [0.5, 1.0, 2.0]},
+        "roofs": {
+            "roof": {"amount": threads * 1e9, "seconds": [0.5, 1.0, 2.0]},
+            "roof, 1 thread": {"amount": 1e9, "seconds": [0.5, 0.5, 2.0]},
+        },
         "provenance": ORIGIN,
         "command": "c",
     }
@@ -138,17 +141,34 @@ def test_every_bar_has_a_verdict():
 
 
 def test_two_threads_are_compared_with_one_of_the_same_process():
-    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, group="threads", **{"ours, 1 thread": 1.9})]
+    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, group="threads", **{"ours, 1 thread": 1.8})]
+    records[0]["seconds"] = {"ours": [0.9, 1.8, 0.9], "ours, 1 thread": [1.62, 1.8, 1.8]}
     figures = {f.name: f.value for f in kernel_report.summary(records)}
     assert figures == {
-        "× own one thread, 2 threads, m ≥ 64: mean by FLOPs": pytest.approx(1.9),
-        "× own one thread, 2 threads, m ≥ 64: least": pytest.approx(1.9),
+        "× own one thread, 2 threads, m ≥ 64: mean by FLOPs": pytest.approx(2.0),
+        "× own one thread, 2 threads, m ≥ 64: least": pytest.approx(2.0),
+        "FMA peak of 2 threads × of one, same rounds: mean by FLOPs": pytest.approx(2.0),
+        "FMA peak of 2 threads × of one, same rounds: least": pytest.approx(2.0),
     }
-    scaling = [v for v in kernel_bars.verdicts(records) if v.found]
-    assert [(v.name, v.bar, v.met) for v in scaling] == [
-        ("2 threads × 1 thread, f32, m ≥ 64: mean by FLOPs", 1.85, True),
-        ("2 threads × 1 thread, f32, m ≥ 64: least of n·k ≥ 2^18", 1.85, True),
-    ]
+    scaling = {
+        v.name.removeprefix("2 threads × 1 thread, f32, m ≥ 64"): v for v in kernel_bars.verdicts(records) if v.found
+    }
+    assert {(v.bar, v.met) for v in scaling.values()} == {(1.85, True)}
+    # The second round's two threads had the FMA peak of one: it does not count where cores are free.
+    free = ", rounds with 95% of two FMA peaks"
+    assert {name: v.found.value for name, v in scaling.items()} == {
+        ": mean by FLOPs": pytest.approx(2.0),
+        ": least of n·k ≥ 2^18": pytest.approx(2.0),
+        f"{free}: mean by FLOPs": pytest.approx(1.71 / 0.9),
+        f"{free}: least of n·k ≥ 2^18": pytest.approx(1.71 / 0.9),
+    }
+
+
+def test_rounds_without_free_cores_say_nothing_of_several_threads():
+    records = [record(64, 512, 512, 1.0, ours=1.0, threads=2, group="threads", **{"ours, 1 thread": 1.0})]
+    records[0]["roofs"]["roof"]["amount"] = 1e9
+    verdicts = {v.name: v for v in kernel_bars.verdicts(records) if "FMA peaks" in v.name}
+    assert [v.met for v in verdicts.values()] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +239,9 @@ def test_a_group_of_several_passes_measures_every_case_before_one_again(small, m
     first = results.records[0]
     assert len(results.records) == 2
     assert first["seconds"]["numpy"] == lines[0]["seconds"]["numpy"] + lines[2]["seconds"]["numpy"]
-    assert first["roof"]["seconds"] == lines[0]["roof"]["seconds"] + lines[2]["roof"]["seconds"]
+    measured = [r["roofs"]["roof"] for r in (lines[0], lines[2], first)]
+    one, other, both = ([s / roof["amount"] for s in roof["seconds"]] for roof in measured)
+    assert both == pytest.approx(one + other)
     assert first["elapsed_s"] == lines[0]["elapsed_s"] + lines[2]["elapsed_s"]
     (small.out / kernels.LINES).write_text("".join(f"{json.dumps(r)}\n" for r in lines[:3]))
     assert kernels.run(replace(options, seconds=0.0)).missing == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernels_support import pool
 
 from hepti_mqtt.kernels import peak
 from hepti_mqtt.kernels.isa import TILE
@@ -21,17 +22,21 @@ def test_every_element_is_read_once(streams):
 @pytest.mark.skipif(not JIT, reason="only compiled code multiplies")
 def test_every_multiply_add_is_done():
     compile_all()
-    out, factor = np.empty(TILE.lanes, np.float32), np.full(TILE.lanes, 0.5, np.float32)
-    peak._multiply_adds(out, factor, 2)
+    out, factor = np.zeros((2, peak._LINE), np.float32), np.full(TILE.lanes, 0.5, np.float32)
+    peak._multiply_adds(out, factor, 2, 1)
     starts = 0.5 + np.arange(peak._CHAINS)
-    np.testing.assert_allclose(out, ((starts * 0.5 + 0.5) * 0.5 + 0.5).sum())
+    np.testing.assert_allclose(out[1, : TILE.lanes], ((starts * 0.5 + 0.5) * 0.5 + 0.5).sum())
+    assert not out[0].any()
 
 
 def test_the_roofs_say_how_much_they_do():
-    adds, reads = peak.multiply_adds(), peak.reads_of_memory(1 << 16, repeats=1)
-    adds.run()
+    reads = peak.reads_of_memory(1 << 16, repeats=1)
+    for threads in (1, 2):
+        with pool(threads) as workers:
+            adds = peak.multiply_adds(workers)
+            adds.run()
+            assert adds.amount >= 2 * 1000 * TILE.lanes * threads
     reads.run()
-    assert adds.amount >= 2 * 1000 * TILE.lanes
     assert reads.amount == 1 << 16
 
 

@@ -17,7 +17,7 @@ from numba import types
 from hepti_mqtt.kernels import Workers, cores, handover, jit
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, lowered
 from hepti_mqtt.kernels.softmax import _softmax
-from hepti_mqtt.kernels.workers import Parts, panel_parts, ranges
+from hepti_mqtt.kernels.workers import Parts, matmul_parts, panel_parts, ranges
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
@@ -130,6 +130,17 @@ def _meet(counts, turns, _bad, part):
             handover._pass_on()
 
 
+def _wait_for_the_others(counts, turns, _bad, part):
+    """Let the first part, or the second, wait for all from the third on."""
+    if part == 0:
+        for other in range(2, len(counts)):
+            for _ in range(turns):
+                if handover._get(counts.ctypes.data + 8 * other):
+                    break
+                handover._pass_on()
+    counts[part] += 1
+
+
 def _fail(counts, _turns, bad, part):
     if part == bad:
         raise MemoryError
@@ -165,6 +176,15 @@ def test_every_part_of_a_kernel_runs_once_whether_the_threads_poll_or_sleep(comp
                     for _ in range(20):
                         workers.each(compiled(function), (counts, 1000, -1), [(i,) for i in range(parts)])
                     assert counts.tolist() == [20] * parts
+
+
+@compiled_only
+def test_a_thread_that_is_late_takes_fewer_parts(compiled):
+    counts, turns = np.zeros(64, np.int64), 1 << 40
+    with pool(2) as workers:
+        workers._polls = 1 << 20
+        workers.each(compiled(_wait_for_the_others), (counts, turns, -1), [(i,) for i in range(64)])
+    assert counts.tolist() == [1] * 64
 
 
 @compiled_only
@@ -242,19 +262,51 @@ def test_a_thread_that_finds_nothing_sleeps(compiled):
     assert counts.tolist() == [2, 2]
 
 
-@given(panels=st.integers(1, 40), ragged=st.booleans(), rows=st.integers(1, 400), threads=st.integers(1, 5))
-def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, ragged, rows, threads):
-    parts = panel_parts(panels, ragged, rows, threads, 6)
+@given(
+    panels=st.integers(1, 70),
+    rows=st.integers(1, 400),
+    threads=st.integers(1, 5),
+    least_panels=st.integers(1, 4),
+    least_rows=st.integers(1, 12),
+)
+def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, rows, threads, least_panels, least_rows):
+    parts = panel_parts(panels, rows, threads, least_panels, least_rows)
     seen = np.zeros((panels, rows), np.int64)
     for a, b, first, stop in parts:
         seen[a:b, first:stop] += 1
     assert (seen == 1).all()
-    if rows >= 6 * threads:
-        cost = np.array([2] * (panels - ragged) + [1] * ragged)  # a ragged panel costs half as much here
-        shares = [
-            sum(cost[a:b].sum() * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)
-        ]
-        assert max(shares) - min(shares) <= 2 * (panels % threads + threads * ragged)
+    sizes = [(b - a) * (stop - first) for a, b, first, stop in parts]
+    if least_panels == 1 and rows % threads == 0:
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def _ends(parts, speeds):
+    """Return when each thread ends that takes the next part as soon as it is free."""
+    free = [0.0] * len(speeds)
+    for a, b, first, stop in parts:
+        thread = free.index(min(free))
+        free[thread] += (b - a) * (stop - first) / speeds[thread]
+    return free
+
+
+@given(
+    panels=st.integers(1, 64), rows=st.integers(24, 400), speeds=st.lists(st.floats(0.25, 1.0), min_size=2, max_size=4)
+)
+def test_threads_of_any_speed_end_together(panels, rows, speeds):
+    threads = len(speeds)
+    ends = _ends(panel_parts(panels, rows, threads, 1, 6), speeds)
+    whole = panels * rows / sum(speeds)
+    # All but the last part of a thread were begun before the others ended; that one is a panel cut by rows, or, where
+    # few panels are left, one panel.
+    assert max(ends) <= whole + max(rows, -(-rows * panels // (2 * threads))) / min(speeds)
+    if len(set(speeds)) == 1:
+        assert max(ends) - min(ends) <= -(-rows // threads) / speeds[0] + 1e-6
+
+
+def test_small_products_are_not_shared_and_parts_are_worth_a_hand_over():
+    assert len(matmul_parts(8, 1, 1024, 4, 6)) == 1
+    assert {b - a for a, b, _, _ in matmul_parts(16, 1, 1 << 16, 2, 1)} == {4}
+    assert matmul_parts(1, 0, 1 << 16, 4, 6) == ((0, 1, 0, 0),)
 
 
 def test_parts_are_also_a_table():
