@@ -24,21 +24,24 @@ class Ratio(NamedTuple):
     high: float
 
 
-def interleaved(contenders: Mapping[str, Contender], rounds: int, pause_s: float = 0.0) -> dict[str, list[float]]:
+def interleaved(
+    contenders: Mapping[str, Contender], rounds: int, pause_s: float = 0.0, sample_s: float = SAMPLE_S
+) -> dict[str, list[float]]:
     """Return the seconds per call of every contender in every round; each is warmed up before.
 
     The order turns by one place per round, so that nobody always runs behind the same neighbour. Before its sample a
     contender runs once unmeasured: what the neighbour left in the caches is not its own. pause_s: before that, so that
-    the neighbour's idle threads spin no longer.
+    the neighbour's idle threads spin no longer. sample_s: how long a sample takes at least; a tenth of it, and one call
+    at least, runs before.
     """
     names = list(contenders)
-    times = {name: _calls(contenders[name]) for name in names}
+    times = {name: _calls(contenders[name], sample_s) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
             time.sleep(pause_s)
-            contenders[name]()
+            _clock(contenders[name], 1 + times[name] // 10)
             samples[name].append(_clock(contenders[name], times[name]))
     return samples
 
@@ -52,10 +55,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int) -> Ratio:
     return Ratio(median(theirs) / median(ours), float(low), float(high))
 
 
-def _calls(contender: Contender) -> int:
+def _calls(contender: Contender, sample_s: float) -> int:
     contender()
     contender()
-    return max(1, round(SAMPLE_S / max(_clock(contender, 1), 1e-7)))
+    return max(1, round(sample_s / max(_clock(contender, 1), 1e-7)))
 
 
 def _clock(contender: Contender, times: int) -> float:

@@ -2,14 +2,14 @@
 
 The calling thread enters compiled code once, with the kernel's arguments as a tuple. There it writes them into the
 pool's memory, marks a lane for every other thread, takes parts until none is left, takes back the lanes that nobody
-has begun, and waits for the others. Every thread takes the next part from one counter, so that one that comes late, or
-whose core is slower or busy with something else, takes fewer. A thread of the pool looks at its lane for a short time
-after its last task: the next op of a layer comes within microseconds, and waking a thread that sleeps, or waiting for
-the GIL, takes tens of them.
+has begun, and waits for the others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; when it has done
+them it takes what the others have not begun. So nobody waits long for a thread that comes late, or whose core is slower
+or busy with something else. A thread of the pool looks at its lane for a short time after its last task: the next op of
+a layer comes within microseconds, and waking a thread that sleeps, or waiting for the GIL, takes tens of them.
 
 The pool's memory is int64 [BLOCK + threads x LANE]: the block (whether a part has failed, the kernel's address, its
-arguments as Numba passes them), then the lanes; in the place of lane 0, which the calling thread does not need, is the
-deal: the counter, and where the parts are.
+arguments as Numba passes them), then the lanes, of which the calling thread has the first; there it also says where the
+parts are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from hepti_mqtt.kernels.jit import divided as divided_kernels
 # Places in the block, and its size.
 FAILED, _ADDRESS, BLOCK = 0, 1, 112
 # Places in a lane, and its size: two cache lines, so that no two threads write to one, nor to a pair fetched together.
-STATE, ASLEEP, _DEAL_AT, LANE = 0, 1, 2, 16
-# Places in the deal.
-_NEXT, _ENTRY, _BLOCK_AT, _FIRST, _COUNT, _STRIDE = range(6)
+# _BEGUN, in the second line, counts the thread's parts that anybody has begun.
+STATE, ASLEEP, _NUMBER, _BEGUN, LANE = 0, 1, 2, 8, 16
+# Places in the first lane, where all parts are.
+_ENTRY, _FIRST, _COUNT, _STRIDE, _THREADS = 3, 4, 5, 6, 7
 
 # States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
 # back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
@@ -160,15 +161,19 @@ _pass_on: Final = lowered(_emit_pass_on, _compiled_alone)  # lets another thread
 
 
 @helper
-def _run(deal: int) -> None:
-    """Take parts and run them until none is left."""
-    entry, block = _get(deal + 8 * _ENTRY), _get(deal + 8 * _BLOCK_AT)
-    first, count, stride = _get(deal + 8 * _FIRST), _get(deal + 8 * _COUNT), _get(deal + 8 * _STRIDE)
+def _run(lanes: int, number: int) -> None:
+    """Run the parts of this thread, then those that the others have not begun; lanes: the address of the first."""
+    block = lanes - 8 * BLOCK
+    entry, first, stride = _get(lanes + 8 * _ENTRY), _get(lanes + 8 * _FIRST), _get(lanes + 8 * _STRIDE)
+    count, threads = _get(lanes + 8 * _COUNT), _get(lanes + 8 * _THREADS)
     failed = 0
-    part = _take(deal + 8 * _NEXT)
-    while part < count:
-        failed |= _call(entry, block, first + part * stride)
-        part = _take(deal + 8 * _NEXT)
+    for turn in range(threads):
+        whose = (number + turn) % threads
+        begun = lanes + 8 * (LANE * whose + _BEGUN)
+        part = whose + threads * _take(begun)
+        while part < count:
+            failed |= _call(entry, block, first + part * stride)
+            part = whose + threads * _take(begun)
     if failed:
         _put(block + 8 * FAILED, 1)
 
@@ -185,7 +190,8 @@ def serve(lane: int, polls: int) -> None:
             _put(lane + 8 * STATE, IDLE)
             break
         if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
-            _run(_get(lane + 8 * _DEAL_AT))
+            number = _get(lane + 8 * _NUMBER)
+            _run(lane - 8 * LANE * number, number)
             if not _swap(lane + 8 * STATE, _TAKEN, IDLE):
                 return
             look = 0
@@ -195,26 +201,25 @@ def serve(lane: int, polls: int) -> None:
 
 
 def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, threads: int, polls: int) -> int:
-    """Run the kernel at `address` for every row of `parts`; return how many lanes are AWAITED."""
+    """Run the kernel at `address` for every row of `parts` on so many threads; return how many lanes are AWAITED."""
     block = memory.ctypes.data
-    deal = block + 8 * BLOCK
-    _put(deal + 8 * _NEXT, 0)
-    _put(deal + 8 * _ENTRY, _write(address, arguments, part, block))
-    _put(deal + 8 * _BLOCK_AT, block)
-    _put(deal + 8 * _FIRST, parts.ctypes.data)
-    _put(deal + 8 * _COUNT, len(parts))
-    _put(deal + 8 * _STRIDE, 8 * parts.shape[1])
-    busy = min(threads, len(parts))
-    for i in range(1, busy):
-        lane = deal + 8 * LANE * i
-        _put(lane + 8 * _DEAL_AT, deal)
-        _put(lane + 8 * STATE, _ISSUED)
-    _run(deal)
-    for i in range(1, busy):
-        _swap(deal + 8 * (LANE * i + STATE), _ISSUED, IDLE)
+    lanes = block + 8 * BLOCK
+    _put(lanes + 8 * _ENTRY, _write(address, arguments, part, block))
+    _put(lanes + 8 * _FIRST, parts.ctypes.data)
+    _put(lanes + 8 * _COUNT, len(parts))
+    _put(lanes + 8 * _STRIDE, 8 * parts.shape[1])
+    _put(lanes + 8 * _THREADS, threads)
+    for i in range(threads):
+        _put(lanes + 8 * (LANE * i + _BEGUN), 0)
+    for i in range(1, threads):
+        _put(lanes + 8 * (LANE * i + _NUMBER), i)
+        _put(lanes + 8 * (LANE * i + STATE), _ISSUED)
+    _run(lanes, 0)
+    for i in range(1, threads):
+        _swap(lanes + 8 * (LANE * i + STATE), _ISSUED, IDLE)
     awaited = 0
-    for i in range(1, busy):
-        state = deal + 8 * (LANE * i + STATE)
+    for i in range(1, threads):
+        state = lanes + 8 * (LANE * i + STATE)
         for look in range(1, polls + 1):
             if _get(state) == IDLE:
                 break

@@ -51,14 +51,19 @@ _WAKE: Final = ()  # what a queue carries to a thread that shall look at its lan
 
 
 class Parts(tuple[Part, ...]):
-    """Parts of one kernel, also as the table int64 [parts, values] that compiled code reads."""
+    """Parts of one kernel, also as the table int64 [parts, values] that compiled code reads.
+
+    Of n threads, which are as many as the pool has but no more than `threads`, thread t has the parts [t::n].
+    """
 
     table: NDArray[np.int64]
+    threads: int
 
-    def __new__(cls, parts: Iterable[Part]) -> Parts:
-        """Return the parts in the order in which threads take them: large ones should come first."""
+    def __new__(cls, parts: Iterable[Part], threads: int | None = None) -> Parts:
+        """Return the parts; they are worth as many threads as there are parts unless `threads` says less."""
         made = super().__new__(cls, parts)
         made.table = np.array(made, np.int64, ndmin=2)
+        made.threads = len(made) if threads is None else min(threads, len(made))
         return made
 
 
@@ -99,13 +104,13 @@ class Workers:
             self._queue(function, arguments, parts)
 
     def _share(self, kernel: Shared, arguments: tuple[Any, ...], parts: Parts) -> None:
-        memory = self._memory
-        for at, tasks in zip(range(BLOCK + LANE, len(memory), LANE), self._tasks, strict=True):
+        memory, threads = self._memory, min(self.threads, parts.threads)
+        for at, tasks in zip(range(BLOCK + LANE, BLOCK + threads * LANE, LANE), self._tasks, strict=False):
             if memory[at + ASLEEP]:
                 memory[at + ASLEEP] = 0
                 self._cores[0] = core()
                 tasks.put(_WAKE)
-        awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, self.threads, self._polls)
+        awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, threads, self._polls)
         for _ in range(awaited):
             self._done.get()
         if memory[FAILED]:
@@ -190,24 +195,22 @@ def ranges(count: int, parts: int) -> Parts:
 
 
 def panel_parts(panels: int, rows: int, threads: int, least_panels: int, least_rows: int) -> Parts:
-    """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop), large ones first.
+    """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
 
-    A thread that is late, or slower than the others, takes fewer parts: each is what is left divided by twice the
-    threads (guided self-scheduling, Polychronopoulos and Kuck 1987), `least_panels` at least. So that all end together,
-    the last panel of every thread is cut by rows, as is every panel if there are fewer than threads, unless that leaves
-    fewer than `least_rows`.
+    Every thread gets as many whole panels, in parts that each have half of what is left, `least_panels` at least: what
+    it has not begun others may take. The panels left over are cut by rows, one piece for each thread, unless that makes
+    fewer than `least_rows`: then some threads get a panel more.
     """
     if threads == 1:
-        return Parts([(0, panels, 0, rows)])
-    cut = panels < threads or (rows >= threads * least_rows and least_panels == 1)
-    whole = max(0, panels - threads) if cut else panels
-    parts, at = [], 0
+        return Parts([(0, panels, 0, rows)], 1)
+    whole, at = panels // threads, 0
+    parts: list[Part] = []
     while at < whole:
-        size = min(max(least_panels, (panels - at) // (2 * threads)), whole - at)
-        parts.append((at, at + size, 0, rows))
+        size = min(max(least_panels, (whole - at + 1) // 2), whole - at)
+        parts += [(t * whole + at, t * whole + at + size, 0, rows) for t in range(threads)]
         at += size
     by_row = ranges(rows, threads if rows >= threads * least_rows else -(-threads // panels))
-    return Parts(parts + [(p, p + 1, *r) for p in range(whole, panels) for r in by_row])
+    return Parts(parts + [(p, p + 1, *r) for p in range(threads * whole, panels) for r in by_row], threads)
 
 
 def matmul_parts(panels: int, rows: int, panel_size: int, threads: int, least_rows: int) -> Parts:
