@@ -205,7 +205,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
         return bind((m, k), narrow, biases, has_residual, finish, pool)
     table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
-    parts = matmul_parts(len(table), m, NR * k, pool.threads, MR)
+    parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
     alive = tuple(weights)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 

@@ -174,7 +174,7 @@ def bind(
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP)
     panels = len(table) // (2 if gated else 1)
-    parts = matmul_parts(panels, m, width * k, pool.threads, _MR)
+    parts = matmul_parts(panels, bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
 

@@ -124,7 +124,7 @@ def bind(
     table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
     storage: Storage = matrices[0].storage
     panels = len(table) // (2 if gated else 1)
-    by_panel = matmul_parts(panels, 1, m * PANELS[storage].width * k, pool.threads, 1)
+    by_panel = matmul_parts(panels, False, 1, m * PANELS[storage].width * k, pool.threads, 1)
     parts = Parts((part[:2] for part in by_panel), by_panel.threads)
     none = np.empty((0, 0), np.float32)
 

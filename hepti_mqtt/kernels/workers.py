@@ -194,26 +194,28 @@ def ranges(count: int, parts: int) -> Parts:
     return Parts((a, b) for a, b in pairwise(cuts) if b > a)
 
 
-def panel_parts(panels: int, rows: int, threads: int, least_panels: int, least_rows: int) -> Parts:
+def panel_parts(panels: int, ragged: bool, rows: int, threads: int, least_panels: int, least_rows: int) -> Parts:
     """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
 
     Every thread gets as many whole panels, in parts that each have half of what is left, `least_panels` at least: what
-    it has not begun others may take. The panels left over are cut by rows, one piece for each thread, unless that makes
-    fewer than `least_rows`: then some threads get a panel more.
+    it has not begun others may take. The panels left over, and a last one that is ragged (narrower), are cut by rows,
+    one piece for each thread, unless that makes fewer than `least_rows`: then some threads get a panel more.
     """
     if threads == 1:
         return Parts([(0, panels, 0, rows)], 1)
-    whole, at = panels // threads, 0
+    by_rows = rows >= threads * least_rows
+    whole, at = (panels - (ragged and by_rows)) // threads, 0
     parts: list[Part] = []
     while at < whole:
         size = min(max(least_panels, (whole - at + 1) // 2), whole - at)
         parts += [(t * whole + at, t * whole + at + size, 0, rows) for t in range(threads)]
         at += size
-    by_row = ranges(rows, threads if rows >= threads * least_rows else -(-threads // panels))
-    return Parts(parts + [(p, p + 1, *r) for p in range(threads * whole, panels) for r in by_row], threads)
+    pieces = ranges(rows, threads if by_rows else -(-threads // panels))
+    return Parts(parts + [(p, p + 1, *r) for p in range(threads * whole, panels) for r in pieces], threads)
 
 
-def matmul_parts(panels: int, rows: int, panel_size: int, threads: int, least_rows: int) -> Parts:
+def matmul_parts(panels: int, ragged: bool, rows: int, panel_size: int, threads: int, least_rows: int) -> Parts:
     """Divide panels of `panel_size` weights x rows as `panel_parts` does, for as many threads as it is worth."""
     of_panel = max(1, rows * panel_size)
-    return panel_parts(panels, rows, min(threads, 1 + panels * of_panel // _GRAIN), -(-_LEAST // of_panel), least_rows)
+    threads = min(threads, 1 + panels * of_panel // _GRAIN)
+    return panel_parts(panels, ragged, rows, threads, -(-_LEAST // of_panel), least_rows)

@@ -264,23 +264,25 @@ def test_a_thread_that_finds_nothing_sleeps(compiled):
 
 @given(
     panels=st.integers(1, 70),
+    ragged=st.booleans(),
     rows=st.integers(1, 400),
     threads=st.integers(1, 5),
     least_panels=st.integers(1, 4),
     least_rows=st.integers(1, 12),
 )
-def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, rows, threads, least_panels, least_rows):
-    parts = panel_parts(panels, rows, threads, least_panels, least_rows)
+def test_panels_and_rows_are_divided_without_gap_or_overlap(panels, ragged, rows, threads, least_panels, least_rows):
+    parts = panel_parts(panels, ragged, rows, threads, least_panels, least_rows)
     seen = np.zeros((panels, rows), np.int64)
     for a, b, first, stop in parts:
         seen[a:b, first:stop] += 1
     assert (seen == 1).all()
     assert parts.threads <= threads
-    shares = [sum((b - a) * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)]
+    cost = np.array([2] * (panels - ragged) + [1] * ragged)  # a ragged panel costs half as much here
+    shares = [sum(cost[a:b].sum() * (stop - first) for a, b, first, stop in parts[t::threads]) for t in range(threads)]
     if rows >= threads * least_rows:  # no thread has more than a row of each panel that is cut
-        assert max(shares) - min(shares) <= panels % threads
+        assert max(shares) - min(shares) <= 2 * (panels % threads + threads * ragged)
     else:
-        assert max(shares) - min(shares) <= rows
+        assert max(shares) - min(shares) <= 2 * rows
 
 
 def _ends(parts, speeds):
@@ -299,7 +301,7 @@ def _ends(parts, speeds):
     panels=st.integers(8, 64), rows=st.integers(24, 400), speeds=st.lists(st.floats(0.25, 1.0), min_size=2, max_size=4)
 )
 def test_nobody_waits_long_for_a_slower_thread(panels, rows, speeds):
-    parts = panel_parts(panels, rows, len(speeds), 1, 6)
+    parts = panel_parts(panels, False, rows, len(speeds), 1, 6)
     # All are busy until the last part is begun (Graham 1966).
     largest = max((b - a) * (stop - first) for a, b, first, stop in parts)
     assert max(_ends(parts, speeds)) <= panels * rows / sum(speeds) + largest / min(speeds) + 1e-6
@@ -307,10 +309,10 @@ def test_nobody_waits_long_for_a_slower_thread(panels, rows, speeds):
 
 
 def test_small_products_are_not_shared_and_parts_are_worth_a_hand_over():
-    assert len(matmul_parts(8, 1, 1024, 4, 6)) == 1
-    assert matmul_parts(16, 1, 1 << 16, 2, 1) == ((0, 4, 0, 1), (8, 12, 0, 1), (4, 8, 0, 1), (12, 16, 0, 1))
-    assert matmul_parts(8, 4, 1 << 15, 8, 1).threads == 3
-    assert matmul_parts(1, 0, 1 << 16, 4, 6) == ((0, 1, 0, 0),)
+    assert len(matmul_parts(8, False, 1, 1024, 4, 6)) == 1
+    assert matmul_parts(16, False, 1, 1 << 16, 2, 1) == ((0, 4, 0, 1), (8, 12, 0, 1), (4, 8, 0, 1), (12, 16, 0, 1))
+    assert matmul_parts(8, False, 4, 1 << 15, 8, 1).threads == 3
+    assert matmul_parts(1, False, 0, 1 << 16, 4, 6) == ((0, 1, 0, 0),)
 
 
 def test_parts_are_also_a_table():
