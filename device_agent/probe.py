@@ -11,6 +11,9 @@ from hepti_mqtt.wire.frames import Frame, encode, frame_bytes
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 256 << 10
 KEPT: Final = 10
+# Of the shortest round trips that a large probe's is held against: those of all the time in which it was kept. Held
+# against the last ones alone, a link that is full now looks fast.
+KEPT_FOR_RATE: Final = 60
 KEPT_LARGE: Final = 4
 SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more about the machine than about the link
 FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
@@ -34,6 +37,7 @@ class Prober:
         self._large_at_s = float("-inf")
         self._sent: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._small: deque[float] = deque(maxlen=KEPT)
+        self._small_for_rate: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
 
     def limit(self, largest_packet_bytes: int | None) -> None:
@@ -60,7 +64,11 @@ class Prober:
         if sent is None:
             return
         sent_s, nbytes = sent
-        (self._small if nbytes == SMALL_BYTES else self._large).append(now - sent_s)
+        if nbytes == SMALL_BYTES:
+            self._small.append(now - sent_s)
+            self._small_for_rate.append(now - sent_s)
+        else:
+            self._large.append(now - sent_s)
 
     def round_trip_s(self) -> float | None:
         """Return the shortest of the last round trips of a small probe, or None.
@@ -77,7 +85,7 @@ class Prober:
         """
         if not self._small or not self._large:
             return None
-        extra_s = min(tuple(self._large)) - min(tuple(self._small))
+        extra_s = min(tuple(self._large)) - min(tuple(self._small_for_rate))
         return 2 * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
 
     def _make(self, nbytes: int, now: float) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.client.described import cluster_of
+from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.simulate import Naming, simulate, timeline_svg
@@ -18,7 +18,7 @@ def draw(turn: Mapping[str, Any], file: Path) -> Path:
     """Write the picture of a turn's `active` plan; return its path."""
     plan, spec = Plan.from_dict(turn["active"]), ModelSpec.from_dict(turn["spec"])
     shape = RequestShape((turn["tokens"],))
-    cluster = cluster_of(turn["devices"], plan.devices)
+    cluster = cluster_described(turn["devices"], plan.devices)
     result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)
     cell = turn["of"]
     title = f"{cell['model']}, {plan.strategy} {' '.join(plan.options.values())}, {turn['tokens']} tokens, simulated"

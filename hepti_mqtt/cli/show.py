@@ -11,7 +11,7 @@ from typing import Any
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.site import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.described import cluster_of
+from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.plan import Plan
@@ -84,7 +84,7 @@ def plan(args: argparse.Namespace) -> int:
     if (args.explain or args.svg) and shown["active"]:
         active, spec = Plan.from_dict(shown["active"]), ModelSpec.from_dict(shown["spec"])
         shape = RequestShape((active.predicted_tokens or min(128, spec.max_tokens),))
-        played = play_plan(args.site, spec, active, shape, cluster_of(found, active.devices))
+        played = play_plan(args.site, spec, active, shape, cluster_described(found, active.devices))
         if args.svg:
             draw_plan(args.svg, active, played)
         if args.explain and not args.json:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hepti_mqtt.cluster import Cluster, Link, profile_from_caps
+from hepti_mqtt.cluster import Cluster, Link, cluster_of, profile_from_caps
 from hepti_mqtt.errors import ConfigError
 
 
-def cluster_of(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
+def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
     """Return the cluster of the devices `names` among those that `Hepti.devices` found.
 
     Raises ConfigError if one of `names` is not there or has not said how fast it is.
@@ -27,4 +27,4 @@ def cluster_of(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Clus
         )
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
         links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
-    return Cluster(profiles, links)
+    return cluster_of(profiles, links)

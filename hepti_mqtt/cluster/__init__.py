@@ -6,10 +6,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, log
-from typing import Any
+from typing import Any, Final
 
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.work import Work
+
+# Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
+# measured is noise.
+FAST_BYTES_PER_S: Final = 250e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,25 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The devices of a site with their links; the planner process has a link too."""
+    """The devices of a site with their links; the planner process has a link too.
+
+    broker_bytes_per_s: what the broker's own link carries each way; every copy of a message goes over it, except those
+    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`).
+    """
 
     devices: Mapping[str, DeviceProfile]
     links: Mapping[str, Link]
     planner_link: Link = field(default_factory=Link)
+    broker_bytes_per_s: float = inf
+
+
+def cluster_of(devices: Mapping[str, DeviceProfile], links: Mapping[str, Link]) -> Cluster:
+    """Return the cluster of devices with measured links, the broker's taken to be as fast as the fastest of them.
+
+    Nobody can measure it alone, but it is no slower than that, and what is faster than any network is not on one.
+    """
+    rates = (min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links.values())
+    return Cluster(devices, links, broker_bytes_per_s=max((r for r in rates if r < FAST_BYTES_PER_S), default=inf))
 
 
 def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:

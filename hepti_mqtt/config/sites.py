@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 _DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms"}
-_TOP: Final = {"defaults", "devices"}
+_TOP: Final = {"defaults", "devices", "broker_mbit"}
 
 
 def load_site(path: Path) -> Cluster:
-    """Return the cluster that a site file describes; raises ConfigError that names file, device and key."""
+    """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
+
+    `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's.
+    """
     data = load_yaml(path)
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
@@ -31,7 +35,10 @@ def load_site(path: Path) -> Cluster:
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
         links[name] = Link(_number(path, name, merged, "round_trip_ms", 0.5) / 2e3, rate, rate)
-    return Cluster(devices, links)
+    cluster = cluster_of(devices, links)
+    if "broker_mbit" not in data:
+        return cluster
+    return replace(cluster, broker_bytes_per_s=_number(path, "the file", data, "broker_mbit", None) * 1e6 / 8)
 
 
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:

@@ -72,6 +72,20 @@ def _round(x: Any, codes: Any, count: int, by: Any, shift: Any) -> None:
 
 
 @helper
+def _steps(tops: Any, bottoms: Any, scales: Any, zeros: Any, factors: Any, shifts: Any) -> None:
+    """Fill what follows from the extremes of _BATCH blocks: the step (NaN if not finite), the code of 0, x -> code."""
+    for j in range(_BATCH):
+        top, bottom = tops[j], bottoms[j]
+        finite = top < _INFINITE and bottom < _MINUS_INFINITE
+        low = from_bits(np.int32(bottom)) if bottom > _LARGEST else np.float32(0)
+        step = _step(from_bits(top), low) if finite else _NAN
+        by = np.float32(1) / step if step > _TINY else np.float32(0)
+        offset = np.int32(_HALF - low * by) if finite else np.int32(0)
+        scales[j], zeros[j] = step, np.float32(offset - _OFFSET)
+        factors[j], shifts[j] = by, np.float32(offset) + _HALF
+
+
+@helper
 def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k].
 
@@ -79,44 +93,49 @@ def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int)
     cache holds: a block alone would wait for its extremes, then for the divisions that follow from them.
     """
     k, stride, per_row, whole = x.shape[1], codes.shape[1], scales.shape[1], x.shape[1] // BLOCK
-    tops, bottoms, offsets = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.uint32), np.zeros(_BATCH, np.int32)
-    steps, factors = np.zeros(_BATCH, np.float32), np.zeros(_BATCH, np.float32)
+    tops, bottoms = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.uint32)
+    steps, offsets = np.zeros(_BATCH, np.float32), np.zeros(_BATCH, np.float32)
+    factors, shifts = np.zeros(_BATCH, np.float32), np.zeros(_BATCH, np.float32)
+    # Blocks of whole rows lie side by side, of x as of the codes: no row is counted, nothing is filled up.
+    even = k == per_row * BLOCK
     for batch in range(first * per_row, last * per_row, _BATCH):
         count = min(_BATCH, last * per_row - batch)
         row, block = batch // per_row, batch % per_row
-        for j in range(count):
-            # By address: slices of an array count references, which costs as much as the block. And a length that the
-            # compiler knows leaves no loop of single values.
-            at = x.ctypes.data + 4 * (row * k + block * BLOCK)
-            if block < whole:
-                tops[j], bottoms[j] = _range(floats(at, BLOCK), BLOCK)
-            else:
-                tops[j], bottoms[j] = _range(floats(at, k - block * BLOCK), k - block * BLOCK)
-            row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
-        for j in range(_BATCH):
-            top, bottom = tops[j], bottoms[j]
-            finite = top < _INFINITE and bottom < _MINUS_INFINITE
-            low = from_bits(np.int32(bottom)) if bottom > _LARGEST else np.float32(0)
-            step = _step(from_bits(top), low) if finite else _NAN
-            by = np.float32(1) / step if step > _TINY else np.float32(0)
-            steps[j], factors[j] = step, by
-            offsets[j] = np.int32(_HALF - low * by) if finite else np.int32(0)
+        if even:
+            for j in range(count):
+                # By address: slices of an array count references, which costs as much as the block. And a length that
+                # the compiler knows leaves no loop of single values.
+                tops[j], bottoms[j] = _range(floats(x.ctypes.data + 4 * BLOCK * (batch + j), BLOCK), BLOCK)
+        else:
+            for j in range(count):
+                at = x.ctypes.data + 4 * (row * k + block * BLOCK)
+                if block < whole:
+                    tops[j], bottoms[j] = _range(floats(at, BLOCK), BLOCK)
+                else:
+                    tops[j], bottoms[j] = _range(floats(at, k - block * BLOCK), k - block * BLOCK)
+                row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
+        _steps(tops, bottoms, steps, offsets, factors, shifts)
         row, block = batch // per_row, batch % per_row
         for j in range(count):
-            scales[row, block], zeros[row, block] = steps[j], np.float32(offsets[j] - _OFFSET)
-            valid = min(BLOCK, k - block * BLOCK)
-            values = floats(x.ctypes.data + 4 * (row * k + block * BLOCK), valid)
-            out = octets(codes.ctypes.data + row * stride + block * BLOCK, valid)
-            shift = np.float32(offsets[j]) + _HALF
+            scales[row, block], zeros[row, block] = steps[j], offsets[j]
+            if even:
+                at, out_at, valid = x.ctypes.data + 4 * BLOCK * (batch + j), BLOCK * (batch + j), BLOCK
+            else:
+                at, out_at = x.ctypes.data + 4 * (row * k + block * BLOCK), row * stride + block * BLOCK
+                valid = min(BLOCK, k - block * BLOCK)
+            values, out = floats(at, valid), octets(codes.ctypes.data + out_at, valid)
             if not steps[j] < np.inf:
                 out[:] = 0
-            elif block < whole:
-                _round(values, out, BLOCK, factors[j], shift)
+            elif valid == BLOCK:
+                _round(values, out, BLOCK, factors[j], shifts[j])
             else:
-                _round(values, out, valid, factors[j], shift)
-            for i in range(k, stride if block == per_row - 1 else k):
-                codes[row, i] = 0
-            row, block = (row + 1, 0) if block == per_row - 1 else (row, block + 1)
+                _round(values, out, valid, factors[j], shifts[j])
+            if block == per_row - 1:
+                for i in range(k, stride):
+                    codes[row, i] = 0
+                row, block = row + 1, 0
+            else:
+                block += 1
 
 
 @kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(float32, 2), INT, INT, part=2)
@@ -126,8 +145,7 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
 
 
 @kernel(
-    INT,
-    INT,
+    reads(uint8, 2),
     INT,
     reads(float32, 2),
     reads(float32, 2),
@@ -144,8 +162,7 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     part=4,
 )
 def linear_dot(
-    left: int,
-    stride: int,
+    row_codes: Any,
     k: int,
     row_scales: Any,
     zeros: Any,
@@ -160,7 +177,7 @@ def linear_dot(
     first_row: int,
     last_row: int,
 ) -> None:
-    """Fill the columns of some panels in some rows of out; left is the address of codes, rows `stride` bytes apart.
+    """Fill the columns of some panels in some rows of out; row_codes, row_scales and zeros are what `quantise` fills.
 
     panels: [P, 6], with a gate [2 P, 6], the gates behind.
     """
@@ -174,6 +191,7 @@ def linear_dot(
     # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
     tiles = -(-height // _MR)
     chunks = -(-tiles // _TILES)
+    stride = row_codes.shape[1]
     out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
     panel_count = last_panel - first_panel
     for turn in range(chunks * panel_count):
@@ -204,7 +222,7 @@ def linear_dot(
                     i = t * height // tiles
                     count = (t + 1) * height // tiles - i
                     row, i = first_row + i, i - first
-                    x = left + row * stride + low
+                    x = row_codes.ctypes.data + row * stride + low
                     of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
                     zero = zeros.ctypes.data + row * scale_stride + 4 * block
                     c, c_stride = sums + 4 * i * _NR, 4 * _NR
@@ -243,3 +261,23 @@ def linear_dot(
                         activate(tile, gate, activation, scale)
                         add = column if has_residual else -1
                         store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
+
+
+@kernel(
+    reads(float32, 2),
+    fills(float32, 2),
+    reads(float32, 2),
+    TABLE,
+    INT,
+    FLOAT,
+    INT,
+)
+def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int, scale: Any, out_column: int) -> None:
+    """Quantise x and fill its rows of out, in one call; see `linear_dot`."""
+    m, k = x.shape
+    blocks = max(1, -(-k // BLOCK))
+    codes = np.empty((m, GROUP * -(-k // GROUP)), np.uint8)
+    scales, zeros = np.empty((m, blocks), np.float32), np.empty((m, blocks), np.float32)
+    quantise(x, codes, scales, zeros, 0, m)
+    count = len(panels) // (2 if activation == SILU_GATE else 1)
+    linear_dot(codes, k, scales, zeros, out, residual, panels, activation, scale, out_column, 0, count, 0, m)

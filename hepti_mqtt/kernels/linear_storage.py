@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
-from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, VALID, linear_dot, quantise_rows
+from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, VALID, linear_dot, linear_w8a8, quantise_rows
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 from hepti_mqtt.kernels.workers import Workers, matmul_parts, ranges
@@ -184,11 +184,14 @@ def bind(
             address = x.__array_interface__["data"][0]
             pool.each(_linear_storage, (code, address, k, *others, table, *finish), parts)
             return
+        if len(parts) == len(row_parts) == 1:
+            activation, scale, out_column = finish
+            linear_w8a8(x, *others, table, activation, scale, out_column)
+            return
         codes = np.empty((m, stride), np.uint8)
         scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
         pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
-        address = codes.__array_interface__["data"][0]
-        pool.each(linear_dot, (address, stride, k, scales, zeros, *others, table, *finish), parts)
+        pool.each(linear_dot, (codes, k, scales, zeros, *others, table, *finish), parts)
 
     return run
 

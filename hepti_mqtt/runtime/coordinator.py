@@ -131,6 +131,8 @@ class CoordinatorSession:
         return self._changed(event.device, self.membership.caps(event.device, event.caps), now)
 
     def _heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
+        if any(m.preparing is not None for m in self._models.values()):
+            self.membership.loading(now)
         return self._changed(event.device, self.membership.heartbeat(event.device, event.heartbeat, now), now)
 
     def _changed(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
@@ -386,7 +388,6 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for device in self.membership.overdue(now) if self._online else []:
             out += self._lost(device, "sends no heartbeats", now)
-        loading = any(m.preparing is not None for m in self._models.values())
         for model in self._models.values():
             preparing = model.preparing
             if preparing is not None and preparing.sent and now - preparing.progress_s > PREPARE_S:
@@ -401,8 +402,6 @@ class CoordinatorSession:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
                     out += [*self._suspect(model, run.plan, now), *self._requests.again(model, run)]
             out += self._requests.expire(model, now)
-            if loading:
-                model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
             in_use = model.active is not None and now - model.asked_s < IN_USE_S
             drifted = model.drift.observe(self._observed(model, now), now) if in_use else None

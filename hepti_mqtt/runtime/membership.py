@@ -6,23 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link, profile_from_caps
+from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, profile_from_caps
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
-FAST_BYTES_PER_S: Final = 250e6  # of a link: beyond it frames cost processor time, and what is measured is noise
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
+CALM_S: Final = 15.0
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 
 
 @dataclass(slots=True)
 class Member:
-    """One device as it has described itself; `seen_s` is when its last heartbeat came."""
+    """One device as it has described itself; `seen_s` is when its last heartbeat came.
+
+    calm: its last heartbeat of a time when nobody loaded weights. A device that does computes slowly and has a full
+    link, which says nothing of how it will be.
+    """
 
     name: str
     boot: int = 0
     online: bool = False
     caps: Caps | None = None
+    calm: Heartbeat | None = None
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
 
@@ -34,26 +39,26 @@ class Member:
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
         assert self.caps is not None
-        slowdown = self.heartbeat.slowdown if self.heartbeat else 1.0
         try:
-            return profile_from_caps(self.name, self.caps.curves, memory_bytes, max(slowdown, 0.05))
+            return profile_from_caps(self.name, self.caps.curves, memory_bytes, max(self._slowdown(), 0.05))
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
     def link(self) -> Link:
         """Return the device's measured link to the broker, with defaults until it has measured one."""
         base = Link()
-        hb = self.heartbeat
-        if hb is None:
-            return base
-        latency = base.latency_s if hb.round_trip_s is None else hb.round_trip_s / 2
-        rate = base.up_bytes_per_s if not hb.bandwidth_bytes_per_s else hb.bandwidth_bytes_per_s
-        return Link(latency, rate, rate)
+        told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
+        round_trip_s = next((hb.round_trip_s for hb in told if hb.round_trip_s), 2 * base.latency_s)
+        rate = next((hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s), base.up_bytes_per_s)
+        return Link(round_trip_s / 2, rate, rate)
+
+    def _slowdown(self) -> float:
+        return self.calm.slowdown if self.calm else 1.0
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
         return {
-            f"slowdown of {self.name}": self.heartbeat.slowdown if self.heartbeat else 1.0,
+            f"slowdown of {self.name}": self._slowdown(),
             f"bandwidth of {self.name}": min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
         }
 
@@ -63,6 +68,7 @@ class Membership:
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
+        self._calm_from_s = float("-inf")
 
     def _member(self, name: str) -> Member:
         return self.members.setdefault(name, Member(name))
@@ -94,11 +100,19 @@ class Membership:
         member = self._member(name)
         if heartbeat.boot < member.boot:
             return None
+        if now >= self._calm_from_s:
+            member.calm = heartbeat
+        elif member.calm is not None and member.calm.boot != heartbeat.boot:
+            member.calm = None
         member.heartbeat, member.seen_s = heartbeat, now
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
+
+    def loading(self, now: float) -> None:
+        """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
+        self._calm_from_s = now + CALM_S
 
     def seen(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
@@ -130,4 +144,4 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return Cluster(devices, {n: m.link() for n, m in usable.items()})
+        return cluster_of(devices, {n: m.link() for n, m in usable.items()})

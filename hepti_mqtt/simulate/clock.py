@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
-from hepti_mqtt.cluster import Cluster, Link
+from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.program import Compute, Program, Recv, Send, destinations, written
@@ -98,22 +99,34 @@ class _Clock:
         return self.cluster.planner_link if device == PLANNER else self.cluster.links[device]
 
     def transmit(self, now: float, source: str, targets: Sequence[str], size: int, label: str) -> dict[str, float]:
-        """Return when each target has the packet: the source's uplink, the broker, each target's downlink, all FIFO."""
+        """Return when each target has the packet: the source's uplink, the broker, each target's downlink, all FIFO.
+
+        The broker's own link carries a packet while the other end's does, and each target gets a copy.
+        """
         up = self.link(source)
         start = max(now, self.free.get((source, "up"), 0.0))
-        stop = start + size / up.up_bytes_per_s
+        stop = max(start + size / up.up_bytes_per_s, self.pass_broker(start, "in", up.up_bytes_per_s, size))
         self.free[source, "up"] = stop
         self.note(source, "up", label, start, stop)
         at_broker = stop + up.latency_s
         arrivals = {}
         for target in targets:
             down = self.link(target)
+            through = self.pass_broker(at_broker, "out", down.down_bytes_per_s, size)
             begin = max(at_broker, self.free.get((target, "down"), 0.0))
-            end = begin + size / down.down_bytes_per_s
+            end = max(begin + size / down.down_bytes_per_s, through)
             self.free[target, "down"] = end
             self.note(target, "down", label, begin, end)
             arrivals[target] = end + down.latency_s
         return arrivals
+
+    def pass_broker(self, start: float, way: str, rate: float, size: int) -> float:
+        """Return when a packet from or to a link of this rate is through the broker's own, at once if not over it."""
+        broker = self.cluster.broker_bytes_per_s
+        if rate >= FAST_BYTES_PER_S or broker == inf:
+            return start
+        self.free["", way] = through = max(start, self.free.get(("", way), 0.0)) + size / broker
+        return through
 
     def note(self, device: str, lane: str, label: str, start: float, stop: float) -> None:
         if self.record and stop > start:

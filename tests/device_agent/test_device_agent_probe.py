@@ -67,6 +67,15 @@ def test_a_busy_moment_does_not_change_the_rate_but_a_slower_link_does():
     assert prober.bandwidth_bytes_per_s() == pytest.approx(5e6, rel=1e-3)
 
 
+def test_a_link_that_is_full_now_does_not_look_fast():
+    prober = Prober("d1", 7)
+    for now in range(KEPT):
+        answer(prober, prober.due(float(now), False), now, 0.001, 3e7)
+    for now in range(KEPT, 3 * KEPT):  # small probes wait behind what fills it; no large one is sent
+        answer(prober, prober.due(float(now), True), now, 0.012, 3e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
+
+
 @pytest.mark.parametrize("rate", [None, 1e9])
 def test_the_rate_is_unknown_where_it_cannot_be_measured(rate):
     prober = Prober("d1", 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_runtime_coordinator import Site
+from scripted_site import Site
 
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price

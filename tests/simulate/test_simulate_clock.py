@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from math import inf
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.program import Builder, Program
+from hepti_mqtt.program import Builder, Program, Send, SlotSpec
 from hepti_mqtt.simulate import Naming, explain, simulate, timeline_svg, timeline_text
 from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.memory import live_bytes
@@ -19,6 +24,7 @@ SPEC = ModelSpec(
 SHAPE = RequestShape((4,))
 RATE = 1e6
 LATENCY = 0.01
+SLOT = SlotSpec((4, 8))
 
 
 def site(*names: str) -> Cluster:
@@ -45,6 +51,56 @@ def relay(devices: int) -> dict[str, Program]:
         b.send(b.recv((4, 8), "d0", "scatter"), ("d0",), "gather")
         others[name] = b.build()
     return {"d0": head.build(), **others}
+
+
+def arrivals(cluster: Cluster, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Return when each of the others has what the first sends at once, and when the first has what they send."""
+    events = simulate(NAMING, SPEC, SHAPE, relay(len(names)), cluster, record=True).events
+    ends = {n: [e.stop for e in events if (e.device, e.lane, e.label) == (n, "down", "scatter")] for n in names[1:]}
+    return {**ends, names[0]: [e.stop for e in events if (e.device, e.lane, e.label) == (names[0], "down", "gather")]}
+
+
+def test_every_copy_goes_over_the_brokers_own_link():
+    names = ("d0", "d1", "d2", "d3")
+    free = arrivals(site(*names), names)
+    shared = arrivals(replace(site(*names), broker_bytes_per_s=RATE), names)
+    size = next(send_bytes(NAMING, "d0", op, SLOT)[0] for op in relay(4)["d0"].ops if isinstance(op, Send))
+    # Three copies at the rate of one link: the second and the third wait for those before them.
+    later = [shared[n][0] - free[n][0] for n in names[1:]]
+    assert later == pytest.approx([0.0, size / RATE, 2 * size / RATE])
+    # What comes back has to pass one downlink anyway, and comes after one another now.
+    assert shared["d0"][-1] - free["d0"][-1] == pytest.approx(0.0, abs=2 * size / RATE)
+    assert shared["d0"][-1] >= free["d0"][-1]
+
+
+def test_a_broker_that_is_fast_enough_changes_nothing():
+    names = ("d0", "d1", "d2", "d3")
+    fast, free = arrivals(replace(site(*names), broker_bytes_per_s=RATE * 1e6), names), arrivals(site(*names), names)
+    assert [fast[n] for n in names] == [pytest.approx(free[n], rel=1e-3) for n in names]
+
+
+def test_who_sits_beside_the_broker_does_not_use_its_link():
+    names = ("d0", "d1")
+    cluster = site(*names)
+    beside = replace(cluster, links={n: Link(LATENCY, 1e9, 1e9) for n in names})
+    assert arrivals(replace(beside, broker_bytes_per_s=RATE), names) == arrivals(beside, names)
+
+
+@given(broker=st.floats(1e5, 1e7), devices=st.integers(2, 5))
+def test_a_slower_broker_never_makes_a_request_faster(broker, devices):
+    cluster = site(*(f"d{i}" for i in range(devices)))
+    times = [
+        simulate(NAMING, SPEC, SHAPE, relay(devices), replace(cluster, broker_bytes_per_s=b)).seconds
+        for b in (inf, 2 * broker, broker)
+    ]
+    assert times == sorted(times)
+
+
+def test_the_brokers_link_is_taken_to_be_the_fastest_that_is_a_link():
+    profiles = site("a", "b", "c").devices
+    links = {"a": Link(0.0, 1e7, 1e7), "b": Link(0.0, 3e7, 2e7), "c": Link(0.0, 1e9, 1e9)}
+    assert cluster_of(profiles, links).broker_bytes_per_s == 2e7
+    assert cluster_of(profiles, {"c": links["c"]}).broker_bytes_per_s == inf
 
 
 def test_one_round_trip_by_hand():

@@ -1,0 +1,338 @@
+"""The coordinator as devices join, load, fall silent, drift and leave, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scripted_site import LOST_S, Site, caps, everyone
+
+from hepti_mqtt.errors import PlanError, RemoteError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime import coordination as co
+from hepti_mqtt.runtime.coordinator import REFUSALS, RETRY_S
+from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.messages import Status
+
+
+def test_a_site_without_devices_says_so() -> None:
+    site = Site()
+    site.submit("r1")
+    site.tick(0.0)
+    site.tick(1.1)
+    assert isinstance(site.errors["r1"], PlanError)
+    assert "no device is online" in str(site.errors["r1"])
+    site.submit("r2")
+    assert isinstance(site.errors["r2"], PlanError), "the next one is refused at once"
+    site.join("a")
+    site.submit("r3")
+    site.settle()
+    site.answer(1)
+    assert "r3" in site.answers
+
+
+def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    first = site.settle()
+    assert set(first.devices) == {"a", "b"}
+    site.submit("r1")
+    site.leave("b")
+    assert ("a", messages.Cancel("m", first.epoch, 1)) in site.told
+    site.ready()
+    assert list(site.work) == [1, 2]
+    assert site.work[2].epoch > first.epoch
+    site.answer(2)
+    site.answer(1)  # what the survivors of the first run still send comes late
+    assert site.answers["r1"].plan.devices == ("a",)
+    assert site.session.counters["late"] > 0
+
+
+def test_silent_device_counts_as_lost_and_comes_back_with_a_heartbeat() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.settle()
+    site.submit("r1")
+    del site.boots["b"]
+    site.tick(LOST_S)
+    site.ready()
+    site.answer(2)
+    assert site.answers["r1"].plan.devices == ("a",)
+    site.boots["b"] = 1
+    site.tick(0.1)
+    assert site.notes()["joined"] == 3
+    site.settle()
+    assert set(site.session.plan("m").devices) == {"a", "b"}
+
+
+def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
+    site = Site()
+    site.join("a")
+    plan = site.settle()
+    site.submit("r1")
+    site.event(co.Connection(online=False))
+    site.tick(100, alive=False)
+    site.event(co.Connection(online=True))
+    site.tick(3, alive=False)
+    assert site.session.plan("m") == plan
+    assert "r1" in site.errors, "but deadlines hold"
+    site.tick(LOST_S, alive=False)
+    assert site.session.plan("m") is None
+
+
+def test_device_that_rejoins_drops_what_it_holds() -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    site.told.clear()
+    site.leave("a")
+    site.join("a")
+    kinds = [type(m) for d, m in site.told if d == "a"]
+    assert messages.Drain in kinds
+    assert messages.Prepare not in kinds[: kinds.index(messages.Drain)]
+
+
+def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothing() -> None:
+    site = Site()
+    site.join("a", boot=1)
+    site.settle()
+    site.submit("r1")
+    site.join("a", boot=2)
+    site.event(co.DeviceStatus("a", Status("offline", 1)))
+    site.settle()
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+
+
+def test_device_that_leaves_during_the_search_is_not_planned_with() -> None:
+    site = Site(searches=False, decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    first = site.solves[0]
+    site.leave("b")
+    site.solve(first)
+    assert not site.prepares()
+    site.solve(site.solves[-1])
+    assert set(site.prepares()) == {"a"}
+
+
+def test_device_that_leaves_during_preparation_ends_it() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    txn = site.prepares()["a"].txn
+    site.leave("b")
+    assert any(isinstance(m, messages.Release) for d, m in site.told if d == "a")
+    assert site.prepares()["a"].txn > txn
+    site.ready()
+    assert site.session.plan("m").devices == ("a",)
+
+
+def test_memory_refusal_swaps_plans_when_old_and_new_do_not_fit_together() -> None:
+    site = Site(decider=everyone)
+    site.join("a")
+    old = site.settle()
+    site.submit("r1")
+    site.join("b")
+    site.tick(1.1)
+    refused = site.prepares()["a"]
+    epoch = Plan.from_dict(refused.plan).epoch
+    site.event(co.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 1000)))
+    assert site.prepares()["a"] == refused, "the run under the old plan comes first"
+    site.answer(1)
+    assert ("a", "m", old.epoch) in [(d, m.model, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
+    assert site.prepares()["a"].txn > refused.txn
+    site.ready()
+    assert set(site.session.plan("m").devices) == {"a", "b"}
+    assert "r1" in site.answers
+
+
+def test_memory_refusal_without_another_plan_makes_the_next_question_tighter() -> None:
+    site = Site()
+    site.join("a", memory=1 << 24)
+    site.tick(1.1)
+    refused = site.prepares()["a"]
+    epoch = Plan.from_dict(refused.plan).epoch
+    site.event(co.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 5 << 20)))
+    site.tick(1.1)
+    assert site.solves[-1].question.cluster.devices["a"].memory_bytes == (1 << 24) - (5 << 20)
+
+
+def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1", within=1000)
+    for _ in range(REFUSALS):
+        site.tick(1.1)
+        message = site.prepares()["a"]
+        epoch = Plan.from_dict(message.plan).epoch
+        site.event(co.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
+    assert isinstance(site.errors["r1"], RemoteError)
+    assert "corrupt tile" in str(site.errors["r1"])
+    site.tick(RETRY_S + 0.1)
+    site.ready()
+    assert site.session.plan("m") is not None, "it tries again after a while"
+
+
+def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    first = site.prepares()
+    site.ready("a")
+    site.told.clear()
+    site.tick(3)
+    assert not site.prepares()
+    site.tick(3)
+    assert site.prepares() == {"b": first["b"]}
+    site.ready("b")
+    assert site.session.plan("m") is not None
+
+
+def test_preparation_without_progress_is_given_up() -> None:
+    site = Site()
+    site.join("a")
+    site.tick(1.1)
+    first = site.prepares()["a"]
+    epoch = Plan.from_dict(first.plan).epoch
+    for _ in range(30):
+        site.tick(5)
+    assert site.prepares()["a"].txn > first.txn
+    second = site.prepares()["a"]
+    for _ in range(30):
+        site.tick(5)
+        plan = Plan.from_dict(second.plan)
+        site.event(co.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
+    assert site.prepares()["a"] == second, "progress keeps it alive"
+    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0)))
+    assert site.session.plan("m") is None, "a Ready of the one given up activates nothing"
+
+
+def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
+    site = Site()
+    site.join("a")
+    site.tick(1.1)
+    prepare = site.prepares()["a"]
+    epoch = Plan.from_dict(prepare.plan).epoch
+    shown = []
+    for part in range(10):
+        out = site.event(co.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
+        shown += [c.progress for c in out if isinstance(c, co.ShowPlan)]
+        site.now += 0.25
+    assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
+    site.ready()
+    last = [c for c in site.seen if isinstance(c, co.ShowPlan)][-1]
+    assert (last.preparing, last.progress) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("limits", "smallest"),
+    [((0, 50_000, 60_000, 4 << 20), 50_000), ((0, 4 << 20, 256 << 20), None)],
+    ids=["met", "what passed on trial is no limit"],
+)
+def test_search_knows_the_smallest_packet_limit_that_a_device_met(
+    limits: tuple[int, ...], smallest: int | None
+) -> None:
+    site = Site()
+    for name, limit in zip("abcd", limits, strict=False):
+        site.boots[name] = 1
+        site.event(co.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
+        site.event(co.DeviceStatus(name, Status("online", 1)))
+    site.tick(1.1)
+    assert site.solves[-1].question.packet_bytes == smallest
+
+
+def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    site.submit("r1")
+    site.answer(1)
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) > solves
+    assert site.notes()["drift"] >= 1
+    site.ready()
+    assert site.session.plan("m").devices != plan.devices, "another device is faster now"
+
+
+def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) == solves
+    site.submit("r1")
+    site.answer(1)
+    site.drift({plan.devices[0]: 8.0}, 7)
+    assert len(site.solves) == solves + 1
+
+
+def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
+    site = Site("m", "other")
+    site.join("a", "b")
+    site.tick(1.1)
+    for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
+        plan = Plan.from_dict(message.plan)
+        site.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000)))
+    site.submit("r1")
+    site.answer(1)
+    pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+    site.submit("r2", model="other", pins=pinned)
+    site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
+    assert not site.notes()["drift"]
+    assert {m.profile(0).slowdown for m in site.session.membership.usable().values()} == {1.0}
+    site.ready()
+    site.drift(dict.fromkeys(site.boots, 1.0), 30)
+    assert not site.notes()["drift"]
+    site.drift({"a": 8.0}, 1)
+    assert site.session.membership.members["a"].profile(0).slowdown == 8.0
+
+
+def test_a_device_that_starts_anew_while_weights_are_loaded_is_not_what_it_was() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.drift({"a": 8.0}, 2)
+    membership = site.session.membership
+    membership.loading(site.now)
+    site.join("a", boot=2)
+    site.drift({"a": 9.0}, 1)
+    assert membership.members["a"].profile(0).slowdown == 1.0
+    assert membership.members["b"].calm is not None
+
+
+def test_what_a_device_has_never_told_in_calm_is_taken_from_now() -> None:
+    site = Site(searches=False)
+    site.session.membership.loading(site.now)
+    site.join("a")
+    site.drift({}, 1)
+    assert site.session.membership.members["a"].link().up_bytes_per_s == 1e8  # as its heartbeats say
+
+
+def test_drift_during_a_search_does_not_void_it() -> None:
+    site = Site(searches=False, decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.solve(site.solves[-1])
+    site.ready()
+    site.submit("r1")
+    site.answer(1)
+    site.drift(dict.fromkeys(site.boots, 8.0), 40)
+    assert len(site.solves) == 2, "one search at a time, however long it takes"
+    ticket = site.solves[-1].ticket
+    site.solve(site.solves[-1])
+    assert site.session._models["m"].solving is None
+    assert all(s.ticket == ticket for s in site.solves[1:])
+
+
+def test_unreadable_caps_are_noted_and_the_device_stays_out() -> None:
+    site = Site()
+    bad = replace(caps("x", 1), curves={"linear": []})
+    site.event(co.DeviceCaps("x", bad))
+    site.event(co.DeviceStatus("x", Status("online", 1)))
+    site.join("a")
+    site.settle()
+    assert site.notes()["refused"] == 1
+    assert set(site.solves[-1].question.cluster.devices) == {"a"}

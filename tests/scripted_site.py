@@ -1,0 +1,202 @@
+"""A coordinator with scripted devices on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
+from hepti_mqtt.runtime import coordination as co
+from hepti_mqtt.runtime.commands import Publish
+from hepti_mqtt.runtime.coordinator import CoordinatorSession
+from hepti_mqtt.runtime.flight import Chunk, Job, Pins, RequestKey
+from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem
+from hepti_mqtt.strategies import STRATEGIES, make_plan
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.frames import Frame, decode, decode_work
+from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+
+SPEC = ModelSpec(
+    family="bert",
+    architecture="BertModel",
+    layers=2,
+    hidden=32,
+    heads=4,
+    mlp=64,
+    norm_first=False,
+    activation="gelu",
+    norm_eps=1e-12,
+    max_tokens=64,
+    head=TaskHead("embedding", "mean"),
+    text=TextStem(vocab=100, positions=64, types=2),
+)
+CURVES = {
+    "linear": [{"k": 32, "n": 32, "points": [[1, 1e-5], [32, 1e-4]]}],
+    "attention_flops_per_s": 1e9,
+    "rowwise_bytes_per_s": 1e9,
+    "op_overhead_s": 1e-5,
+    "frame_s": 1e-4,
+    "copy_bytes_per_s": 1e9,
+}
+MANIFEST = bytes(32)
+ROW = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+LOST_S = 7.0  # more than the heartbeats that may be missed
+
+
+def caps(device: str, boot: int, memory: int = 1 << 30) -> Caps:
+    return Caps(device, boot, 1, 1, memory, 0, "plain", "0", CURVES, 0, 4)
+
+
+def heartbeat(boot: int, slowdown: float = 1.0) -> Heartbeat:
+    return Heartbeat(boot, 0, 0.0, 1 << 30, None, 1e-3, 1e8, slowdown, 0)
+
+
+def everyone(question: Question) -> Decision:
+    """Decide at once: the pinned strategy (else `row`) on the pinned devices (else all)."""
+    devices = question.devices or tuple(sorted(question.cluster.devices))
+    missing = set(devices) - set(question.cluster.devices)
+    if missing or not devices:
+        raise PlanError(f"devices {', '.join(sorted(missing)) or 'none'} are not online")
+    strategy = question.strategy or "row"
+    template = Plan(question.naming.model, question.epoch, strategy, devices, devices[0], wire=question.wire)
+    options = question.options or STRATEGIES[strategy].options[0]
+    plan = make_plan(question.spec, template, strategy, options, (1.0,) * len(devices))
+    candidate = Candidate(plan, replace(price(question, plan), seconds=0.0), (1.0,) * len(devices))
+    return Decision(candidate, (candidate,), "", question.cluster)
+
+
+class Site:
+    """A coordinator with scripted devices; `searches` = False leaves Solve commands to the test."""
+
+    def __init__(
+        self,
+        *names: str,
+        in_flight: int = 2,
+        pins: Pins | None = None,
+        searches: bool = True,
+        decider: Callable[[Question], Decision] = decide,
+    ) -> None:
+        served = tuple(co.Served(n, SPEC, MANIFEST, 16, pins or Pins()) for n in names or ("m",))
+        self.session = CoordinatorSession("home", 7, served, in_flight)
+        self.now = 0.0
+        self.searches, self.decider = searches, decider
+        self.boots: dict[str, int] = {}
+        self.seen: list[co.CoordinatorCommand] = []
+        self.told: list[tuple[str, messages.Message]] = []
+        self.work: dict[int, Frame] = {}
+        self.answers: dict[str, co.Answer] = {}
+        self.errors: dict[str, HeptiError] = {}
+        self.solves: list[co.Solve] = []
+
+    def event(self, event: co.CoordinatorEvent) -> list[co.CoordinatorCommand]:
+        out = self.session.handle(event, self.now)
+        self.session.check()
+        for command in out:
+            self._note(command)
+        self.seen += out
+        for command in out:
+            if isinstance(command, co.Solve) and self.searches:
+                self.solve(command)
+        return out
+
+    def _note(self, command: co.CoordinatorCommand) -> None:
+        if isinstance(command, Publish) and "/work/" in command.topic:
+            frame = decode(command.payload)
+            decode_work(frame)
+            self.work[frame.admission] = frame
+        elif isinstance(command, Publish):
+            self.told.append((command.topic.split("/")[-2], messages.decode(command.payload)))
+        elif isinstance(command, co.Solve):
+            self.solves.append(command)
+        elif isinstance(command, co.Answer | co.Refuse):
+            name = command.job.key.request
+            assert name not in self.answers, f"{name} ended twice"
+            assert name not in self.errors, f"{name} ended twice"
+            if isinstance(command, co.Answer):
+                self.answers[name] = command
+            else:
+                self.errors[name] = command.error
+
+    def solve(self, command: co.Solve) -> None:
+        try:
+            decision = self.decider(command.question)
+        except HeptiError as error:
+            self.event(co.Solved(command.model, command.ticket, None, None, error))
+            return
+        running = command.running and price(command.question, command.running, full=True).seconds
+        self.event(co.Solved(command.model, command.ticket, decision, running))
+
+    def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
+        for device in devices:
+            self.boots[device] = boot
+            self.event(co.DeviceCaps(device, caps(device, boot, memory)))
+            self.event(co.DeviceStatus(device, Status("online", boot)))
+
+    def leave(self, device: str) -> None:
+        boot = self.boots.pop(device)
+        self.event(co.DeviceStatus(device, Status("offline", boot)))
+
+    def tick(self, seconds: float, alive: bool = True) -> None:
+        self.now += seconds
+        for device, boot in self.boots.items() if alive else ():
+            self.event(co.DeviceHeartbeat(device, heartbeat(boot)))
+        self.event(co.Tick())
+
+    def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
+        """Let time pass in which some devices are slow."""
+        for _ in range(seconds):
+            self.now += 1
+            for device, boot in self.boots.items():
+                self.event(co.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
+            self.event(co.Tick())
+
+    def prepares(self) -> dict[str, messages.Prepare]:
+        """Return the last Prepare of every device."""
+        return {d: m for d, m in self.told if isinstance(m, messages.Prepare)}
+
+    def ready(self, *devices: str) -> None:
+        for device, message in self.prepares().items():
+            if device in devices or not devices:
+                plan = Plan.from_dict(message.plan)
+                self.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000)))
+
+    def settle(self) -> Plan:
+        """Let the search and the preparation after joins go through; return the active plan."""
+        self.tick(1.1)
+        self.ready()
+        plan = self.session.plan("m")
+        assert plan is not None
+        return plan
+
+    def submit(self, name: str, *lengths: int, model: str = "m", pins: Pins | None = None, within: float = 60.0) -> Job:
+        chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+        job = Job(RequestKey(model, "c", name), chunks, None, self.now + within, pins)
+        self.event(co.Submit(job))
+        return job
+
+    def answer(self, admission: int) -> None:
+        """Let every device of a run report, the head with an output that names the run's length."""
+        frame = self.work[admission]
+        shape, _ = decode_work(frame)
+        plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
+        output = np.full((len(shape.lengths), SPEC.hidden), shape.tokens, np.float32)
+        out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
+        self.event(co.UpFrame(plans[0].head, out))
+        for device in plans[0].devices:
+            done = replace(
+                frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100), body=b""
+            )
+            self.event(co.UpFrame(device, done))
+
+    def plans(self, model: str) -> list[Plan]:
+        plans = [c.plan for c in self.seen if isinstance(c, co.Answer)]
+        plans += [p for c in self.seen if isinstance(c, co.ShowPlan) and c.model == model for p in (c.active,) if p]
+        return plans
+
+    def notes(self) -> Counter[str]:
+        return Counter(c.kind for c in self.seen if isinstance(c, co.Note))
