@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 class DriftRule:
     """Fires when any observed value has been off by more than `factor` for `hold_s`, and not within `rest_s` of a plan.
 
+    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links.
+
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
 
@@ -23,6 +25,11 @@ class DriftRule:
     def plan_made(self, values: Mapping[str, float], now: float) -> None:
         """Take the values that a new plan was made with."""
         self.planned = dict(values)
+        self._since.clear()
+        self._rested_at = now
+
+    def disturbed(self, now: float) -> None:
+        """Take it that what is observed now says nothing of how things will be."""
         self._since.clear()
         self._rested_at = now
 

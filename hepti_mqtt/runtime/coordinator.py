@@ -131,9 +131,12 @@ class CoordinatorSession:
         return self._changed(event.device, self.membership.caps(event.device, event.caps), now)
 
     def _heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
-        if any(m.preparing is not None for m in self._models.values()):
+        if self._loading():
             self.membership.loading(now)
         return self._changed(event.device, self.membership.heartbeat(event.device, event.heartbeat, now), now)
+
+    def _loading(self) -> bool:
+        return any(model.preparing is not None for model in self._models.values())
 
     def _changed(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -402,6 +405,8 @@ class CoordinatorSession:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
                     out += [*self._suspect(model, run.plan, now), *self._requests.again(model, run)]
             out += self._requests.expire(model, now)
+            if self._loading():
+                model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
             in_use = model.active is not None and now - model.asked_s < IN_USE_S
             drifted = model.drift.observe(self._observed(model, now), now) if in_use else None

@@ -30,6 +30,16 @@ def test_slower_and_faster_both_count():
         assert rule.observe({"x": value}, 1) is not None
 
 
+def test_a_disturbance_begins_the_hold_time_and_the_rest_anew():
+    rule = DriftRule(factor=1.5, hold_s=5, rest_s=10)
+    rule.plan_made({"x": 1.0}, 0)
+    rule.observe({"x": 2.0}, 20)
+    rule.disturbed(24)
+    assert rule.observe({"x": 2.0}, 26) is None
+    assert rule.observe({"x": 2.0}, 33) is None
+    assert rule.observe({"x": 2.0}, 34) is not None
+
+
 def test_rests_after_a_plan_and_ignores_what_the_plan_did_not_know():
     rule = DriftRule(factor=1.5, hold_s=1, rest_s=10)
     rule.plan_made({"x": 1.0}, 0)
