@@ -19,6 +19,15 @@ def test_every_shipped_site_can_be_read(path):
     assert all(p.speed(128) > 1e9 for p in cluster.devices.values())
 
 
+def test_the_brokers_link_is_the_fastest_of_the_devices_unless_the_file_names_it(tmp_path):
+    path = tmp_path / "site.yaml"
+    text = "defaults: {gflops: 1}\ndevices: {a: {mbit: 100}, b: {mbit: 240}}\n"
+    path.write_text(text)
+    assert load_site(path).broker_bytes_per_s == 30e6
+    path.write_text(text + "broker_mbit: 1000\n")
+    assert load_site(path).broker_bytes_per_s == 125e6
+
+
 def test_few_rows_stream_the_weights():
     device = load_site(SITES / "four-pi4.yaml").devices["pi1"]
     assert device.linear[0].seconds(1) == device.linear[0].seconds(8)
@@ -35,6 +44,7 @@ def test_few_rows_stream_the_weights():
         ("devices: {a: {}}", "`gflops`"),
         ("devices: {A: {gflops: 1}}", "device name 'A'"),
         ("devices: {a: {gflops: 1}}\nlinks: {}", "unknown key 'links'"),
+        ("devices: {a: {gflops: 1}}\nbroker_mbit: fast", "the file needs `broker_mbit` as a number above zero"),
         ("devices: {a: ", "site.yaml"),
     ],
 )
