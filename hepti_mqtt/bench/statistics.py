@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -30,10 +29,11 @@ def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
     n = len(ordered)
     if not n:
         raise ValueError("a median needs at least one value")
-    k, below = 1, 2.0**-n  # below: P(Binomial(n, 1/2) < k)
-    while k < (n + 1) // 2 and 1 - 2 * (following := below + math.comb(n, k) * 2.0**-n) >= level:
-        k, below = k + 1, following
-    return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k], max(1 - 2 * below, 0.0))
+    # In integers: of more than a thousand values the numbers are larger than a float. below / all: P(Binomial < k).
+    k, below, ways, every = 1, 1, n, 2**n
+    while k < (n + 1) // 2 and (every - 2 * (below + ways)) / every >= level:
+        k, below, ways = k + 1, below + ways, ways * (n - k) // (k + 1)
+    return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k], max((every - 2 * below) / every, 0.0))
 
 
 def ratio(a: Mapping[int, float], b: Mapping[int, float], level: float = LEVEL) -> Interval:

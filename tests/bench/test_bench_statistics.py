@@ -51,6 +51,13 @@ def test_a_real_difference_is_seen_and_rounds_without_a_partner_are_left_out():
         ratio({1: 1.0}, {2: 1.0})
 
 
+def test_thousands_of_values_have_an_interval_as_a_normal_distribution_has_it():
+    found = median_interval(range(5000))
+    assert found.median == 2499.5
+    assert found.level == pytest.approx(0.95, abs=2e-3)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * 0.5 * 5000**0.5, rel=0.01)
+
+
 def test_runs_agree_where_their_intervals_overlap():
     one, two = {"x": median_interval([1, 2, 3]), "y": median_interval([1, 2])}, {"x": median_interval([3, 4])}
     assert agree(one, two) == {"x": True}
