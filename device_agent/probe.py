@@ -36,8 +36,7 @@ class Prober:
         self._large_sent = 0
         self._large_at_s = float("-inf")
         self._sent: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        self._small: deque[float] = deque(maxlen=KEPT)
-        self._small_for_rate: deque[float] = deque(maxlen=KEPT_FOR_RATE)
+        self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
 
     def limit(self, largest_packet_bytes: int | None) -> None:
@@ -64,18 +63,14 @@ class Prober:
         if sent is None:
             return
         sent_s, nbytes = sent
-        if nbytes == SMALL_BYTES:
-            self._small.append(now - sent_s)
-            self._small_for_rate.append(now - sent_s)
-        else:
-            self._large.append(now - sent_s)
+        (self._small if nbytes == SMALL_BYTES else self._large).append(now - sent_s)
 
     def round_trip_s(self) -> float | None:
         """Return the shortest of the last round trips of a small probe, or None.
 
         The shortest, for a device that computes answers late, and what its work costs is in its curves already.
         """
-        return min(tuple(self._small)) if self._small else None
+        return min(tuple(self._small)[-KEPT:]) if self._small else None
 
     def bandwidth_bytes_per_s(self) -> float | None:
         """Return the rate of one direction, or None where it cannot be measured or is too high to matter.
@@ -85,7 +80,7 @@ class Prober:
         """
         if not self._small or not self._large:
             return None
-        extra_s = min(tuple(self._large)) - min(tuple(self._small_for_rate))
+        extra_s = min(tuple(self._large)) - min(tuple(self._small))
         return 2 * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
 
     def _make(self, nbytes: int, now: float) -> bytes:

@@ -11,7 +11,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
-CALM_S: Final = 15.0
+CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 
 
