@@ -49,7 +49,7 @@ BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 
 bench-quick: bench-venv
-	$(BENCH) kernels --quick --seconds 60 --out $(OUT)/kernels
+	$(BENCH) kernels --quick --seconds 45 --out $(OUT)/kernels
 	for name in $(QUICK); do \
 		$(BENCH) $$name --quick --calibrations $(OUT)/calibrations --out $(OUT)/$$name || exit 1; done
 	@echo "reports:"; ls $(OUT)/kernels/kernels.md $(OUT)/*/report.md

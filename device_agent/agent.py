@@ -297,7 +297,7 @@ class _Agent:
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id
         largest, limit = self._largest_packet(link)
-        self._prober.limit(limit)
+        self._prober.limit(limit, link.local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
         online = encode_status(Status("online", self._boot))
         self._network.publish("control", self._topics.status(device), online, 1, True)

@@ -16,6 +16,7 @@ class LinkUp:
     plane: Plane
     protocol: int
     largest_packet_bytes: int | None
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)

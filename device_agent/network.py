@@ -156,8 +156,8 @@ class Network:
     def _state_of(self, plane: Plane) -> Callable[[State], None]:
         def on_state(state: State) -> None:
             match state:
-                case Connected(protocol, largest):
-                    self._inbox.post(LinkUp(plane, protocol, largest))
+                case Connected(protocol, largest, local):
+                    self._inbox.post(LinkUp(plane, protocol, largest, local))
                 case Disconnected(reason):
                     self._inbox.post(LinkDown(plane, reason))
                 case Subscribed(token):

@@ -173,9 +173,17 @@ class Site:
         assert plan is not None
         return plan
 
-    def submit(self, name: str, *lengths: int, model: str = "m", pins: Pins | None = None, within: float = 60.0) -> Job:
+    def submit(
+        self,
+        name: str,
+        *lengths: int,
+        model: str = "m",
+        pins: Pins | None = None,
+        within: float = 60.0,
+        computes: bool = True,
+    ) -> Job:
         chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-        job = Job(RequestKey(model, "c", name), chunks, None, self.now + within, pins)
+        job = Job(RequestKey(model, "c", name), chunks, None, self.now + within, pins, computes)
         self.event(co.Submit(job))
         return job
 

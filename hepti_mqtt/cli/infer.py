@@ -27,10 +27,12 @@ PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: dev
 
 def infer(args: argparse.Namespace) -> int:
     """Send the request; print the answer, or with --json the object that DESIGN documents."""
+    if args.plan_only and (args.check or args.repeat > 1):
+        raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         shown = _record(hepti, args)
         spec = ModelSpec.from_dict(shown["spec"])
-        body = request_body(args, spec)
+        body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
         answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
         error = None
         if args.check:
@@ -159,14 +161,23 @@ def _read(path: Path) -> bytes:
 
 
 def _print(answer: Answer, result: Mapping[str, Any]) -> None:
-    text = json.dumps(answer.result, indent=1)
-    output.print_lines([text if len(text) <= 2000 else text[:2000] + " ..."])
     plan = result["plan"]
     shares = ", ".join(f"{d} {100 * s:.0f} %" for d, s in plan["devices"].items())
     name = "/".join([plan["strategy"], *plan["options"].values()])
+    if answer.result is None:
+        took = (
+            f"the plan was up after {result['latency_ms']['median'] / 1e3:.1f} s; predicted for {result['tokens']} "
+            f"tokens: {result['predicted_ms']:.1f} ms, {result['predicted_bytes']} bytes on the wire"
+        )
+    else:
+        text = json.dumps(answer.result, indent=1)
+        output.print_lines([text if len(text) <= 2000 else text[:2000] + " ..."])
+        took = (
+            f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}), {result['tokens']} "
+            f"tokens, {result['bytes_on_wire']} bytes on the wire"
+        )
     lines = [
-        f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}), {result['tokens']} tokens, "
-        f"{result['bytes_on_wire']} bytes on the wire",
+        took,
         f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}; {shares}",
     ]
     if "max_abs_err" in result:

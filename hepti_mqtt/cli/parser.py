@@ -122,6 +122,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--tokens", type=positive, metavar="N", help="N seeded random token ids (or N random pictures)")
     sub.add_argument("--seed", type=natural, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--repeat", type=positive, default=1, help="send the request so many times, one after the other")
+    sub.add_argument(
+        "--plan-only", action="store_true", help="bring the plan up and say what it predicts; compute nothing"
+    )
     sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
     sub.add_argument("--model-dir", type=Path, help="the model's directory for --check (default: the planner's)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")

@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def result(self) -> Any:
-        """Return what the model said: embedding, labels, masks or hidden states, as JSON gives it."""
+        """Return what the model said, as JSON gives it: embedding, labels, masks, hidden states; None if not asked."""
         return self.raw["result"]
 
     @property
@@ -92,6 +92,8 @@ class Answer:
 
     def _parts(self, what: str) -> list[Any]:
         parts = self.result["results"] if self._several else [self.result]
+        if self.result is None:
+            raise RequestError(f'the answer has no {what}: want="plan" computes nothing')
         if any(what not in part for part in parts):
             raise RequestError(f"the answer has no {what}; it has {', '.join(sorted(parts[0]))}")
         return [part[what] for part in parts]

@@ -117,7 +117,8 @@ class Hepti:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
 
         image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
-        result. strategy ("auto" to free it), options, devices, wire, weights pin what the planner would choose; a pin
+        result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
+        take. strategy ("auto" to free it), options, devices, wire, weights pin what the planner would choose; a pin
         stays until a request brings another one. A broker that is lost is waited for, and the request sent again.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after

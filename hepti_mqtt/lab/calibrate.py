@@ -22,7 +22,9 @@ from hepti_mqtt.lab.spec import HUB, YARDSTICKS, HostSpec, LabSpec, Yardstick, c
 
 START_S: Final = 180.0  # kernels may have to be compiled, on a board
 ANSWER_S: Final = 90.0
-REPEATS: Final = 3  # of a throttled speed, of which the median counts: another guest of the machine may disturb one
+# Of a throttled speed, and of a link that is off at first, of which the median counts: another guest of the machine may
+# disturb one.
+REPEATS: Final = 3
 _HEAD: Final = (
     "host",
     "target GFLOP/s",
@@ -104,7 +106,7 @@ class Calibration:
                 ("Mbit/s down", h.down_mbit, h.rate_mbit),
             )
             for unit, has, target in pairs:
-                if has is not None and target is not None and abs(has / target - 1) > WITHIN:
+                if has is not None and target is not None and _off(has, target):
                     out.append(f"{h.host} has {has:.1f} {unit} instead of {target:g} ({has / target - 1:+.1%})")
         return out
 
@@ -152,7 +154,7 @@ def calibrate(spec: LabSpec, hub: Host, hosts: Mapping[str, Host], cache: Path |
     for place, h in enumerate(figures):
         if hosts[h.host] is not hub:
             rate = _slower(spec.rate_of(h.host), spec.rate_of(spec.broker or HUB))
-            up, down, rtt_ms = _link(hosts[h.host], hub)
+            up, down, rtt_ms = _checked_link(hosts[h.host], hub, rate)
             figures[place] = replace(h, rate_mbit=rate, up_mbit=up, down_mbit=down, rtt_ms=rtt_ms)
             report(f"{h.host}: {up:.0f} Mbit/s up, {down:.0f} down")
     found = Calibration(spec.name, machine(), tuple(figures), full)
@@ -202,7 +204,7 @@ def _speeds(
                 adjust(before.cpu)
                 host.throttle(True)
                 speed = measure(before.cpu)
-                if abs(speed / target - 1) <= WITHIN:
+                if not _off(speed, target):
                     return (
                         replace(before, kernel_gflops=speed) if by == "kernel" else replace(before, numpy_gflops=speed)
                     )
@@ -228,6 +230,19 @@ def _full_speed(spec: LabSpec, hosts: Mapping[str, Host]) -> float | None:
                 ask("warm")
                 return float(ask(spec.calibrate)["gflops_per_s"])
     return None
+
+
+def _checked_link(host: Host, hub: Host, rate: float | None) -> tuple[float, float, float]:
+    """Return what `_link` does; where that is off the rate, the median of it and more."""
+    seen = [_link(host, hub)]
+    if rate is not None and any(_off(has, rate) for has in seen[0][:2]):
+        seen += [_link(host, hub) for _ in range(REPEATS - 1)]
+    up, down, rtt_ms = (median(figures) for figures in zip(*seen, strict=True))
+    return up, down, rtt_ms
+
+
+def _off(has: float, target: float) -> bool:
+    return abs(has / target - 1) > WITHIN
 
 
 def _link(host: Host, hub: Host) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, Remote
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, UpFrame
-from hepti_mqtt.runtime.flight import Job, Run
+from hepti_mqtt.runtime.flight import Job, Run, RunStats
 from hepti_mqtt.runtime.model_state import ModelState
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import encode_work
@@ -49,7 +49,7 @@ class Dispatcher:
         if model.error is not None and not model.hopeful() and job.pins in (None, model.served.pins):
             return [Refuse(job, model.error)]
         model.recent.append(max(c.shape.tokens for c in job.chunks))
-        model.queue.extend((job, i) for i in range(len(job.chunks)))
+        model.queue.extend((job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
     def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
@@ -60,7 +60,8 @@ class Dispatcher:
                 break
             job, chunk = model.queue.popleft()
             if not job.over:
-                out += self._dispatch(model, model.active, job, chunk, now)
+                send = self._dispatch if job.computes else self._foretell
+                out += send(model, model.active, job, chunk, now)
                 model.follow_pins(now)
         return out
 
@@ -139,6 +140,13 @@ class Dispatcher:
             self._admission, job, chunk, plan, model.cluster(), now, overdue, sent, alone=not others
         )
         return [Publish(topic, payload, 1)]
+
+    def _foretell(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
+        """Answer a request that only wants the plan: as if its runs had taken nothing."""
+        del chunk, now
+        job.over = True
+        runs = (RunStats(plan, model.cluster(), part.shape, {}, {}, {}, 0) for part in job.chunks)
+        return [Answer(job, plan, tuple(runs))]
 
     def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
         assert run.output is not None

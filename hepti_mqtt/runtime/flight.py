@@ -50,8 +50,8 @@ class Pins:
 class Job:
     """A user's request; `token` is the shell's own handle for writing the answer.
 
-    pins: the request runs only under a plan that was searched under them; None is content with any plan. attempts:
-    how often each chunk was lost.
+    pins: the request runs only under a plan that was searched under them; None is content with any plan. computes:
+    False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     """
 
     key: RequestKey
@@ -59,6 +59,7 @@ class Job:
     token: object
     deadline_s: float | None
     pins: Pins | None = None
+    computes: bool = True
     outputs: dict[int, Array] = field(default_factory=dict)
     stats: list[RunStats] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)

@@ -104,7 +104,7 @@ class Desk:
         prepared = requests.prepare(served.checkpoint, parts.body)
         chunks = cut(prepared, served.checkpoint.spec.max_tokens)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        return Job(key, chunks, _Ticket(topic, name, prepared, now), deadline_s, parts.pins)
+        return Job(key, chunks, _Ticket(topic, name, prepared, now), deadline_s, parts.pins, prepared.computes)
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError) -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
@@ -126,7 +126,7 @@ class Desk:
         assert isinstance(ticket, _Ticket)
         model = self._models[job.key.model]
         try:
-            result = requests.answer(model.checkpoint, ticket.prepared, job.output())
+            result = requests.answer(model.checkpoint, ticket.prepared, job.output()) if job.computes else None
         except HeptiError as error:
             return self.refuse(Refuse(job, error))
         except ValueError as error:  # outputs of the chunks that do not fit together
@@ -152,7 +152,7 @@ class Desk:
                 "predicted_tokens": plan.predicted_tokens,
             },
             "tokens": ticket.prepared.shape.tokens,
-            "runs": len(command.stats),
+            "runs": len(command.stats) if job.computes else 0,
             "compute_ms": _sum_ms(s.compute_us for s in command.stats),
             "wait_ms": _sum_ms(s.wait_us for s in command.stats),
             "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in command.stats),

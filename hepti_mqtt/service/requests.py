@@ -46,20 +46,22 @@ class Prepared:
     """A request as the devices take it.
 
     inputs: token ids int32 [m], or pixels uint8 [B, C, S, S]. several: the user sent a list and gets a list of results.
+    computes: False for want "plan", which is answered without the devices.
     """
 
     shape: RequestShape
     inputs: npt.NDArray[Any]
     several: bool
     top_k: int
+    computes: bool = True
 
 
 def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
     """Return what the devices need to answer `request`, an object as `json.loads` gives it.
 
-    Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what is
-    longer than the model takes), want ("task" or "hidden"), top_k. Raises RequestError that names what is wrong,
-    ModelError where the checkpoint has no tokenizer.
+    Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
+    is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k. Raises
+    RequestError that names what is wrong, ModelError where the checkpoint has no tokenizer.
     """
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {_kind(request)}')
@@ -75,17 +77,17 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
         raise RequestError(
             f"model {checkpoint.model} cannot read {given[0]!r}; send one of {', '.join(allowed)}, or ask another model"
         )
-    want = _want(request)
+    want, computes = _want(request)
     top_k = request.get("top_k", DEFAULT_TOP_K)
     if not _is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
         raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {_kind(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
     if checkpoint.spec.image is not None:
         lengths, pixels = _pictures(checkpoint, checkpoint.spec.image, request, several)
-        return Prepared(RequestShape(lengths, want), pixels, several, top_k)
+        return Prepared(RequestShape(lengths, want), pixels, several, top_k, computes)
     lengths, ids = _tokens(checkpoint, request, key, several)
     rows = _mask_rows(checkpoint, key, ids) if checkpoint.spec.head.pooling == "mask" and want == "task" else ()
-    return Prepared(RequestShape(lengths, want, rows), ids, several, top_k)
+    return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes)
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -95,13 +97,14 @@ def _is_several(key: str, value: Any) -> bool:
     return key in ("texts", "images")
 
 
-def _want(request: Mapping[str, Any]) -> Want:
+def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
+    """Return what the devices are to give, and whether they are asked at all."""
     want = request.get("want", "task")
-    if want == "task":
-        return "task"
+    if want in ("task", "plan"):
+        return "task", want == "task"
     if want == "hidden":
-        return "hidden"
-    raise RequestError(f'want must be "task" or "hidden", not {_kind(want)}')
+        return "hidden", True
+    raise RequestError(f'want must be "task", "hidden" or "plan", not {_kind(want)}')
 
 
 def _tokens(

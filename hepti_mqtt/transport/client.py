@@ -333,7 +333,7 @@ class PahoTransport:
     def _announce(self, link: Link) -> None:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
-            self._emit(Connected(link.protocol, link.largest_packet_bytes))
+            self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local))
 
     def _end(self, link: Link) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""

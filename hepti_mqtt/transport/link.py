@@ -141,6 +141,16 @@ class Link:
         self._check_connack(*self._connack)
 
     @property
+    def local(self) -> bool:
+        """Return whether the broker is on this machine: no network lies between two ends of one address."""
+        sock: Any = self._client.socket()
+        try:
+            there, here = sock.getpeername()[0], sock.getsockname()[0]
+        except (AttributeError, OSError):
+            return False  # lost meanwhile
+        return bool(there == here)
+
+    @property
     def busy(self) -> bool:
         """Return whether a packet is still being written."""
         return self._client.want_write()

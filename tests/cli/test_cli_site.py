@@ -95,6 +95,22 @@ def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
     assert 0 < found["max_abs_err"] < 2e-4
 
 
+def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
+    pins = ("--strategy", "column", "--devices", "a,b")
+    foretold = ask("infer", "tiny", "--tokens", "24", *pins, "--plan-only")
+    assert (foretold["output"], foretold["compute_ms"], foretold["bytes_on_wire"]) == (None, {}, 0)
+    found = ask("infer", "tiny", "--tokens", "24", *pins)
+    assert found["plan"]["id"] == foretold["plan"]["id"]
+    assert found["predicted_ms"] == foretold["predicted_ms"]
+    assert found["bytes_on_wire"] == found["predicted_bytes"] == foretold["predicted_bytes"]
+    code, out, err = run("infer", "tiny", "--tokens", "24", "--plan-only")
+    assert (code, out) == (0, "")
+    assert "the plan was up after" in err
+    code, _, err = run("infer", "tiny", "--tokens", "24", "--plan-only", "--check")
+    assert code != 0
+    assert "computes nothing" in err
+
+
 @pytest.mark.parametrize(("strategy", "options"), METHODS)
 def test_infer_under_every_pin(ask: Any, strategy: str, options: dict[str, str]) -> None:
     pins = ["--strategy", strategy, "--devices", "a" if strategy == "single" else "a,b"]

@@ -55,6 +55,14 @@ def test_every_error_comes_back_as_its_own_class(cls):
     assert str(error) == "why"
 
 
+def test_an_answer_without_a_result_says_why():
+    answer = Answer({"id": "1", "model": "m", "ok": True, "result": None}, 1.0)
+    assert answer.result is None
+    for what in ("embedding", "labels", "masks", "hidden"):
+        with pytest.raises(errors.RequestError, match="the answer has no"):
+            getattr(answer, what)
+
+
 def test_unknown_codes_are_remote_errors_and_nonsense_is_a_wire_error():
     assert type(error_from({"error": {"code": "from-the-future", "message": "x"}})) is errors.RemoteError
     for nonsense in ({}, {"error": "x"}, {"error": {"code": "failed"}}):

@@ -156,10 +156,10 @@ def test_a_full_inbox_drops_and_counts():
 def test_states_become_events_even_when_the_inbox_is_full():
     wired = Wired(limit=0)
     tell = wired.planes["data"].tell
-    for state in (Connected(4, None), Disconnected("gone"), Subscribed(3), Refused(4, ("a",), "no")):
+    for state in (Connected(4, None, True), Disconnected("gone"), Subscribed(3), Refused(4, ("a",), "no")):
         tell(state)
     assert wired.events() == [
-        LinkUp("data", 4, None),
+        LinkUp("data", 4, None, True),
         LinkDown("data", "gone"),
         Acknowledged("data", 3),
         FiltersRefused("data", 4, ("a",), "no"),

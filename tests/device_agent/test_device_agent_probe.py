@@ -85,6 +85,22 @@ def test_the_rate_is_unknown_where_it_cannot_be_measured(rate):
     assert prober.bandwidth_bytes_per_s() is None
 
 
+def test_to_a_broker_on_this_machine_there_is_no_link():
+    prober = Prober("d1", 7)
+    for now in range(3):
+        answer(prober, prober.due(float(now), False), now, 0.001, 1e7)
+    prober.limit(None, local=True)
+    for now in range(3, 30):
+        payloads = prober.due(float(now), False)
+        assert not large(payloads)
+        answer(prober, payloads, now, 0.001, 1e7)
+    assert prober.bandwidth_bytes_per_s() is None
+    assert prober.round_trip_s() == pytest.approx(0.001)
+    prober.limit(None, local=False)  # it has moved to another machine
+    answer(prober, prober.due(30.0, False), 30.0, 0.001, 1e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(1e7, rel=1e-3)
+
+
 def test_answers_of_an_earlier_start_and_repeated_ones_are_passed_over():
     old, prober = Prober("d1", 6), Prober("d1", 7)
     answer(prober, old.due(0.0, False), 0.0, 9.0)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.errors import LabError
+from hepti_mqtt.lab import calibrate as module
 from hepti_mqtt.lab.calibrate import REPEATS, Calibration, HostFigures, cache_key, calibrate, machine, markdown
 from hepti_mqtt.lab.local import LocalHost
 from hepti_mqtt.lab.spec import HostSpec, LabSpec
@@ -147,6 +148,24 @@ def test_quotas_beyond_the_machine_are_refused_before_any_search(tmp_path):
         with pytest.raises(LabError, match="of a core"):
             calibrate(LabSpec("many", "emulated", hosts), a, {h.name: a for h in hosts}, None, lambda line: None)
         assert a.asked("numpy") == [None]
+
+
+@pytest.mark.parametrize(
+    ("seen", "counts"),
+    [
+        ([(240.0, 238.0, 0.1)], (240.0, 238.0, 0.1)),
+        ([(226.8, 239.0, 0.1), (239.0, 238.0, 0.3), (240.0, 240.0, 0.2)], (239.0, 239.0, 0.2)),
+        ([(226.8, 239.0, 0.1), (220.0, 238.0, 0.1), (240.0, 238.0, 0.1)], (226.8, 238.0, 0.1)),
+    ],
+)
+def test_a_link_that_is_off_is_measured_again_and_the_median_counts(hub, monkeypatch, seen, counts):
+    spec = LabSpec("links", "local", (HostSpec("a"),), rate_mbit=240.0)
+    left = list(seen)
+    monkeypatch.setattr(module, "_link", lambda host, hub: left.pop(0))
+    monkeypatch.setattr(module, "_speeds", lambda host, *rest: replace(FIGURES, host="a"))
+    found = calibrate(spec, hub, {"a": object()}, None, lambda line: None).hosts[0]
+    assert (found.up_mbit, found.down_mbit, found.rtt_ms) == counts
+    assert not left
 
 
 def test_a_host_that_says_something_else_is_an_error_with_its_words(hub, tmp_path):

@@ -74,6 +74,30 @@ def test_chunks_are_answered_together_in_order_whatever_the_order_of_arrival() -
     assert site.answers["r1"].job.output()[:, 0].tolist() == [3, 5, 7]
 
 
+def test_a_request_that_computes_nothing_is_answered_when_its_plan_is_up() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.settle()
+    site.submit("r1", 8)
+    site.submit("r2", 3, 5, pins=Pins("column", {}, ("a", "b")), computes=False)
+    assert "r2" not in site.answers, "its pins are not those of the plan"
+    site.answer(1)
+    site.tick(0.1)
+    site.ready()
+    answer = site.answers["r2"]
+    assert answer.plan == site.session.plan("m")
+    assert answer.plan.strategy == "column"
+    assert [(run.shape.tokens, run.compute_us, run.dispatch_bytes) for run in answer.stats] == [(3, {}, 0), (5, {}, 0)]
+    assert list(site.work) == [1]
+
+
+def test_a_request_that_computes_nothing_ends_without_a_plan_too() -> None:
+    site = Site()
+    site.submit("r1", computes=False, within=2.0)
+    site.tick(10.0)
+    assert isinstance(site.errors["r1"], PlanError | DeadlineError)
+
+
 def test_no_more_runs_at_once_than_devices_have_room_for() -> None:
     site = Site(in_flight=2)
     site.join("a")

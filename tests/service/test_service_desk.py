@@ -15,7 +15,7 @@ from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.coordination import Answer, Refuse
-from hepti_mqtt.runtime.flight import Job, Pins, Run
+from hepti_mqtt.runtime.flight import Job, Pins, Run, RunStats
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
@@ -113,6 +113,22 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     assert data["runs"] == 2
     assert data["compute_ms"]["a"] == 4.0
     assert data["plan"]["id"] == "9.2"
+
+
+def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints):
+    checkpoint = checkpoints["bert"]
+    job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
+    assert not job.computes
+    plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    answer = Answer(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
+    data = told(desk.answer(answer, now=100.5))
+    parts = programs(checkpoint.spec, plan, shape)
+    assert (
+        data["predicted_ms"] == 1e3 * simulate(Naming("home", "bert"), checkpoint.spec, shape, parts, CLUSTER).seconds
+    )
+    assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    assert (data["result"], data["runs"], data["bytes_on_wire"], data["compute_ms"]) == (None, 0, 0, {})
+    assert data["plan"]["id"] == "9.1"
 
 
 def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,6 +165,17 @@ def test_packet_ids_go_round_and_leave_out_those_that_wait(link):
     assert link._listener.acknowledged == sent
 
 
+def test_a_broker_is_local_where_both_ends_have_one_address(link):
+    assert link.local
+    real = link._client.socket
+    elsewhere = SimpleNamespace(getpeername=lambda: ("192.0.2.1", 1883), getsockname=lambda: ("192.0.2.2", 50_000))
+    with socket.socket() as unconnected:
+        for sock in (elsewhere, unconnected, None):
+            link._client.socket = lambda sock=sock: sock
+            assert not link.local
+    link._client.socket = real
+
+
 def test_nagles_algorithm_is_off(link):
     sock = link._client.socket()
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -298,7 +310,7 @@ def test_a_broker_of_the_old_version_is_spoken_to_in_the_old_version(fake, answe
     states = queue.SimpleQueue()
     transport = transport_to(broker.port, on_state=states.put)
     transport.connect(PATIENCE_S)
-    assert states.get(timeout=PATIENCE_S) == Connected(4, None)
+    assert states.get(timeout=PATIENCE_S) == Connected(4, None, local=True)
     broker.socks[-1].shutdown(socket.SHUT_RDWR)  # it is remembered: the next attempt begins with the old version
     assert isinstance(states.get(timeout=PATIENCE_S), Disconnected)
     assert isinstance(states.get(timeout=PATIENCE_S), Connected)
