@@ -64,15 +64,12 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
     memory_bytes: shapes whose weights would take more than a quarter of it are left out.
     """
     linear: list[Curves] = []
-    spent, per_element = 0.0, 0.0
+    begin = time.perf_counter()
     for k, n in SHAPES:
-        too_slow = spent + per_element * k * n > BUDGET_S
+        too_slow = bool(linear) and time.perf_counter() - begin + _expected(linear[-1], k, n) > BUDGET_S
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
-        start = time.perf_counter()
         linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
-        seconds = time.perf_counter() - start
-        spent, per_element = spent + seconds, seconds / (k * n)
     k, n = SHAPES[min(_MIDDLE, len(linear) - 1)]
     for storage in STORAGES[1:]:
         points = _linear_points(k, n, workers, storage)
@@ -86,6 +83,12 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
     }
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
+
+
+def _expected(measured: Curves, k: int, n: int) -> float:
+    """Return how long measuring [k, n] will take, by what another shape took."""
+    area = k * n / (measured["k"] * measured["n"])
+    return float(sum(max(WINDOW_S, (1 + REPEATS) * seconds * area) for _, seconds in measured["points"]))
 
 
 def cpu_model() -> str:

@@ -45,11 +45,11 @@ class Driver:
         return {}
 
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Warm up, first with an answer that is checked, and time; raises RemoteError for a wrong answer."""
+        """Check an answer, warm up, and time; raises RemoteError for a wrong answer."""
         model, body, _ = self.inputs[order["key"]]
         pins = _pins(order)
         first, error = self._checked(order)
-        for _ in range(order["warmup"] - 1):  # the checked one was the first
+        for _ in range(order["warmup"]):  # the checked answer's Program is another
             self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
         begun = time.time()
         answers = [self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"])]

@@ -47,9 +47,12 @@ class Member:
     def link(self) -> Link:
         """Return the device's measured link to the broker, with defaults until it has measured one."""
         base = Link()
+        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
+        # that has only just started, which may be the last calm for a long time.
         told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
-        round_trip_s = next((hb.round_trip_s for hb in told if hb.round_trip_s), 2 * base.latency_s)
-        rate = next((hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s), base.up_bytes_per_s)
+        round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
+        rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
+        rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
 
     def _slowdown(self) -> float:

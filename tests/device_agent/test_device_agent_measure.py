@@ -59,6 +59,14 @@ def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
     assert {(c["k"], c["n"]) for c in measure(workers, 1 << 30)["linear"]} == {(384, 384)}
 
 
+def test_what_a_shape_will_take_is_foretold_by_another(monkeypatch):
+    monkeypatch.setattr(measuring, "WINDOW_S", 0.1)
+    monkeypatch.setattr(measuring, "REPEATS", 3)
+    quick = {"k": 100, "n": 100, "points": [[1, 1e-5], [128, 1e-3]]}
+    assert measuring._expected(quick, 200, 200) == pytest.approx(0.2), "windows, not runs, take the time"
+    assert measuring._expected(quick, 1000, 1000) == pytest.approx(0.1 + 4 * 0.1)
+
+
 class Cached:
     """`self_measurement` in a directory, with a quick matmul that takes what the test says."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scripted_site import LOST_S, Site, caps, everyone
+from scripted_site import LOST_S, Site, caps, everyone, heartbeat
 
+from hepti_mqtt.cluster import Link
 from hepti_mqtt.errors import PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime import coordination as co
@@ -311,6 +312,26 @@ def test_what_a_device_has_never_told_in_calm_is_taken_from_now() -> None:
     site.join("a")
     site.drift({}, 1)
     assert site.session.membership.members["a"].link().up_bytes_per_s == 1e8  # as its heartbeats say
+
+
+def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+
+    def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
+        beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
+        site.event(co.DeviceHeartbeat("a", beat))
+        return 2 * member.link().latency_s, member.link().up_bytes_per_s
+
+    assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
+    site.session.membership.loading(site.now)
+    assert told(1e-3, 1e8) == (1e-3, 1e8)
+    site.now += CALM_S
+    assert told(2e-3, 3e7) == (2e-3, 3e7), "calm again: the link is slower now"
+    site.session.membership.loading(site.now)
+    assert told(9e-3, 1e7) == (2e-3, 3e7), "it is full of weights"
+    assert told(None, None) == (2e-3, 3e7)
 
 
 def test_drift_during_a_search_does_not_void_it() -> None:
