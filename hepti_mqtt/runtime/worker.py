@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,20 +15,19 @@ import numpy as np
 from hepti_mqtt.errors import HeptiError, WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
 from hepti_mqtt.kernels import Weight, Workers
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, WeightRef
 from hepti_mqtt.runtime.commands import Command, Load, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.early import EarlyFrames
 from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step, bind
-from hepti_mqtt.simulate import live_bytes, loading_total, weight_total
-from hepti_mqtt.spec import ModelSpec, RequestShape
-from hepti_mqtt.strategies import largest_shape, program, widest_programs
+from hepti_mqtt.runtime.resident import Resident, resident_bytes, resident_of
+from hepti_mqtt.simulate import weight_total
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.strategies import program
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame, FrameKind, decode_work, encode, frame_bytes
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 MODEL_PROGRAMS: Final = 16  # shapes whose bound Programs are kept per epoch
-EARLY_BYTES: Final = 64 << 20  # frames of requests not yet known, kept in all
-EARLY_S: Final = 10.0
 REMEMBERED: Final = 1024  # admission numbers that are over, per model
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
@@ -97,20 +96,6 @@ WorkerEvent = MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscri
 
 
 @dataclass(slots=True)
-class _Resident:
-    plan: Plan
-    spec: ModelSpec
-    txn: int
-    refs: tuple[WeightRef, ...]
-    live_bytes: int
-    loading_bytes: int
-    filters: tuple[str, ...]
-    weights: Mapping[WeightRef, Weight] | None = None
-    subscribed: bool = False
-    bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
-
-
-@dataclass(slots=True)
 class _Request:
     key: Key
     started_s: float
@@ -130,11 +115,10 @@ class WorkerSession:
         self.memory_bytes = memory_bytes
         self.counters: Counter[str] = Counter()
         self._workers = workers
-        self._resident: dict[Key, _Resident] = {}
+        self._resident: dict[Key, Resident] = {}
         self._executor = Executor()
         self._requests: dict[int, _Request] = {}
-        self._early: OrderedDict[int, list[tuple[float, Frame]]] = OrderedDict()
-        self._early_bytes = 0
+        self._early = EarlyFrames()
         self._over: OrderedDict[int, None] = OrderedDict()
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -153,7 +137,6 @@ class WorkerSession:
             out = self._forget([key for key in self._resident if key[1].boot != event.boot])
             self._over.clear()  # a new planner counts its requests from the beginning
             self._early.clear()
-            self._early_bytes = 0
             return out
         resident = self._resident.get((event.model, event.epoch))
         if resident is None:
@@ -192,27 +175,16 @@ class WorkerSession:
 
     def _prepare(self, message: messages.Prepare) -> list[Command]:
         try:
-            plan, spec = Plan.from_dict(message.plan), ModelSpec.from_dict(message.spec)
-            widest = widest_programs(spec, plan, self.device)
-            shape = largest_shape(spec)
-            shapes = (shape, replace(shape, want="hidden"))
-            live = max(live_bytes(program(spec, plan, s, self.device)) for s in shapes) * max(message.in_flight, 1)
-        except (KeyError, TypeError, ValueError) as exc:
+            resident = resident_of(message, self.device, self.topics)
+        except WireError:
             self.counters["bad_prepare"] += 1
-            raise WireError(
-                f"prepare {message.txn}: the plan cannot be read ({exc!r}); update agent or planner"
-            ) from exc
+            raise
+        plan = resident.plan
         key = (plan.model, plan.epoch)
         if (known := self._resident.get(key)) is not None:
             known.txn = message.txn
             return self._ready_if_complete(known)
-        refs = tuple(dict.fromkeys(ref for p in widest for ref in p.weights()))
-        sources = sorted({source for p in widest for source in p.sources()} - {PLANNER})
-        filters = tuple(
-            sorted(f for source in sources for f in self.topics.activations_from(plan.model, source, self.device))
-        )
-        resident = _Resident(plan, spec, message.txn, refs, live, loading_total(refs), filters)
-        needed = _resident_bytes([*self._resident.values(), resident])
+        needed = resident_bytes([*self._resident.values(), resident])
         if needed > self.memory_bytes:
             missing = needed - self.memory_bytes
             text = (
@@ -221,16 +193,16 @@ class WorkerSession:
             )
             return self._fail(resident, "memory", text, missing)
         self._resident[key] = resident
-        load = Load(message.txn, plan.model, plan.epoch, message.manifest, refs, self._spare_bytes())
-        return [Subscribe(plan.model, plan.epoch, filters), load]
+        load = Load(message.txn, plan.model, plan.epoch, message.manifest, resident.refs, self._spare_bytes())
+        return [Subscribe(plan.model, plan.epoch, resident.filters), load]
 
-    def _ready_if_complete(self, resident: _Resident) -> list[Command]:
-        if resident.weights is None or not resident.subscribed:
+    def _ready_if_complete(self, resident: Resident) -> list[Command]:
+        if not resident.ready:
             return []
         plan = resident.plan
         return [self._up(messages.Ready(resident.txn, plan.model, plan.epoch, weight_total(resident.refs)))]
 
-    def _fail(self, resident: _Resident, code: str, text: str, missing: int) -> list[Command]:
+    def _fail(self, resident: Resident, code: str, text: str, missing: int) -> list[Command]:
         plan = resident.plan
         failed = messages.Failed(resident.txn, plan.model, plan.epoch, code, text, missing)
         return [*self._forget([(plan.model, plan.epoch)]), self._up(failed)]
@@ -247,7 +219,7 @@ class WorkerSession:
         return [*out, Unsubscribe(tuple(sorted(unused)))] if unused else out
 
     def _spare_bytes(self) -> float:
-        return max(self.memory_bytes - _resident_bytes(self._resident.values()), 0)
+        return max(self.memory_bytes - resident_bytes(self._resident.values()), 0)
 
     def _cancel(self, message: messages.Cancel) -> list[Command]:
         self._end(message.admission)
@@ -270,10 +242,11 @@ class WorkerSession:
             return []
         if frame.admission in self._executor:
             return self._deliver(frame)
-        self._keep_early(frame, now)
+        if dropped := self._early.keep(frame, now):
+            self.counters["early_dropped"] += dropped
         return []
 
-    def _work(self, resident: _Resident, frame: Frame, now: float) -> list[Command]:
+    def _work(self, resident: Resident, frame: Frame, now: float) -> list[Command]:
         if frame.admission in self._executor:
             self.counters["duplicate"] += 1
             return []
@@ -283,8 +256,7 @@ class WorkerSession:
         self._executor.admit(frame.admission, bound)
         self._executor.deliver(frame.admission, (0, "input", PLANNER), inputs)
         out: list[Command] = []
-        for _, early in self._early.pop(frame.admission, []):
-            self._early_bytes -= len(early.body)
+        for early in self._early.take(frame.admission):
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
 
@@ -298,17 +270,7 @@ class WorkerSession:
             self.counters[outcome] += 1
         return []
 
-    def _keep_early(self, frame: Frame, now: float) -> None:
-        self._early.setdefault(frame.admission, []).append((now, frame))
-        self._early_bytes += len(frame.body)
-        while self._early and (
-            self._early_bytes > EARLY_BYTES or now - next(iter(self._early.values()))[0][0] > EARLY_S
-        ):
-            _, frames = self._early.popitem(last=False)
-            self._early_bytes -= sum(len(f.body) for _, f in frames)
-            self.counters["early_dropped"] += len(frames)
-
-    def _bound(self, resident: _Resident, shape: RequestShape) -> Bound:
+    def _bound(self, resident: Resident, shape: RequestShape) -> Bound:
         bound = resident.bound.get(shape)
         if bound is None:
             assert resident.weights is not None
@@ -420,8 +382,7 @@ class WorkerSession:
     def _end(self, admission: int) -> None:
         self._executor.drop(admission)
         self._requests.pop(admission, None)
-        for _, frame in self._early.pop(admission, []):
-            self._early_bytes -= len(frame.body)
+        self._early.take(admission)
         self._over[admission] = None
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
@@ -432,27 +393,6 @@ class WorkerSession:
     def check(self) -> None:
         """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
         assert set(self._requests) == set(self._executor.admissions)
-        assert self._early_bytes == sum(len(f.body) for frames in self._early.values() for _, f in frames)
+        self._early.check()
         assert not set(self._over) & set(self._requests)
         assert all(r.key in self._resident for r in self._requests.values())
-
-
-def _resident_bytes(residents: Iterable[_Resident]) -> int:
-    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
-
-    Loads run one after the other too, beside the plans that are loaded already.
-    """
-    refs: dict[str, set[WeightRef]] = {}
-    live: dict[str, int] = {}
-    running: dict[str, int] = {}
-    loading = 0
-    for r in residents:
-        model = r.plan.model
-        refs.setdefault(model, set()).update(r.refs)
-        live[model] = max(live.get(model, 0), r.live_bytes)
-        if r.weights is None:
-            loading = max(loading, r.loading_bytes)
-        else:
-            running[model] = max(running.get(model, 0), r.live_bytes)
-    beside = max(sum(live.values()), sum(running.values()) + loading)
-    return sum(weight_total(held) for held in refs.values()) + beside

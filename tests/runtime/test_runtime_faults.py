@@ -15,6 +15,7 @@ from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.planner import price
 from hepti_mqtt.runtime import coordination, dispatcher, worker
+from hepti_mqtt.runtime.early import EARLY_BYTES
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames
 
@@ -246,5 +247,5 @@ def test_early_frames_are_bounded_and_forgotten():
         frame = frames.Frame("tensor", MODEL, epoch, admission, 0, "kv", "d1", 0, "f32", (1 << 20,), 0, (), body)
         host.handle(worker.FrameIn(frame), swarm.now)
         host.check()
-    assert host._early_bytes <= worker.EARLY_BYTES
+    assert 0 < host._early.nbytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0

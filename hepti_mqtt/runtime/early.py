@@ -1,0 +1,51 @@
+"""Activations that arrive before the request that they belong to: kept for a while, within bounds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from hepti_mqtt.wire.frames import Frame
+
+EARLY_BYTES: Final = 64 << 20  # in all
+EARLY_S: Final = 10.0
+
+
+class EarlyFrames:
+    """Frames by admission number, those of the longest waiting request first to go."""
+
+    def __init__(self) -> None:
+        self._frames: OrderedDict[int, list[tuple[float, Frame]]] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, frame: Frame, now: float) -> int:
+        """Keep a frame; return how many others were dropped for it, or had waited too long."""
+        self._frames.setdefault(frame.admission, []).append((now, frame))
+        self._bytes += len(frame.body)
+        dropped = 0
+        while self._frames and (self._bytes > EARLY_BYTES or now - self._oldest_s() > EARLY_S):
+            dropped += len(self.take(next(iter(self._frames))))
+        return dropped
+
+    def take(self, admission: int) -> list[Frame]:
+        """Return the frames of a request, in the order of their arrival, and forget them."""
+        frames = [frame for _, frame in self._frames.pop(admission, [])]
+        self._bytes -= sum(len(frame.body) for frame in frames)
+        return frames
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._frames.clear()
+        self._bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all frames that are kept, counted anew."""
+        return sum(len(frame.body) for frames in self._frames.values() for _, frame in frames)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert self._bytes == self.nbytes <= EARLY_BYTES
+
+    def _oldest_s(self) -> float:
+        return next(iter(self._frames.values()))[0][0]

@@ -1,0 +1,81 @@
+"""What one device keeps for one plan: read from its Prepare, and what several plans need side by side."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.kernels import Weight
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.runtime.executor import Bound
+from hepti_mqtt.simulate import live_bytes, loading_total, weight_total
+from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.strategies import largest_shape, program, widest_programs
+from hepti_mqtt.wire.messages import Prepare
+from hepti_mqtt.wire.topics import Topics
+
+
+@dataclass(slots=True)
+class Resident:
+    """A plan on a device, ready when `weights` are there and its filters are `subscribed`.
+
+    txn: of the last Prepare. live_bytes: slots of as many requests as may run at once. loading_bytes: beside the
+    weights while they are loaded. bound: Programs by request shape.
+    """
+
+    plan: Plan
+    spec: ModelSpec
+    txn: int
+    refs: tuple[WeightRef, ...]
+    live_bytes: int
+    loading_bytes: int
+    filters: tuple[str, ...]
+    weights: Mapping[WeightRef, Weight] | None = None
+    subscribed: bool = False
+    bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
+
+    @property
+    def ready(self) -> bool:
+        """Return whether requests can run under the plan."""
+        return self.weights is not None and self.subscribed
+
+
+def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
+    """Return what a device will keep for a Prepare; raises WireError for a plan that cannot be read."""
+    try:
+        plan, spec = Plan.from_dict(message.plan), ModelSpec.from_dict(message.spec)
+        widest = widest_programs(spec, plan, device)
+        shape = largest_shape(spec)
+        shapes = (shape, replace(shape, want="hidden"))
+        live = max(live_bytes(program(spec, plan, s, device)) for s in shapes) * max(message.in_flight, 1)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise WireError(f"prepare {message.txn}: the plan cannot be read ({exc!r}); update agent or planner") from exc
+    refs = tuple(dict.fromkeys(ref for p in widest for ref in p.weights()))
+    sources = sorted({source for p in widest for source in p.sources()} - {PLANNER})
+    filters = tuple(sorted(f for source in sources for f in topics.activations_from(plan.model, source, device)))
+    return Resident(plan, spec, message.txn, refs, live, loading_total(refs), filters)
+
+
+def resident_bytes(residents: Iterable[Resident]) -> int:
+    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
+
+    Loads run one after the other too, beside the plans that are loaded already.
+    """
+    refs: dict[str, set[WeightRef]] = {}
+    live: dict[str, int] = {}
+    running: dict[str, int] = {}
+    loading = 0
+    for r in residents:
+        model = r.plan.model
+        refs.setdefault(model, set()).update(r.refs)
+        live[model] = max(live.get(model, 0), r.live_bytes)
+        if r.weights is None:
+            loading = max(loading, r.loading_bytes)
+        else:
+            running[model] = max(running.get(model, 0), r.live_bytes)
+    beside = max(sum(live.values()), sum(running.values()) + loading)
+    return sum(weight_total(held) for held in refs.values()) + beside

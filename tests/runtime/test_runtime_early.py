@@ -1,0 +1,49 @@
+"""Frames that come before their request: in order, within bounds of bytes and time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime import early
+from hepti_mqtt.runtime.early import EARLY_S, EarlyFrames
+from hepti_mqtt.wire.frames import Frame
+
+
+def frame(admission: int, nbytes: int = 4, sequence: int = 0) -> Frame:
+    return Frame("tensor", "m", Epoch(1, 1), admission, 0, "kv", "d1", sequence, "u8", (nbytes,), 0, (), bytes(nbytes))
+
+
+def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
+    kept = EarlyFrames()
+    for sequence, admission in enumerate((7, 8, 7)):
+        assert kept.keep(frame(admission, sequence=sequence), 0.0) == 0
+    assert [f.sequence for f in kept.take(7)] == [0, 2]
+    assert kept.take(7) == []
+    assert [f.sequence for f in kept.take(8)] == [1]
+    assert kept.nbytes == 0
+
+
+def test_what_has_waited_too_long_goes() -> None:
+    kept = EarlyFrames()
+    kept.keep(frame(1), 0.0)
+    kept.keep(frame(2), EARLY_S)
+    assert kept.keep(frame(3), EARLY_S + 1) == 1
+    assert (kept.take(1), len(kept.take(2)), len(kept.take(3))) == ([], 1, 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 60), st.booleans()), max_size=60))
+def test_bytes_are_bounded_and_every_frame_is_kept_or_counted(steps: list[tuple[int, int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early, "EARLY_BYTES", 100)
+        kept, inside = EarlyFrames(), 0
+        for admission, nbytes, take in steps:
+            inside += 1 - kept.keep(frame(admission, nbytes), 0.0)
+            kept.check()
+            if take:
+                inside -= len(kept.take(admission))
+        assert inside == sum(len(kept.take(admission)) for admission in range(1, 6))
+        kept.clear()
+        kept.check()
