@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Final
 
 from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, profile_from_caps
@@ -12,6 +14,7 @@ from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
+SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 
 
@@ -19,8 +22,8 @@ MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost
 class Member:
     """One device as it has described itself; `seen_s` is when its last heartbeat came.
 
-    calm: its last heartbeat of a time when nobody loaded weights. A device that does computes slowly and has a full
-    link, which says nothing of how it will be.
+    calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
+    loads computes slowly and has a full link, which says nothing of how it will be.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Member:
     online: bool = False
     caps: Caps | None = None
     calm: Heartbeat | None = None
+    slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
 
@@ -56,7 +60,8 @@ class Member:
         return Link(round_trip_s / 2, rate, rate)
 
     def _slowdown(self) -> float:
-        return self.calm.slowdown if self.calm else 1.0
+        """Return the median of late: a second of somebody else's load is none to divide a model by."""
+        return median(self.slowdowns) if self.slowdowns else 1.0
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
@@ -67,9 +72,13 @@ class Member:
 
 
 class Membership:
-    """All devices of the site; a boot counter orders what was retained against what is new."""
+    """All devices of the site; a boot counter orders what was retained against what is new.
 
-    def __init__(self) -> None:
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it.
+    """
+
+    def __init__(self, broker_bytes_per_s: float | None = None) -> None:
+        self._broker_bytes_per_s = broker_bytes_per_s
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
 
@@ -103,10 +112,12 @@ class Membership:
         member = self._member(name)
         if heartbeat.boot < member.boot:
             return None
+        if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
+            member.calm = None
+            member.slowdowns.clear()
         if now >= self._calm_from_s:
             member.calm = heartbeat
-        elif member.calm is not None and member.calm.boot != heartbeat.boot:
-            member.calm = None
+            member.slowdowns.append(heartbeat.slowdown)
         member.heartbeat, member.seen_s = heartbeat, now
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
@@ -147,4 +158,4 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return cluster_of(devices, {n: m.link() for n, m in usable.items()})
+        return cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)

@@ -13,7 +13,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime import coordination as co
 from hepti_mqtt.runtime.coordinator import REFUSALS, RETRY_S
 from hepti_mqtt.runtime.flight import Pins
-from hepti_mqtt.runtime.membership import CALM_S
+from hepti_mqtt.runtime.membership import CALM_S, SLOWDOWNS
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
@@ -312,6 +312,20 @@ def test_what_a_device_has_never_told_in_calm_is_taken_from_now() -> None:
     site.join("a")
     site.drift({}, 1)
     assert site.session.membership.members["a"].link().up_bytes_per_s == 1e8  # as its heartbeats say
+
+
+def test_a_moment_of_load_is_not_what_a_device_is() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+    site.drift({}, SLOWDOWNS)
+    site.drift({"a": 6.0}, SLOWDOWNS // 2)
+    assert member.profile(0).slowdown == 1.0
+    site.drift({"a": 6.0}, 1)
+    assert member.profile(0).slowdown == 6.0
+    site.join("a", boot=2)
+    site.drift({"a": 2.0}, 1)
+    assert member.profile(0).slowdown == 2.0, "what it was before it started anew does not count"
 
 
 def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
