@@ -50,12 +50,21 @@ def natural(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Return a time above zero; raises argparse.ArgumentTypeError otherwise."""
+    return _above_zero(text, "seconds")
+
+
+def mbit(text: str) -> float:
+    """Return a rate above zero; raises argparse.ArgumentTypeError otherwise."""
+    return _above_zero(text, "Mbit/s")
+
+
+def _above_zero(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above zero")
     return value
 
 
@@ -110,6 +119,12 @@ def _planner(sub: argparse.ArgumentParser) -> None:
         "--model", type=named_directory, action="append", required=True, metavar="NAME=DIR", help="serve a model"
     )
     sub.add_argument("--in-flight", type=positive, default=2, help="requests that run at once per model (default 2)")
+    sub.add_argument(
+        "--broker-mbit",
+        type=mbit,
+        metavar="MBIT",
+        help="rate of the broker's own link, which carries a copy for each receiver (default: as the fastest device's)",
+    )
     _pins(sub)
 
 

@@ -79,6 +79,7 @@ def planner(args: argparse.Namespace) -> int:
         models=models,
         pins=dict.fromkeys(models, pins),
         in_flight=args.in_flight,
+        broker_mbit=args.broker_mbit,
     )
     run_planner(config, _stop_event())
     return 0

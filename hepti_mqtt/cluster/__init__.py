@@ -104,13 +104,18 @@ class Cluster:
     broker_bytes_per_s: float = inf
 
 
-def cluster_of(devices: Mapping[str, DeviceProfile], links: Mapping[str, Link]) -> Cluster:
-    """Return the cluster of devices with measured links, the broker's taken to be as fast as the fastest of them.
+def cluster_of(
+    devices: Mapping[str, DeviceProfile], links: Mapping[str, Link], broker_bytes_per_s: float | None = None
+) -> Cluster:
+    """Return the cluster of devices with measured links.
 
-    Nobody can measure it alone, but it is no slower than that, and what is faster than any network is not on one.
+    broker_bytes_per_s: None takes the broker's link to be as fast as the fastest device's. Nobody can measure it alone,
+    but it is no slower than that, and what is faster than any network is not on one.
     """
-    rates = (min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links.values())
-    return Cluster(devices, links, broker_bytes_per_s=max((r for r in rates if r < FAST_BYTES_PER_S), default=inf))
+    if broker_bytes_per_s is None:
+        rates = (min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links.values())
+        broker_bytes_per_s = max((r for r in rates if r < FAST_BYTES_PER_S), default=inf)
+    return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
 def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,10 +34,9 @@ def load_site(path: Path) -> Cluster:
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
         links[name] = Link(_number(path, name, merged, "round_trip_ms", 0.5) / 2e3, rate, rate)
-    cluster = cluster_of(devices, links)
-    if "broker_mbit" not in data:
-        return cluster
-    return replace(cluster, broker_bytes_per_s=_number(path, "the file", data, "broker_mbit", None) * 1e6 / 8)
+    given = "broker_mbit" in data
+    broker = _number(path, "the file", data, "broker_mbit", None) * 1e6 / 8 if given else None
+    return cluster_of(devices, links, broker)
 
 
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:

@@ -58,14 +58,24 @@ WORTH: Final = 0.93  # a new plan must be expected to take less than this part o
 
 
 class CoordinatorSession:
-    """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model."""
+    """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    def __init__(self, site: str, boot: int, served: tuple[Served, ...], in_flight: int = 2) -> None:
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        boot: int,
+        served: tuple[Served, ...],
+        in_flight: int = 2,
+        broker_bytes_per_s: float | None = None,
+    ) -> None:
         self.site = site
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.membership = Membership()
+        self.membership = Membership(broker_bytes_per_s)
         self.counters: Counter[str] = Counter()
         self._models = {s.name: ModelState(s, s.pins) for s in served}
         self._number = 0

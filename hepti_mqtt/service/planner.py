@@ -59,7 +59,8 @@ class PlannerConfig:
     """One site's planner.
 
     models: directory by name. pins: what the user fixed, by model. in_flight: requests that run at once, per model.
-    state_dir: where the boot counter is kept, by default the user's state directory.
+    broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir: where the boot counter
+    is kept, by default the user's state directory.
     """
 
     url: BrokerUrl
@@ -67,6 +68,7 @@ class PlannerConfig:
     models: Mapping[str, str | Path]
     pins: Mapping[str, Pins] = field(default_factory=dict)
     in_flight: int = 2
+    broker_mbit: float | None = None
     state_dir: Path | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
@@ -106,7 +108,8 @@ class _Planner:
             coordination.Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins)
             for m in models.values()
         )
-        self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight)
+        broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
+        self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
         self.desk = Desk(config.site, models, self.session.basis)
         self.inbox: queue.Queue[Callable[[], None] | coordination.CoordinatorEvent] = queue.Queue(INBOX)
         self.errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -68,6 +68,7 @@ def test_every_command_takes_the_common_options(capsys: pytest.CaptureFixture[st
         "infer m --tokens 5 --wire f64",
         "planner",
         "planner --model nodirectory",
+        "planner --model m=d --broker-mbit 0",
         "agent",
         "agent --id a --memory much",
         "model",

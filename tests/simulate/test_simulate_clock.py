@@ -101,6 +101,7 @@ def test_the_brokers_link_is_taken_to_be_the_fastest_that_is_a_link():
     links = {"a": Link(0.0, 1e7, 1e7), "b": Link(0.0, 3e7, 2e7), "c": Link(0.0, 1e9, 1e9)}
     assert cluster_of(profiles, links).broker_bytes_per_s == 2e7
     assert cluster_of(profiles, {"c": links["c"]}).broker_bytes_per_s == inf
+    assert cluster_of(profiles, links, 3e7).broker_bytes_per_s == 3e7
 
 
 def test_one_round_trip_by_hand():
