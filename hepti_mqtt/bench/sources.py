@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.strategies import STRATEGIES
 
 ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
+# After a turn of a baseline: agents' probes found their hosts busy, and from those the planner knows of links.
+SETTLE_S: Final = 2.5
 
 
 class Source(Protocol):
@@ -94,6 +97,7 @@ class Baselines:
         hosts = [self._lab.host(name) for name in cell.devices]
         e, model = self._experiment, self._models[cell.model]
         turn = self._outside.turn(cell.strategy, hosts, model, *self._request, e.warmup, e.repetitions)
+        time.sleep(SETTLE_S)
         for name, held in zip(cell.devices, turn.get("rss_bytes", ()), strict=False):
             limit = self._memory[name]
             if limit is not None and held > limit:

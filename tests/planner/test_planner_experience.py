@@ -42,6 +42,10 @@ def test_a_way_that_was_never_used_is_as_far_off_as_the_others_and_one_device_is
     assert after(*[0.4] * ENOUGH, plan=SINGLE).learned(0.0).factor(SPLIT) == 1.0
 
 
+def test_a_prediction_that_was_far_too_long_makes_its_way_hardly_better():
+    assert after(*[0.05] * ENOUGH).learned(0.0).factor(SPLIT) == LEAST
+
+
 def test_what_is_long_past_is_forgotten():
     experience = after(*[0.4] * ENOUGH)
     assert experience.learned(FORGET_S - 1).factors == {way(SPLIT): pytest.approx(2.0)}
