@@ -10,6 +10,7 @@ from typing import Any, Final
 from hepti_mqtt.bench import plots, statistics
 from hepti_mqtt.bench.contenders import ALONE, AUTO
 from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.overview import overview
 from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
@@ -36,6 +37,7 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         lines += [f"## Lab {r['lab']['name']}, {'links as they are' if rate is None else f'{rate:g} Mbit/s'}", ""]
         lines += [calibration_table(Calibration.from_dict(r["calibration"])), ""]
         lines += [f"- off target: {miss}" for miss in r["misses"]] + [""]
+    lines += overview(results)
     found = results.cells()
     groups = sorted(found.values(), key=lambda cell: repr(cell.group))
     for group, part in groupby(groups, key=lambda cell: cell.group):

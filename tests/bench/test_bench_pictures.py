@@ -105,6 +105,34 @@ def test_every_picture_is_drawn(played, as_text):
     assert not any("10^" in words or "times 10" in words for words in files.values())
 
 
+def test_the_report_begins_with_every_cell_at_a_glance(played):
+    lines = report.markdown(read(played)).splitlines()
+    start = lines.index("## bert, 128 tokens, lab: median ms (predicted)")
+    assert lines[start + 2 : start + 7] == [
+        "| devices | 940 Mbit/s: 1 | 2 | 100 Mbit/s: 1 | 2 |",
+        "|---|---:|---:|---:|---:|",
+        "| auto |  | 114 (128) |  | 340 (383) |",
+        "| single | **202** (226) |  | **608** (676) |  |",
+        "| row/kv |  | **112** (127) |  | **338** (380) |",
+    ]
+    chose = "Hepti chose row/kv on pi1, pi2; the fastest pinned was"
+    assert f"- 2 devices at 940 Mbit/s: {chose} row/kv x2, and its choice took 1.01 times as long" in lines
+    assert f"- 2 devices at 100 Mbit/s: {chose} row/kv x2, and its choice took 1.01 times as long" in lines
+    assert "| 2 | 4 | 1.12 | 1.12 | 1.12 |" in lines
+
+
+def test_devices_of_one_number_are_named_and_failed_cells_left_out(tmp_path):
+    other = replace(ROW, devices=("pi1", "pi3"), rate=None)
+    with Writer(tmp_path, HEADER, resume=False) as writer:
+        writer.turn(replace(ROW, rate=None), 0, answer(80.0, ON_TWO))
+        writer.turn(other, 0, answer(9.0, ON_TWO))
+        writer.turn(replace(other, wire="i8"), 0, lost(1.0))
+    lines = report.markdown(read(tmp_path)).splitlines()
+    assert "| devices | pi1, pi2 | pi1, pi3 |" in lines
+    assert "| row/kv | **80.0** (88.0) | **9.0** (9.9) |" in lines
+    assert not any(line.startswith("| row/kv i8 |") for line in lines)
+
+
 def test_the_report_tells_of_changes(played):
     text = report.markdown(read(played))
     assert "| 3.0 | rate pi2 50 Mbit/s | row/kv on pi1, pi2 | 1 | 0 | 120 | 120 |" in text

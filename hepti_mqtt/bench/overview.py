@@ -1,0 +1,131 @@
+"""The first tables of a report: every cell at a glance, what Hepti chose beside the best, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from hepti_mqtt.bench.contenders import ALONE, AUTO, CONTENDERS, SITE
+from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.plays import plan_words
+from hepti_mqtt.bench.results import Results
+
+_ORDER: Final = {name: place for place, name in enumerate(CONTENDERS)}
+
+Column = tuple[float | None, tuple[str, ...]]  # rate, devices
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One cell: the median of its rounds in ms, what was predicted last (None without), and the last turn."""
+
+    cell: Cell
+    ms: float
+    predicted_ms: float | None
+    turn: Any
+
+    @property
+    def column(self) -> Column:
+        """Return where it stands in a table."""
+        return self.cell.rate, self.cell.devices
+
+
+def figures(results: Results) -> list[Figures]:
+    """Return the figures of every cell that has times."""
+    last = {r["cell"]: r for r in results.turns() if r["ok"]}
+    found = []
+    for name, cell in results.cells().items():
+        if name in last:
+            ms = median(results.medians(name).values())
+            found.append(Figures(cell, ms, last[name].get("predicted_ms"), last[name]))
+    return found
+
+
+def overview(results: Results) -> Iterator[str]:
+    """Return a table per lab, model and length, where there is more than one column; then choices and predictions."""
+    found = figures(results)
+    subjects = sorted({(f.cell.lab, f.cell.model, f.cell.tokens) for f in found}, key=repr)
+    for lab, model, tokens in subjects:
+        own = [f for f in found if (f.cell.lab, f.cell.model, f.cell.tokens) == (lab, model, tokens)]
+        if len({f.column for f in own}) > 1:
+            size = "one picture" if tokens is None else f"{tokens} tokens"
+            yield f"## {model}, {size}, {lab}: median ms (predicted)"
+            yield ""
+            yield from matrix(own)
+            yield ""
+            yield from choices(own)
+            yield ""
+    yield from predictions(found)
+
+
+def matrix(found: Sequence[Figures]) -> Iterator[str]:
+    """Return contenders by rates and devices, the fastest of each column in bold."""
+    columns = sorted({f.column for f in found}, key=lambda c: (-(c[0] or 0.0), len(c[1]), c[1]))
+    rows = sorted({(f.cell.strategy, f.cell.wire) for f in found}, key=lambda r: (_ORDER.get(r[0], len(_ORDER)), r[1]))
+    names = {devices for _, devices in columns}
+    heads, before = [], object()
+    for rate, devices in columns:
+        alike = sum(len(other) == len(devices) for other in names) > 1
+        hosts = ", ".join(devices) if alike else str(len(devices))
+        first = "" if rate is None or rate == before else f"{rate:g} Mbit/s: "
+        heads.append(first + hosts)
+        before = rate
+    best = {column: min(f.ms for f in found if f.column == column) for column in columns}
+    by_place = {(f.cell.strategy, f.cell.wire, f.column): f for f in found if not f.cell.copy}
+    yield "| devices | " + " | ".join(heads) + " |"
+    yield "|---" + "|---:" * len(columns) + "|"
+    for strategy, wire in rows:
+        cells = [_words(by_place.get((strategy, wire, column)), best[column]) for column in columns]
+        yield f"| {strategy}{'' if wire == 'f32' else ' ' + wire} | " + " | ".join(cells) + " |"
+
+
+def choices(found: Sequence[Figures]) -> Iterator[str]:
+    """Return what Hepti chose, and how its pinned equal compares with the best pinned cell that it could have been."""
+    for f in sorted((f for f in found if f.cell.strategy == AUTO), key=lambda f: (-(f.cell.rate or 0), f.cell.devices)):
+        pinned = [
+            other
+            for other in found
+            if other.cell.strategy != AUTO
+            and CONTENDERS[other.cell.strategy].source == SITE
+            and (other.cell.rate, other.cell.wire) == (f.cell.rate, f.cell.wire)
+            and (other.cell.devices == f.cell.devices or other.cell.strategy == ALONE)
+        ]
+        rate = "" if f.cell.rate is None else f" at {f.cell.rate:g} Mbit/s"
+        line = f"- {len(f.cell.devices)} devices{rate}: Hepti chose {plan_words(f.turn['plan'])}"
+        if pinned:
+            best = min(pinned, key=lambda other: other.ms)
+            line += (
+                f"; the fastest pinned was {best.cell.label}, and its choice took {f.ms / best.ms:.2f} times as long"
+            )
+        yield line
+
+
+def predictions(found: Sequence[Figures]) -> Iterator[str]:
+    """Return predicted over measured time by the number of devices of the plan."""
+    ratios: dict[int, list[float]] = {}
+    for f in found:
+        if f.predicted_ms is not None:
+            ratios.setdefault(len(f.turn["plan"]["devices"]), []).append(f.predicted_ms / f.ms)
+    if not ratios:
+        return
+    yield "## Predicted over measured"
+    yield ""
+    yield "| devices of the plan | cells | median | least | most |"
+    yield "|---:|---:|---:|---:|---:|"
+    for devices, values in sorted(ratios.items()):
+        yield f"| {devices} | {len(values)} | {median(values):.2f} | {min(values):.2f} | {max(values):.2f} |"
+    yield ""
+
+
+def _words(f: Figures | None, best: float) -> str:
+    if f is None:
+        return ""
+    figure = _rounded(f.ms)
+    figure = f"**{figure}**" if f.ms == best else figure
+    return figure if f.predicted_ms is None else f"{figure} ({_rounded(f.predicted_ms)})"
+
+
+def _rounded(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
