@@ -71,6 +71,10 @@ class DeviceProfile:
             return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
         return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s
 
+    def frame_seconds(self, frames: int, nbytes: int) -> float:
+        """Return the predicted time of sending so many frames with one body, or of receiving one."""
+        return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
+
     def speed(self, rows: int) -> float:
         """Return FLOP/s of large matmuls at `rows` rows: what shares start from."""
         curve = max(self._curves("f32"), key=lambda c: c.k * c.n)

@@ -82,9 +82,9 @@ class _Clock:
                     flops += work.flops
                 elif isinstance(op, Send):
                     size = sum(send_bytes(naming, name, op, program.slots[op.slot]))
-                    costs.append(profile.frame_s * len(op.to) + size / profile.copy_bytes_per_s)
+                    costs.append(profile.frame_seconds(len(op.to), size))
                 elif isinstance(op, Recv):
-                    costs.append(profile.frame_s + program.slots[op.slot].nbytes / profile.copy_bytes_per_s)
+                    costs.append(profile.frame_seconds(1, program.slots[op.slot].nbytes))
                 else:
                     costs.append(0.0)
             use = DeviceUse(flops=flops)

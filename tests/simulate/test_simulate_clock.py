@@ -156,3 +156,14 @@ def test_people_can_read_it():
     assert svg.startswith("<svg")
     assert svg.endswith("</svg>")
     assert "a &lt;title&gt;" in svg
+
+
+def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():
+    cluster = site("d0", "d1")
+
+    def seconds(**slowed: float) -> float:
+        profiles = {n: replace(p, frame_s=0.1, slowdown=slowed.get(n, 1.0)) for n, p in cluster.devices.items()}
+        return simulate(NAMING, SPEC, SHAPE, relay(2), replace(cluster, devices=profiles)).seconds
+
+    # d1 receives one frame and sends one.
+    assert seconds(d1=4.0) - seconds() == pytest.approx(2 * 3 * 0.1)
