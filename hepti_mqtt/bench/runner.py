@@ -175,10 +175,14 @@ class _Measuring:
 
 
 def turns(group: Sequence[Cell], number: int, seed: int) -> list[Cell]:
-    """Return a round's order: shuffled by seed and round, so that no cell always follows the same one."""
+    """Return a round's order: shuffled by seed and round, so that no cell always follows the same one.
+
+    Every second round goes the way of the one before backwards: what comes of a place in the order, or of whose weights
+    are there already, falls on any two cells alike.
+    """
     shuffled = sorted(group, key=lambda cell: cell.id)
-    random.Random(f"{seed}/{number}").shuffle(shuffled)
-    return shuffled
+    random.Random(f"{seed}/{number // 2}").shuffle(shuffled)
+    return shuffled[::-1] if number % 2 else shuffled
 
 
 def _reference(out: Path, model: str, tokens: int | None) -> Path:

@@ -112,6 +112,7 @@ def test_rounds_are_shuffled_by_seed_and_nothing_is_lost():
     assert all(set(r) == set(group) and len(r) == len(group) for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
     assert rounds == [turns(group[::-1], r, 0) for r in range(4)]
+    assert (rounds[1], rounds[3]) == (rounds[0][::-1], rounds[2][::-1]), "before and after fall on any two cells alike"
 
 
 def test_the_planners_own_choice_is_free_only_among_all_hosts():
