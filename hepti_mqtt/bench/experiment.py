@@ -26,6 +26,11 @@ KINDS: Final = ("infer",)
 CONFIGS: Final = Path(__file__).parents[2] / "configs"
 
 
+def size_words(tokens: int | None) -> str:
+    """Return the size of a request for people; None is a picture."""
+    return "one picture" if tokens is None else f"{tokens} tokens"
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One thing to time.

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from hepti_mqtt.bench.contenders import ALONE, AUTO, CONTENDERS, SITE
-from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.experiment import Cell, size_words
 from hepti_mqtt.bench.plays import plan_words
 from hepti_mqtt.bench.results import Results
 
@@ -50,8 +50,7 @@ def overview(results: Results) -> Iterator[str]:
     for lab, model, tokens in subjects:
         own = [f for f in found if (f.cell.lab, f.cell.model, f.cell.tokens) == (lab, model, tokens)]
         if len({f.column for f in own}) > 1:
-            size = "one picture" if tokens is None else f"{tokens} tokens"
-            yield f"## {model}, {size}, {lab}: median ms (predicted)"
+            yield f"## {model}, {size_words(tokens)}, {lab}: median ms (predicted)"
             yield ""
             yield from matrix(own)
             yield ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.bench.contenders import ALONE
-from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.experiment import Cell, size_words
 from hepti_mqtt.bench.plays import Play, change_words, parts
 from hepti_mqtt.bench.results import Results
 from hepti_mqtt.bench.statistics import Interval, ratio
@@ -88,7 +88,7 @@ def _rates(cells: Sequence[Cell], timed: dict[str, Interval], directory: Path) -
             spread = [[i.median - i.low for _, i in points], [i.high - i.median for _, i in points]]
             axis.errorbar([r for r, _ in points], [i.median for _, i in points], spread, label=label, capsize=2)
         axis.set(xlabel="Mbit/s", ylabel="ms (median, interval)")
-        figure.suptitle(f"{key[1]}, {_size(key[2])}, {key[0]}")
+        figure.suptitle(f"{key[1]}, {size_words(key[2])}, {key[0]}")
         _log(axis.xaxis)
         axis.set_xticks(sorted({c.rate or 0.0 for c in shaped}))
         _legend(figure)
@@ -122,11 +122,7 @@ def _under_changes(play: Play, file: Path) -> Path:
 
 def _title(cell: Cell) -> str:
     lab, rate, model, tokens = cell.group
-    return f"{model}, {_size(tokens)}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
-
-
-def _size(tokens: int | None) -> str:
-    return "one picture" if tokens is None else f"{tokens} tokens"
+    return f"{model}, {size_words(tokens)}, {lab}" + ("" if rate is None else f", {rate:g} Mbit/s")
 
 
 def _log(axis: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
 from hepti_mqtt.bench.contenders import ALONE, AUTO
-from hepti_mqtt.bench.experiment import Cell
+from hepti_mqtt.bench.experiment import Cell, size_words
 from hepti_mqtt.bench.overview import overview
 from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
@@ -119,8 +119,7 @@ def _range(i: statistics.Interval) -> str:
 
 def _title(group: tuple[str, float | None, str, int | None]) -> str:
     lab, rate, model, tokens = group
-    size = "one picture" if tokens is None else f"{tokens} tokens"
-    return f"{model}, {size}, {lab}" + ("" if rate is None else f" at {rate:g} Mbit/s")
+    return f"{model}, {size_words(tokens)}, {lab}" + ("" if rate is None else f" at {rate:g} Mbit/s")
 
 
 def _changes(play: Play) -> Iterator[str]:

@@ -6,7 +6,9 @@ Machines have one version or the other; a kernel of its own has the second one a
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,10 +41,15 @@ def said(tmp_path: Path) -> str:
     tmp_path.chmod(0o755)
     files = ["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"]
     command = [linux, "mem=384M", *files, f"init={init}", "con=null", "con0=null,fd:1", f"uml_dir={tmp_path}/"]
+    kernel = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     try:
-        out = subprocess.run(command, capture_output=True, timeout=BOOT_S, stdin=subprocess.DEVNULL, check=False).stdout
-    except subprocess.TimeoutExpired as error:
-        out = error.stdout or b""
+        out, _ = kernel.communicate(timeout=BOOT_S)
+    except subprocess.TimeoutExpired:
+        out = b""
+    finally:
+        if kernel.poll() is None:
+            os.killpg(kernel.pid, signal.SIGKILL)  # with every process that stands for one inside
+            kernel.communicate()
     text = out.decode(errors="replace")
     if "BOOTED" not in text:
         pytest.skip(f"Linux in user mode does not start here: {text[-300:]}")
