@@ -4,14 +4,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types imports format parity test-outside bench-overhead bench-split bench-quick \
-	bench-venv bench-kernels test-arm64 lock clean
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-outside bench-overhead \
+	bench-split bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
 
-test: check
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=10
+# Tests of one file run in one process, files beside each other; kernels are compiled before any of them needs one.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 \
+	--cov --cov-report=term:skip-covered
+
+# What a change needs: everything once. Minutes.
+test: check kernels
+	$(PYTEST) -m "not wide"
+
+# And every instruction set, broker, damaged input and long schedule.
+test-all: check kernels
+	$(PYTEST)
+
+kernels: $(VENV)/.dev
+	$(BIN)/python tests/compile_kernels.py
 
 check: lint types imports
 
@@ -28,6 +41,10 @@ imports: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The layouts in docs/methods; a test compares them with what the methods do.
+pictures: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python tests/strategies/draw_methods.py
 
 # Live comparison with PyTorch and transformers, in an environment of their own.
 parity: $(VENV)/.dev

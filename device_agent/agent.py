@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 import signal
 import sys
@@ -11,18 +9,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Final
 
 import psutil
 
 from device_agent.complaints import Complaints
+from device_agent.config import AgentConfig
 from device_agent.events import AgentEvent, LinkUp, Stop
 from device_agent.health import HealthMonitor
 from device_agent.heartbeat import HeartbeatThread
-from device_agent.inbox import Inbox
 from device_agent.install import Directories, device_lock, directories
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import LoaderThread, WeightLoader, return_memory
@@ -38,11 +34,10 @@ from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
 from hepti_mqtt.kernels import Workers, isa, warm_up
 from hepti_mqtt.runtime.commands import Plane
 from hepti_mqtt.runtime.worker import WorkerSession
-from hepti_mqtt.transport import BrokerUrl, OnMessage, OnState, PahoTransport, Will, largest_packet
+from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
-CACHE_BYTES: Final = 4 << 30
 PART_OF_FREE: Final = 0.8
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
 LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
@@ -50,30 +45,6 @@ SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
 WATCH_S: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """How an agent runs.
-
-    memory_bytes: budget for weights and live slots, beside what the idle agent takes; None for 80 % of what is free.
-    cache_dir: place of everything the device keeps on disk; None for the user's own directories.
-    cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
-    also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
-    device measures itself.
-    """
-
-    url: BrokerUrl
-    site: str
-    device_id: str
-    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
-    memory_bytes: int | None = None
-    cache_dir: Path | None = None
-    cache_bytes: int = CACHE_BYTES
-    log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
-    retry: bool = True
-    watch: Callable[[LoadEvent], None] | None = None
-    hold: Callable[[], None] | None = None
 
 
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hepti_mqtt.runtime.commands import Plane
-from hepti_mqtt.runtime.worker import WorkerEvent
+from hepti_mqtt.runtime.events import WorkerEvent
 from hepti_mqtt.wire.messages import Status
 
 

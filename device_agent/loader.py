@@ -25,7 +25,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.commands import Load, Unload
-from hepti_mqtt.runtime.worker import Loaded, LoadFailed, LoadProgress
+from hepti_mqtt.runtime.events import Loaded, LoadFailed, LoadProgress
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array, tile_hash
 

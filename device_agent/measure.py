@@ -183,7 +183,7 @@ def _attention(workers: Workers) -> float:
         "heads": heads,
         "head_dim": head_dim,
         "q_rows": range(rows),
-        "kv_start": 0,
+        "k_rows": ((0, rows),),
         "lengths": (rows,),
         "scale": head_dim**-0.5,
     }
@@ -204,16 +204,16 @@ def _rowwise(workers: Workers) -> float:
 def _op_overhead(workers: Workers) -> float:
     """Return the time of one op that computes nearly nothing, by way of the executor."""
     builder = Builder("self")
-    slot = first = builder.recv((1, 8), "planner", "input")
+    slot = first = builder.recv((1, 8), "planner", 0)
     for _ in range(CHAIN):
-        slot = builder.compute("take_rows", (slot,), (1, 8), rows=(0,))
+        slot = builder.compute("assemble", (slot,), (1, 8), copies=((0, ((0, 1), (0, 8)), ((0, 1), (0, 8))),))
     bound = bind(builder.build(), {}, workers)
     executor = Executor()
     inputs = np.zeros((1, 8), np.float32)
 
     def chain() -> None:
         executor.admit(first, bound)
-        executor.deliver(first, (0, "input", "planner"), inputs)
+        executor.deliver(first, (0, 0, "planner"), inputs)
         while (step := executor.next()) is not None:
             time.perf_counter()
             step.run()

@@ -16,14 +16,13 @@ from device_agent.events import (
     OwnStatus,
     PlannerStatus,
 )
-from device_agent.inbox import Inbox
 from device_agent.loader import TileIn
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.runtime.commands import Plane
-from hepti_mqtt.runtime.worker import FrameIn, MessageIn
-from hepti_mqtt.transport import Connected, Counts, Disconnected, Refused, State, Subscribed, Transport, Will
+from hepti_mqtt.runtime.events import FrameIn, MessageIn
+from hepti_mqtt.transport import Connected, Counts, Disconnected, Inbox, Refused, State, Subscribed, Transport, Will
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Parsed, Topics
 
@@ -45,7 +44,8 @@ class Network:
     """Both planes of one device.
 
     control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. What is not valid is
-    counted and dropped. tiles: gets the bodies of tile frames.
+    counted and dropped. A full inbox refuses requests and activations alone: a run that misses one is issued again, but
+    nobody repeats a command. tiles: gets the bodies of tile frames.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Network:
         self._topics, self._device = topics, device
         self._inbox, self._prober, self._tiles, self._complaints = inbox, prober, tiles, complaints
         self._parsers: Mapping[str, Callable[[Parsed, bytes], None]] = {
-            "command": lambda _, payload: self._offer(MessageIn(messages.decode(payload)), len(payload)),
+            "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
             "work": self._work,
             "weights": self._weights,
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),

@@ -63,7 +63,7 @@ class Prober:
 
     def received(self, frame: Frame, now: float) -> None:
         """Take an answer; one of an earlier start, or one too late, changes nothing."""
-        sent = self._sent.pop(frame.sequence, None) if frame.epoch == self._epoch else None
+        sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
         if sent is None:
             return
         sent_s, nbytes = sent
@@ -100,7 +100,7 @@ class Prober:
             self._epoch,
             0,
             source=self._device,
-            sequence=self._sequence,
+            part=self._sequence,
             shape=(nbytes,),
             body=bytes(nbytes),
         )

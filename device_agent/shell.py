@@ -19,17 +19,17 @@ from device_agent.events import (
     PlannerStatus,
     Stop,
 )
-from device_agent.inbox import Inbox
 from device_agent.loader import AskAgain, LoaderThread
 from device_agent.meter import KERNEL, Meter
 from device_agent.network import PLANES, Network
-from device_agent.residents import Residents
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.commands import Command, Load, Plane, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.commands import Command, Complain, Load, Plane, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
 from hepti_mqtt.runtime.executor import Step
-from hepti_mqtt.runtime.worker import FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed, WorkerSession
+from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
@@ -65,7 +65,7 @@ class Shell:
             log,
         )
         self._subscriptions = Subscriptions(session.topics, network)
-        self._residents = Residents()
+        self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
         self._planner_boot: int | None = None
@@ -83,9 +83,10 @@ class Shell:
         self._carriers: Mapping[type, Callable[[Any], None]] = {
             Publish: self._publish,
             Subscribe: self._subscribe,
-            Unsubscribe: lambda c: self._subscriptions.leave(c.filters),
+            Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.models),
             Load: loader.post,
             Unload: self._unload,
+            Complain: lambda c: complaints.add(c.kind, c.text),
         }
 
     def run(self) -> None:
@@ -134,26 +135,13 @@ class Shell:
             self._carry(self._report(event, exc))
 
     def _hand_over(self, event: Any) -> None:
-        session = self._session
-        if isinstance(event, FrameIn):
-            if event.frame.kind == "work":
-                self._residents.confirm((event.frame.model, event.frame.epoch))
-        elif isinstance(event, MessageIn):
-            message = event.message
-            if isinstance(message, messages.Activate):
-                self._release(self._residents.doubted(message.model, before=message.epoch))
-            elif isinstance(message, messages.Prepare) and (doubted := self._residents.doubted()):
-                commands = session.handle(event, time.perf_counter())
-                if not _lacks_memory(commands):
-                    self._carry(commands)
-                    return
-                self._release(doubted)
-        self._carry(session.handle(event, time.perf_counter()))
-
-    def _release(self, keys: list[tuple[str, Epoch]]) -> None:
-        for model, epoch in keys:
-            self._complaints.add("epochs_forgotten", f"plan {epoch} of {model} was given up while we were away")
-            self._hand_over(MessageIn(messages.Release(0, model, epoch)))
+        commands = self._session.handle(event, time.perf_counter())
+        story = self._session.epochs.story
+        if story.told != self._told:
+            for transition in story.last(story.told - self._told):
+                self._log.debug("%s", transition)
+            self._told = story.told
+        self._carry(commands)
 
     def _broke(self, step: Step, error: Exception) -> None:
         self._complaints.add("op_errors", f"{step.kernel or 'send'} failed: {error}", _unexpected(error))
@@ -212,12 +200,10 @@ class Shell:
         self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
 
     def _subscribe(self, command: Subscribe) -> None:
-        self._residents.enter((command.model, command.epoch))
         if self._subscriptions.enter(command.model, command.epoch, command.filters):
             self.take(Subscribed(command.model, command.epoch))
 
     def _unload(self, command: Unload) -> None:
-        self._residents.leave((command.model, command.epoch))
         self._subscriptions.release(command.model, command.epoch)
         self._loader.post(command)
 
@@ -236,7 +222,7 @@ class Shell:
         self._up.pop(event.plane, None)
         if event.plane == "control":
             self._announced = False
-            self._residents.doubt()
+            self._hand_over(Doubt("the control connection was lost"))
 
     def _acknowledged(self, event: Acknowledged) -> None:
         for model, epoch in self._subscriptions.acknowledged(event.plane, event.token):
@@ -281,15 +267,9 @@ class Shell:
         if status.boot == self._boot and status.state == "online":
             return
         if status.boot == self._boot:
-            self._residents.doubt()
+            self._hand_over(Doubt("the broker has published our will"))
         if self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
-
-
-def _lacks_memory(commands: list[Command]) -> bool:
-    """Return whether the session refuses a plan for want of memory."""
-    sent = (messages.decode(c.payload) for c in commands if isinstance(c, Publish))
-    return any(isinstance(m, messages.Failed) and m.code == "memory" for m in sent)
 
 
 def _unexpected(error: Exception) -> Exception | None:

@@ -1,4 +1,4 @@
-"""Which filters the agent's connections hold for its epochs, and which epochs still wait for an acknowledgement."""
+"""Which filters the agent's connections hold, and which epochs still wait for an acknowledgement of theirs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ class Subscriber(Protocol):
 
 
 class Subscriptions:
-    """Filters by epoch: activations on the data plane, requests on the control plane.
+    """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
 
-    A filter that several epochs need is subscribed once, so that brokers deliver nothing twice.
+    A filter that several epochs need is subscribed once, so that brokers deliver nothing twice. Which epochs are here,
+    and which filters no epoch needs any more, is the session's knowledge.
     """
 
     def __init__(self, topics: Topics, network: Subscriber) -> None:
         self._topics, self._network = topics, network
         self._held: dict[Filter, Token] = {}
         self._waiting: dict[Token, set[Key]] = {}
-        self._wanted: dict[Key, set[Token]] = {}
-        self._epochs: dict[str, set[Epoch]] = {}
+        self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
 
     def enter(self, model: str, epoch: Epoch, filters: Iterable[str]) -> bool:
         """Subscribe to what an epoch needs; return whether everything is acknowledged already."""
         key = (model, epoch)
-        self._epochs.setdefault(model, set()).add(epoch)
         needed: list[Filter] = [("control", self._topics.work(model)), *(("data", f) for f in filters)]
         new = [f for f in needed if f not in self._held]
         for plane in dict.fromkeys(plane for plane, _ in new):
@@ -50,19 +49,22 @@ class Subscriptions:
             token = (plane, self._network.subscribe(plane, own))
             self._waiting[token] = set()
             self._held.update(((plane, name), token) for name in own)
-        self._wanted[key] = {self._held[f] for f in needed} & self._waiting.keys()
-        for token in self._wanted[key]:
+        tokens = {self._held[f] for f in needed} & self._waiting.keys()
+        for token in tokens:
             self._waiting[token].add(key)
-        return not self._wanted[key]
+        if tokens:
+            self._pending[key] = tokens
+        return not tokens
 
     def acknowledged(self, plane: Plane, token: int) -> list[Key]:
         """Take an acknowledgement; return the epochs that now have everything."""
         done = []
         for key in self._waiting.pop((plane, token), ()):
-            tokens = self._wanted.get(key)
+            tokens = self._pending.get(key)
             if tokens is not None:
                 tokens.discard((plane, token))
                 if not tokens:
+                    del self._pending[key]
                     done.append(key)
         return done
 
@@ -71,22 +73,16 @@ class Subscriptions:
         keys = self._waiting.pop((plane, token), set())
         names = [f for f, t in self._held.items() if t == (plane, token)]
         self._drop(names)
-        return [key for key in keys if key in self._wanted]
+        return [key for key in keys if key in self._pending]
 
-    def leave(self, filters: Iterable[str]) -> None:
-        """Leave activations that no epoch needs any more."""
-        self._drop([("data", f) for f in filters if ("data", f) in self._held])
+    def leave(self, filters: Iterable[str], models: Iterable[str] = ()) -> None:
+        """Leave activations that no epoch needs any more, and the requests of models that have no epoch."""
+        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", self._topics.work(m)) for m in models)]
+        self._drop([f for f in gone if f in self._held])
 
     def release(self, model: str, epoch: Epoch) -> None:
-        """Forget an epoch; with the last one of its model its requests are left too."""
-        self._wanted.pop((model, epoch), None)
-        epochs = self._epochs.get(model, set())
-        epochs.discard(epoch)
-        if not epochs and model in self._epochs:
-            del self._epochs[model]
-            work: Filter = ("control", self._topics.work(model))
-            if work in self._held:
-                self._drop([work])
+        """An epoch waits for nothing any more."""
+        self._pending.pop((model, epoch), None)
 
     def _drop(self, filters: list[Filter]) -> None:
         for plane in dict.fromkeys(plane for plane, _ in filters):

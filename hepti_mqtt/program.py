@@ -5,19 +5,20 @@ explainer read it, and none of them knows the strategies by name. A Program is a
 shape), its slots are integers, and it names no request.
 
 An op is ready when all slots that it reads are filled; of the ready ones the first by (admission number of the request,
-position in the list) runs. A slot is written once. Exchanges meet by (layer, point, source), which is unique among the
-Recvs of a Program.
+position in the list) runs. A slot is written once. Exchanges meet by (node, part, source), which is unique among the
+Recvs of a Program: the tensor of the model's graph, by number, and the number of the message among those of its source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.ids import ALL, PLANNER
+from hepti_mqtt.ids import ALL
 from hepti_mqtt.plan import Range, Storage
 
 Slot = int
@@ -33,25 +34,7 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
     "i32": np.dtype("<i4"),
 }
 
-# Points of a layer at which values are exchanged; the index stands in the frame header, so only append.
-POINTS: Final[tuple[str, ...]] = (
-    "input",  # planner -> head: token ids or pixels
-    "scatter",  # head -> devices: embedded rows
-    "kv",  # own rows of K and V, to all
-    "to_heads",  # Q, K, V of own rows, to the owner of the heads
-    "from_heads",  # attention of some heads, back to the owner of the rows
-    "attention",  # attention of own heads, to all
-    "attention_out",  # own columns after the output projection, to all
-    "attention_partial",  # partial sums after the output projection, to the owner of the rows
-    "attention_sum",  # own rows after residual and norm, to all
-    "mlp_up",  # own columns after the first MLP matrix, to all
-    "mlp_out",  # own columns after the second MLP matrix, to all
-    "mlp_partial",  # partial sums after the second MLP matrix, to the owner of the rows
-    "mlp_sum",  # own rows after residual and norm, to all
-    "gather",  # devices -> head: final hidden rows
-    "output",  # head -> planner
-    "scatter_norm",  # head -> devices: embedded rows after the first block's norm
-)
+Key = tuple[int, int, str]  # (node, part, source) of an exchange
 
 
 class WeightRef(NamedTuple):
@@ -73,23 +56,29 @@ class WeightRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """Shape and dtype of a slot's array."""
+    """Shape and dtype of a slot's array.
+
+    base: the slot of which this one is a view, None for an array of its own; start: the first of its rows there. A view
+    has no memory, is never written, and may have another shape than the rows that it is. state: the name of the array
+    among those that the request's session keeps on this device from run to run. Slots of one name are one array: the
+    one that no op writes is there from the start, and an op that writes another one does so in place.
+    """
 
     shape: tuple[int, ...]
     dtype: SlotDtype = "f32"
+    base: Slot | None = None
+    start: int = 0
+    state: str = ""
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the slot's array."""
-        n = ITEMSIZE[self.dtype]
-        for dim in self.shape:
-            n *= dim
-        return n
+        return ITEMSIZE[self.dtype] * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run a kernel: it reads whole slots and fills the slots that it writes."""
+    """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for."""
 
     kernel: str
     reads: tuple[Slot, ...]
@@ -97,47 +86,53 @@ class Compute:
     weights: tuple[WeightRef, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
     layer: int = -1
+    node: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a slot, or a range of its first dimension, to devices; `to` is names, or (ALL,) for every peer."""
+    """Send a slot to devices, or to the planner, as a part of a node.
+
+    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed.
+    """
 
     slot: Slot
     to: tuple[str, ...]
-    layer: int
-    point: str
-    rows: Range | None = None
+    node: int
+    part: int = 0
+    layer: int = 0
+    row: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Fill a slot with what `source` sends at (layer, point)."""
+    """Fill a slot with what `source` sends as a part of a node."""
 
     slot: Slot
     source: str
-    layer: int
-    point: str
+    node: int
+    part: int = 0
+    layer: int = 0
+    exact: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Return by what the exchange is known."""
+        return self.node, self.part, self.source
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Name the values from which a request could be taken up again at `layer`."""
-
-    layer: int
-    slots: tuple[Slot, ...]
-
-
-Op = Compute | Send | Recv | Boundary
+Op = Compute | Send | Recv
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The ops of one device for one (plan, shape)."""
+    """The ops of one device for one (plan, shape); nodes: names of the graph's tensors, for people."""
 
     device: str
     slots: tuple[SlotSpec, ...]
     ops: tuple[Op, ...]
+    nodes: tuple[str, ...] = ()
 
     def weights(self) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges that the Program uses, in order of first use."""
@@ -146,6 +141,28 @@ class Program:
     def sources(self) -> tuple[str, ...]:
         """Return the distinct devices (or the planner) from which the Program receives."""
         return tuple(dict.fromkeys(op.source for op in self.ops if isinstance(op, Recv)))
+
+    def base(self, slot: Slot) -> Slot:
+        """Return the slot that has the memory of a slot."""
+        base = self.slots[slot].base
+        return slot if base is None else base
+
+    def reads(self, op: Op) -> tuple[Slot, ...]:
+        """Return the distinct slots, views replaced by what they are of, that must be filled before an op may run."""
+        return tuple(dict.fromkeys(map(self.base, read(op))))
+
+    def kept(self) -> tuple[Slot, ...]:
+        """Return the slots that are there from the start: arrays of the session that no op writes."""
+        filled = {slot for op in self.ops for slot in written(op)}
+        return tuple(n for n, spec in enumerate(self.slots) if spec.state and n not in filled)
+
+    def states(self) -> dict[str, SlotSpec]:
+        """Return the arrays of the session by name."""
+        return {spec.state: spec for spec in self.slots if spec.state}
+
+    def node(self, number: int) -> str:
+        """Return the name of a node for people."""
+        return self.nodes[number] if 0 <= number < len(self.nodes) else str(number)
 
 
 class Builder:
@@ -190,21 +207,22 @@ class Builder:
         self._ops.append(Compute(kernel, tuple(reads), writes, tuple(weights), attrs, self.layer))
         return writes
 
-    def send(self, slot: Slot, to: Iterable[str], point: str, rows: Range | None = None) -> None:
-        """Append a Send of `slot` to devices at this layer's `point`; no destination, no op."""
+    def view(self, base: Slot, start: int, shape: Sequence[int]) -> Slot:
+        """Return a slot that is rows of another one, from `start`."""
+        self._slots.append(SlotSpec(tuple(shape), self._slots[base].dtype, base, start))
+        return len(self._slots) - 1
+
+    def send(self, slot: Slot, to: Iterable[str], node: int, part: int = 0) -> None:
+        """Append a Send of `slot` as a part of a node; no destination, no op."""
         names = tuple(to)
         if names:
-            self._ops.append(Send(slot, names, self.layer, point, rows))
+            self._ops.append(Send(slot, names, node, part, self.layer))
 
-    def recv(self, shape: Sequence[int], source: str, point: str, dtype: SlotDtype = "f32") -> Slot:
+    def recv(self, shape: Sequence[int], source: str, node: int, part: int = 0, dtype: SlotDtype = "f32") -> Slot:
         """Append a Recv; return the slot that it fills."""
         slot = self.slot(shape, dtype)
-        self._ops.append(Recv(slot, source, self.layer, point))
+        self._ops.append(Recv(slot, source, node, part, self.layer))
         return slot
-
-    def boundary(self, slots: Iterable[Slot]) -> None:
-        """Append a Boundary before this layer."""
-        self._ops.append(Boundary(self.layer, tuple(slots)))
 
     def build(self) -> Program:
         """Return the finished Program; raises ValueError if it breaks the rules of this module."""
@@ -221,63 +239,32 @@ def written(op: Op) -> tuple[Slot, ...]:
 
 
 def read(op: Op) -> tuple[Slot, ...]:
-    """Return the slots that must be filled before an op may run."""
+    """Return the slots that an op reads, views as they are."""
     if isinstance(op, Compute):
         return op.reads
-    if isinstance(op, Send):
-        return (op.slot,)
-    return op.slots if isinstance(op, Boundary) else ()
+    return (op.slot,) if isinstance(op, Send) else ()
 
 
 def check(program: Program) -> None:
     """Raise ValueError unless slots are written once and before they are read, and exchanges have unique keys."""
-    filled: set[Slot] = set()
-    keys: set[tuple[int, str, str]] = set()
+    filled = set(program.kept())
+    keys: set[Key] = set()
     for place, op in enumerate(program.ops):
-        for slot in read(op):
+        for slot in program.reads(op):
             if slot not in filled:
                 raise ValueError(f"op {place} of {program.device} reads slot {slot} before it is written: {op}")
         for slot in written(op):
-            if slot in filled:
-                raise ValueError(f"op {place} of {program.device} writes slot {slot} again: {op}")
+            if slot in filled or program.slots[slot].base is not None:
+                raise ValueError(f"op {place} of {program.device} writes slot {slot} again, or a view: {op}")
             filled.add(slot)
         if isinstance(op, Recv):
-            key = (op.layer, op.point, op.source)
-            if op.point not in POINTS or key in keys:
-                raise ValueError(f"op {place} of {program.device} receives at an unknown or repeated point: {op}")
-            keys.add(key)
-        if isinstance(op, Send) and (op.point not in POINTS or (len(op.to) > 1 and ALL in op.to)):
-            raise ValueError(f"op {place} of {program.device} sends to an unknown point or mixes ALL with names: {op}")
+            if op.key in keys:
+                raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
+            keys.add(op.key)
+        if isinstance(op, Send) and (not op.to or ALL in op.to or len(set(op.to)) < len(op.to)):
+            raise ValueError(f"op {place} of {program.device} sends to nobody, to ALL or twice to one device: {op}")
 
 
-def destinations(op: Send, devices: Sequence[str], me: str) -> tuple[str, ...]:
-    """Return the names of the devices (or the planner) that get what `op` sends."""
-    if op.to == (ALL,):
-        return tuple(d for d in devices if d != me)
-    return op.to
-
-
-__all__ = [
-    "ALL",
-    "ITEMSIZE",
-    "NUMPY_DTYPE",
-    "PLANNER",
-    "POINTS",
-    "Boundary",
-    "Builder",
-    "Compute",
-    "Layout",
-    "Op",
-    "Program",
-    "Recv",
-    "Send",
-    "Slot",
-    "SlotDtype",
-    "SlotSpec",
-    "Storage",
-    "WeightRef",
-    "check",
-    "destinations",
-    "read",
-    "written",
-]
+def addresses(op: Send) -> tuple[str, ...]:
+    """Return to whom each publish of a Send goes: what several devices need is one publish to ALL."""
+    return op.to if len(op.to) == 1 else (ALL,)

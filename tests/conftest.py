@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+pytest_plugins = ["stories"]
+
 # A suite that is started in the background, or by nohup, ignores these signals, and so would every process that a test
 # starts and then interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -196,9 +196,8 @@ class Site:
         out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
         self.event(co.UpFrame(plans[0].head, out))
         for device in plans[0].devices:
-            done = replace(
-                frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100), body=b""
-            )
+            numbers = (2000, 500, 100, int(device == plans[0].head))
+            done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
             self.event(co.UpFrame(device, done))
 
     def plans(self, model: str) -> list[Plan]:

@@ -12,11 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import pytest
 
+from device_agent.install import directories
+from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 from hepti_mqtt.wire.topics import Topics
@@ -24,6 +26,7 @@ from hepti_mqtt.wire.topics import Topics
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 SITE = "test"
+MEASUREMENT = "measurement.json"
 
 
 def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S) -> Any:
@@ -35,8 +38,24 @@ def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S) -> An
     return found
 
 
+def foretold(ask: Callable[[], Answer]) -> Answer:
+    """Return an answer with an exact forecast: none waits for its own, but the next one finds it made."""
+
+    def simulated() -> Answer | None:
+        answer = ask()
+        return answer if answer.raw["forecast"] == "simulated" else None
+
+    found: Answer = poll(simulated, "an answer with its forecast")
+    return found
+
+
 class Site:
-    """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL."""
+    """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL.
+
+    The first site's agents measure themselves; later ones find that measurement and check it, as after a restart.
+    """
+
+    measured: ClassVar[bytes | None] = None
 
     def __init__(self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], login: str = "") -> None:
         self.directory, self.broker, self.models = directory, broker, models
@@ -60,9 +79,12 @@ class Site:
         return self.start(name, "planner", *models, *arguments)
 
     def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
-        cache = str(self.directory / f"device-{name}")
+        cache = self.directory / f"device-{name}"
+        state = directories(cache, SITE, name).state
+        if self.measured is not None and not (state / MEASUREMENT).exists():
+            (state / MEASUREMENT).write_bytes(self.measured)
         return self.start(
-            name, "agent", "--id", name, "--threads", "1", "--memory", memory, "--cache", cache, *arguments
+            name, "agent", "--id", name, "--threads", "1", "--memory", memory, "--cache", str(cache), *arguments
         )
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -102,6 +124,8 @@ class Site:
     def close(self) -> None:
         for name in list(self.running):
             self.kill(name)
+        for file in self.directory.rglob(MEASUREMENT):
+            Site.measured = file.read_bytes()
 
 
 def running_site(

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.spec import ImageStem, ModelSpec, RequestShape, TaskHead, TextStem
+from hepti_mqtt.spec import Decoding, ImageStem, ModelSpec, Pictures, RequestShape, Spec, TaskHead, Text, TextStem
 from hepti_mqtt.strategies import STRATEGIES, make_plan
 
 MODEL = "m"
@@ -21,7 +22,7 @@ TOLERANCE = 5e-5  # max |difference| of hidden states and outputs in f32; the va
 _TEXT = TextStem(vocab=50, positions=20, types=2)
 _BERT = {"norm_first": False, "activation": "gelu", "norm_eps": 1e-12, "max_tokens": 20, "text": _TEXT}
 
-FAMILIES: Mapping[str, ModelSpec] = {
+FAMILIES: dict[str, Spec] = {
     "bert-embedding": ModelSpec(
         "bert", "BertModel", 3, 32, 4, 48, head=TaskHead("embedding", "mean", normalize=True), **_BERT
     ),
@@ -54,35 +55,42 @@ FAMILIES: Mapping[str, ModelSpec] = {
     ),
 }
 
-METHODS = [(s.name, dict(options)) for s in STRATEGIES.values() for options in s.options]
+# The other plain encoders are in by their last seeded tiny kind.
+FAMILIES |= {
+    kinds[-1]: spec
+    for name, family in models.FAMILIES.items()
+    if name not in {spec.family for spec in FAMILIES.values()}
+    and (kinds := [kind for kind in family.KINDS if kind.startswith("tiny-")])
+    and type(spec := spec_of_kind(kinds[-1])) is ModelSpec
+    and not isinstance(spec.reads, Decoding)
+}
+# And those that only some methods divide.
+EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
+
+_ENCODER = models.graph(FAMILIES["bert-embedding"], RequestShape((8,)))
+METHODS = [(s.name, dict(o)) for s in STRATEGIES.values() if s.unsupported(_ENCODER) is None for o in s.options]
 
 
-def tensors(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
+def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
     return {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
 
 
-def request(
-    spec: ModelSpec, lengths: Sequence[int], want: str = "task", seed: int = 1
-) -> tuple[RequestShape, np.ndarray]:
+def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[RequestShape, np.ndarray]:
     """Return a shape and random inputs; image models take as many images as there are lengths."""
-    rng = np.random.default_rng(seed)
-    if spec.image is not None:
-        image = spec.image
-        shape = RequestShape((image.patches + 1,) * len(lengths), want)
-        size = (len(lengths), image.channels, image.size, image.size)
-        return shape, rng.integers(0, 256, size).astype(np.uint8)
-    shape = RequestShape(tuple(lengths), want)
-    if spec.head.pooling == "mask":
-        shape = replace(
-            shape, mask_rows=tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
-        )
-    assert spec.text is not None
-    return shape, rng.integers(0, spec.text.vocab, shape.tokens).astype(np.int32)
+    reads = spec.reads
+    if isinstance(reads, Decoding):
+        shape = RequestShape((lengths[0],), want, cache=reads.cache(lengths[0]))
+        return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
+    shape = RequestShape((reads.rows,) * len(lengths) if isinstance(reads, Pictures) else tuple(lengths), want)
+    if isinstance(reads, Text) and reads.masks:
+        rows = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
+        shape = replace(shape, mask_rows=rows)
+    return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
 
 
-def plan(spec: ModelSpec, method: tuple[str, Mapping[str, str]], weights: Sequence[float], head: int = 0) -> Plan:
+def plan(spec: Spec, method: tuple[str, Mapping[str, str]], weights: Sequence[float], head: int = 0) -> Plan:
     """Return a plan of devices d0, d1, ... with shares by `weights`."""
     devices = tuple(f"d{i}" for i in range(len(weights)))
     template = Plan(MODEL, Epoch(1, 1), method[0], devices, devices[head])

@@ -18,10 +18,11 @@ import numpy as np
 from hepti_mqtt.cluster import Curve
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.models import packed
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.runtime import commands, coordination, coordinator, worker
-from hepti_mqtt.runtime.flight import Chunk, Job, RequestKey, RunStats
+from hepti_mqtt.runtime.flight import Chunk, Generation, Job, RequestKey, RunStats
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.spec import ModelSpec, RequestShape
 from hepti_mqtt.wire import frames, messages
@@ -88,6 +89,8 @@ class Swarm:
         self.planner = coordinator.CoordinatorSession(SITE, 1, (served,))
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
+        self.tokens: dict[object, list[tuple[int, int]]] = {}
+        self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by admission
         self.errors: dict[object, list[HeptiError]] = {}
         self.notes: list[coordination.Note] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
@@ -135,6 +138,8 @@ class Swarm:
                     self._to_host(name, command)
         elif isinstance(command, coordination.Solve):
             self.after(0.05, lambda: self._solve(command))
+        elif isinstance(command, coordination.Token):
+            self.tokens.setdefault(command.job.token, []).append((command.index, command.tokens[-1]))
         elif isinstance(command, coordination.Answer):
             output = command.job.output()
             self.answers.setdefault(command.job.token, []).append((output, command.stats))
@@ -164,6 +169,14 @@ class Swarm:
     def submit(self, token: object, shape: RequestShape, inputs: np.ndarray, deadline_s: float | None = None) -> None:
         """Hand a request of one chunk to the planner."""
         job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s)
+        self.tell_planner(coordination.Submit(job))
+
+    def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
+        """Hand a request for `most` tokens behind `ids` to the planner."""
+        shape, inputs = packed(spec, ids, tokens=len(ids) + most)
+        generation = Generation(tuple(ids.tolist()), most, shape.cache)
+        key = RequestKey(MODEL, "user", str(token))
+        job = Job(key, (Chunk(shape, inputs),), token, None, generation=generation)
         self.tell_planner(coordination.Submit(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------
@@ -247,6 +260,8 @@ class Swarm:
         def deliver() -> None:
             up = messages.decode_up(publish.payload)
             frame = isinstance(up, frames.Frame)
+            if frame and up.kind == "output":
+                self.logits[up.admission] = up.array()
             self.tell_planner(coordination.UpFrame(name, up) if frame else coordination.UpMessage(name, up))
 
         self.carry(publish.topic, "planner", publish.qos, deliver)

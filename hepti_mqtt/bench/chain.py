@@ -1,11 +1,13 @@
 """The motivation of the Hepti paper as Programs: five chained MatMuls [m, 1024] x [1024, 1024] on one device or two.
 
-The rows of the left matrix are split: the secondary gets the last ones in one scatter and gives its product back in
-one gather. In several chunks, one is computed while others travel: the executor runs whatever is ready.
+The chain is a small family, and what it measures is method `row` of it: the rows of the left matrix are split, the
+secondary gets the last ones in one scatter and gives its product back in one gather. In several chunks, one is computed
+while others travel: the executor runs whatever is ready.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.program import PLANNER, Builder, Program, Slot, WeightRef
+from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, Net, Set, Table, on, roles, span, tile
+from hepti_mqtt.program import Program
 
 WIDTH: Final = 1024
 MATMULS: Final = 5
@@ -27,7 +30,7 @@ SECONDARY: Final = "secondary"
 Kind = Literal["work", "echo", "parts"]
 KINDS: Final[tuple[Kind, ...]] = ("work", "echo", "parts")
 
-_REFS: Final = tuple(WeightRef(f"chain.{i}", (0, WIDTH), (0, WIDTH)) for i in range(MATMULS))
+_NAMES: Final = tuple(f"chain.{i}" for i in range(MATMULS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,60 +71,49 @@ def programs(case: Case) -> dict[str, Program]:
     The primary takes x f32 [m, 1024] from its planner and gives it the product of the same shape; in kind `parts` each
     device takes and gives only its own rows.
     """
-    alone = case.kind == "parts"
     home = case.rows - case.away
-    out = {}
-    if home or not alone:
-        out[PRIMARY] = _alone(PRIMARY, home) if alone else _primary(case, home)
-    if case.away:
-        out[SECONDARY] = _alone(SECONDARY, case.away) if alone else _secondary(case)
-    return out
+    if case.kind == "parts":
+        rows = {PRIMARY: home, SECONDARY: case.away}
+        return {
+            name: Lowered(_graph(n, True), _table([(0, span(0, n))]), (name,)).program(name)
+            for name, n in rows.items()
+            if n
+        }
+    pieces = [(0, span(0, home)), *((1, span(*rows)) for rows in case.pieces())]
+    made = Lowered(_graph(case.rows, case.kind != "echo"), _table(pieces), (PRIMARY, SECONDARY))
+    return {name: made.program(name) for name in (PRIMARY, SECONDARY) if name == PRIMARY or case.away}
 
 
-def _primary(case: Case, home: int) -> Program:
-    b = Builder(PRIMARY)
-    x = b.recv((case.rows, WIDTH), PLANNER, "input")
-    pieces = case.pieces()
-    for b.layer, rows in enumerate(pieces):
-        b.send(x, (SECONDARY,), "scatter", rows)
-    b.layer = 0
-    parts: list[Slot] = []
-    if home:
-        own = b.compute("take_rows", (x,), (home, WIDTH), rows=tuple(range(home))) if pieces else x
-        parts.append(_chain(b, own, case.kind))
-    for b.layer, (start, stop) in enumerate(pieces):
-        parts.append(b.recv((stop - start, WIDTH), SECONDARY, "gather"))
-    b.layer = 0
-    whole = parts[0] if len(parts) == 1 else b.compute("concat_rows", parts, (case.rows, WIDTH))
-    b.send(whole, (PLANNER,), "output")
-    return b.build()
+def _graph(rows: int, computes: bool) -> Graph:
+    """Return the chain as a graph: x [m, 1024] -> its product with every matrix; without them rows only travel."""
+    net = Net()
+    x = net.rows("given", net.input("x", (rows, WIDTH), "f32"), roles.STEM)
+    if not computes:
+        x = net.rows("echoed", x, roles.DENSE)
+    for name in _NAMES if computes else ():
+        x = net.linear(name, x, roles.DENSE, {name: WIDTH}, bias=False)
+    net.rows("product", x, roles.TASK)
+    return net.graph()
 
 
-def _secondary(case: Case) -> Program:
-    b = Builder(SECONDARY)
-    for b.layer, (start, stop) in enumerate(case.pieces()):
-        rows = b.recv((stop - start, WIDTH), PRIMARY, "scatter")
-        b.send(_chain(b, rows, case.kind), (PRIMARY,), "gather")
-    return b.build()
-
-
-def _alone(device: str, rows: int) -> Program:
-    b = Builder(device)
-    b.send(_chain(b, b.recv((rows, WIDTH), PLANNER, "input"), "parts"), (PLANNER,), "output")
-    return b.build()
-
-
-def _chain(b: Builder, x: Slot, kind: Kind) -> Slot:
-    """Emit the MatMuls; nothing where rows only travel."""
-    for ref in _REFS if kind != "echo" else ():
-        x = b.compute("linear", (x,), b.shape(x), (ref,), bias=False, activation=None, residual=False)
-    return x
+def _table(pieces: Sequence[tuple[int, Set]]) -> Table:
+    """Return method `row` of this chain: a device has the same rows of every product; the first has the input's."""
+    return Table(
+        {
+            roles.INPUT: on(PLANNER_PLACE),
+            roles.STEM: tile((0, {0: rows}) for _, rows in pieces),
+            roles.DENSE: tile((device, {0: rows}) for device, rows in pieces),
+            roles.TASK: on(0),
+        }
+    )
 
 
 def weights(seed: int) -> dict[str, NDArray[np.float32]]:
     """Return the right matrices, scaled so that a product is of the size of its left matrix."""
     rng = np.random.default_rng([seed, 1])
-    return {ref.tensor: rng.standard_normal((WIDTH, WIDTH), np.float32) / np.float32(WIDTH**0.5) for ref in _REFS}
+    return {
+        f"{name}.weight": rng.standard_normal((WIDTH, WIDTH), np.float32) / np.float32(WIDTH**0.5) for name in _NAMES
+    }
 
 
 def left(seed: int, rows: int) -> NDArray[np.float32]:
@@ -131,6 +123,6 @@ def left(seed: int, rows: int) -> NDArray[np.float32]:
 
 def reference(case: Case, x: NDArray[Any], matrices: dict[str, NDArray[np.float32]]) -> NDArray[Any]:
     """Return what the case must give, by NumPy in the input's precision."""
-    for ref in _REFS if case.kind != "echo" else ():
-        x = x @ matrices[ref.tensor]
+    for name in _NAMES if case.kind != "echo" else ():
+        x = x @ matrices[f"{name}.weight"]
     return x

@@ -110,7 +110,8 @@ class ChainDevice:
         compute_s = 0.0
         if run.bound is not None:
             if run.given is not None:
-                self._executor.deliver(run.admission, (0, "input", PLANNER), run.given)
+                for key in run.bound.template.inputs:
+                    self._executor.deliver(run.admission, key, run.given)
             compute_s = self._work(run)
         latency_s = time.perf_counter() - begin
         error = None
@@ -153,7 +154,7 @@ class ChainDevice:
     def _deliver(self, run: _Run, payload: bytes) -> None:
         frame = decode(payload)
         if frame.admission == run.admission:
-            self._executor.deliver(run.admission, (frame.layer, frame.point, frame.source), frame.array())
+            self._executor.deliver(run.admission, (frame.node, frame.part, frame.source), frame.array())
 
     def _send(self, run: _Run, outgoing: Outgoing) -> None:
         op, array = outgoing.op, outgoing.array
@@ -161,8 +162,8 @@ class ChainDevice:
             run.output = np.array(array)
             return
         frame = Frame(
-            "tensor", MODEL, EPOCH, run.admission, op.layer, op.point, self.device,
-            dtype="f32", shape=array.shape, row_start=op.rows[0] if op.rows else 0, body=array,
+            "tensor", MODEL, EPOCH, run.admission, op.layer, op.node, self.device, op.part,
+            dtype="f32", shape=array.shape, body=array,
         )  # fmt: skip
         topic = self._topics.activation(MODEL, op.layer, self.device, op.to[0])
         payload = encode(frame)

@@ -27,13 +27,13 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.errors import BenchError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.models import tensor_sources
+from hepti_mqtt.models import encoder, tensor_sources
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Boundary, Program, Recv
+from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.spec import ModelSpec, RequestShape
-from hepti_mqtt.strategies import single
+from hepti_mqtt.strategies import program
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -74,12 +74,16 @@ def layer_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
 
 
 def layer_program(spec: ModelSpec, rows: int) -> Program:
-    """Return the Program of `single` from the boundary of layer 0 on: reads x [m, h], sends its value [m, h]."""
+    """Return the Program of `single` from layer 0 on: reads x [m, h], sends its value [m, h]."""
     plan = Plan("layer", Epoch(1, 1), "single", ("one",), "one")
-    program = single.program(spec, plan, RequestShape((rows,), want="hidden"), "one")
-    at = next(i for i, op in enumerate(program.ops) if isinstance(op, Boundary))
-    x = next(op.slots[0] for op in program.ops if isinstance(op, Boundary))
-    return Program(program.device, program.slots, (Recv(x, PLANNER, 0, "input"), *program.ops[at + 1 :]))
+    whole = program(spec, plan, RequestShape((rows,), want="hidden"), "one")
+    stem = (
+        (i, op.writes[0])
+        for i, op in enumerate(whole.ops)
+        if isinstance(op, Compute) and whole.node(op.node) == "embedded"
+    )
+    at, x = next(stem)
+    return Program(whole.device, whole.slots, (Recv(x, PLANNER, 0), *whole.ops[at + 1 :]))
 
 
 class OurLayer:
@@ -99,7 +103,7 @@ class OurLayer:
         self._admission += 1
         self.runs += 1
         executor.admit(self._admission, self._bound)
-        executor.deliver(self._admission, (0, "input", PLANNER), x)
+        executor.deliver(self._admission, (0, 0, PLANNER), x)
         while (step := executor.next()) is not None:
             began = time.perf_counter()
             sent = step.run()
@@ -253,7 +257,7 @@ def measure(rows: int, threads: int = 1, model: str = "bert-large", rounds: int 
 
     Times of one thread are its CPU time, of more the wall clock's. Raises BenchError if a runner computes wrongly.
     """
-    spec = spec_of_kind(model, layers=1)
+    spec = encoder(spec_of_kind(model, layers=1))
     warm_up()
     workers = Workers(threads)
     try:

@@ -12,11 +12,13 @@ from typing import Any, Final, TypeVar
 from hepti_mqtt.bench.contenders import CONTENDERS, STRATEGY_NAMES
 from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
+from hepti_mqtt.spec import Pictures
 
 Parsed = TypeVar("Parsed")
 
@@ -211,11 +213,11 @@ def _group(experiment: Experiment, spec: LabSpec, group: tuple[str, float | None
 
 def _reads_pictures(kind: str | Path) -> bool:
     if isinstance(kind, str):
-        return MODEL_KINDS[kind].architecture.startswith("ViT")
+        return isinstance(spec_of_kind(kind).reads, Pictures)
     from hepti_mqtt.checkpoint import Checkpoint
 
     with Checkpoint.open(kind, kind.name) as checkpoint:
-        return checkpoint.spec.text is None
+        return isinstance(checkpoint.spec.reads, Pictures)
 
 
 def lab_of(value: Any, base: Path) -> LabSpec:

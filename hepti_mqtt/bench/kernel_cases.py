@@ -17,6 +17,7 @@ from hepti_mqtt.bench.kernel_timing import Contender, interleaved
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.peak import Roof, multiply_adds, reads_of_memory
+from hepti_mqtt.models import encoder
 from hepti_mqtt.plan import Storage
 
 # Shapes with fewer weights than this are judged in the mean alone.
@@ -109,7 +110,7 @@ def _many_rows_shapes(quick: bool, seed: int) -> Cases:
 
 
 def _layer_shapes(_quick: bool, _seed: int) -> Cases:
-    spec = spec_of_kind(LAYER_MODEL)
+    spec = encoder(spec_of_kind(LAYER_MODEL))
     return ((Shape(m, spec.mlp, spec.hidden, 0.0), "f32") for m in LAYER_ROWS)
 
 
@@ -171,7 +172,7 @@ def _streaming(case: Case, conditions: Conditions, pools: Pools) -> dict[str, An
 
 
 def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
-    spec, rows = spec_of_kind(LAYER_MODEL, layers=1), case.shape.m
+    spec, rows = encoder(spec_of_kind(LAYER_MODEL, layers=1)), case.shape.m
     runners = checked_runners(spec, rows, conditions.threads, conditions.seed, pools["ours"])
     contenders = {name: partial(run, runners.x) for name, run in runners.runs.items()}
     h, up = spec.hidden, spec.mlp

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS
+from hepti_mqtt.models import encoder, graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Compute
 from hepti_mqtt.spec import ModelSpec, RequestShape
@@ -37,10 +38,10 @@ class Shape(NamedTuple):
 
 @cache
 def shapes() -> tuple[Shape, ...]:
-    """Return every distinct shape of MODELS under every strategy and variant with 1 to 8 equal devices, sorted."""
+    """Return every distinct shape of MODELS, sorted: 1 to 8 equal devices, every way that a planner may choose."""
     weights: Counter[tuple[int, int, int]] = Counter()
     for kind in MODELS:
-        spec = spec_of_kind(kind)
+        spec = encoder(spec_of_kind(kind))
         for tokens in (spec.max_tokens,) if spec.image else TEXT_TOKENS:
             for work in _linear_work(spec, RequestShape((tokens,))):
                 weights[work.rows, work.n, work.k] += int(work.flops)
@@ -48,7 +49,7 @@ def shapes() -> tuple[Shape, ...]:
 
 
 def _linear_work(spec: ModelSpec, shape: RequestShape) -> Iterator[Work]:
-    for plan in _plans(spec):
+    for plan in _plans(spec, shape):
         for program in programs(spec, plan, shape).values():
             for op in program.ops:
                 if isinstance(op, Compute):
@@ -57,8 +58,9 @@ def _linear_work(spec: ModelSpec, shape: RequestShape) -> Iterator[Work]:
                         yield work
 
 
-def _plans(spec: ModelSpec) -> Iterator[Plan]:
-    for strategy in STRATEGIES.values():
+def _plans(spec: ModelSpec, shape: RequestShape) -> Iterator[Plan]:
+    whole = graph(spec, shape)
+    for strategy in (s for s in STRATEGIES.values() if s.offered and s.unsupported(whole) is None):
         for options in strategy.options:
             for count in range(1, 1 + (strategy.most_devices or MOST_DEVICES)):
                 devices = tuple(f"d{i}" for i in range(count))

@@ -18,12 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from hepti_mqtt.bench.contenders import AUTO, CONTENDERS, OUTSIDE, SITE
 from hepti_mqtt.bench.experiment import Cell, Experiment, cells
-from hepti_mqtt.bench.inputs import random_input, reference
 from hepti_mqtt.bench.outside import Outside, require
 from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
 from hepti_mqtt.bench.sources import Baselines, Site, Source, with_room
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client.check import random_input, reference
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
@@ -31,6 +31,7 @@ from hepti_mqtt.lab.changes import Script, Stamp
 from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import LabSite
 from hepti_mqtt.lab.spec import LabSpec
+from hepti_mqtt.models import largest_shape
 
 AFTERWARDS_S: Final = 15.0  # of requests after a script's last change: a dead device is noticed after 6 s
 
@@ -81,7 +82,7 @@ def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) ->
         found[name] = directory
         with Checkpoint.open(directory, name) as checkpoint:
             for tokens in dict.fromkeys(cell.tokens for cell in wanted if cell.model == name):
-                limit = checkpoint.spec.max_tokens
+                limit = largest_shape(checkpoint.spec).tokens
                 if tokens is not None and tokens > limit:
                     raise ConfigError(f"`lengths` has {tokens}, and {name} reads at most {limit} tokens")
                 place = _reference(out, name, tokens)

@@ -8,15 +8,16 @@ from typing import Any
 
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
+from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.simulate import Naming, simulate, timeline_svg
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import programs
 
 
 def draw(turn: Mapping[str, Any], file: Path) -> Path:
     """Write the picture of a turn's `active` plan; return its path."""
-    plan, spec = Plan.from_dict(turn["active"]), ModelSpec.from_dict(turn["spec"])
+    plan, spec = Plan.from_dict(turn["active"]), spec_from_dict(turn["spec"])
     shape = RequestShape((turn["tokens"],))
     cluster = cluster_described(turn["devices"], plan.devices)
     result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +17,8 @@ from hepti_mqtt.checkpoint import hash_cache
 from hepti_mqtt.checkpoint.safetensors_file import StoredTensor, WeightsFile, close_all, open_weights, read_json
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources
-from hepti_mqtt.spec import ModelSpec
+from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TilePlace, tile_hash
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
@@ -57,8 +56,8 @@ class Checkpoint:
         self.extras = extras
         self._files = files
         self._stored: dict[str, StoredTensor] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = self._without_absent_pooler(spec_from_config(config, extras))
-        self._tensors = _match(self._stored, tensor_sources(self.spec), path)
+        self.spec = as_stored(spec_from_config(config, extras), self._stored)
+        self._tensors = _match(self._stored, self.spec, path)
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
@@ -98,15 +97,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _without_absent_pooler(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec with the plain cls row as embedding where the checkpoint was saved without a pooler."""
-        if spec.head.task != "embedding" or not spec.head.pooler:
-            return spec
-        stored = next(source.stored for source in tensor_sources(spec) if source.name == "head.pooler.weight")
-        if any(name in self._stored for name in stored):
-            return spec
-        return replace(spec, head=replace(spec.head, pooler=False))
 
     def tensors(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
@@ -229,13 +219,11 @@ def _located(source: TensorSource, place: TilePlace) -> _Tile:
     return _Tile(source, (row, row + rows), (column, column + columns))
 
 
-def _match(
-    stored: Mapping[str, StoredTensor], sources: tuple[TensorSource, ...], path: Path
-) -> Mapping[TensorSource, StoredTensor]:
+def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mapping[TensorSource, StoredTensor]:
     """Return the stored tensor of each source; raises ModelError naming those that are missing or of another shape."""
     found: dict[TensorSource, StoredTensor] = {}
     missing, wrong = [], []
-    for source in sources:
+    for source in tensor_sources(spec):
         name = next((name for name in source.stored if name in stored), None)
         if name is None:
             missing.append(source.stored[0])
@@ -246,10 +234,20 @@ def _match(
         else:
             found[source] = stored[name]
     if missing:
-        raise ModelError(f"{path} lacks {_some(missing)}; config.json and the weights must be of the same model")
+        raise ModelError(f"{path} lacks {_some(missing)}; {_whose(stored, spec)}")
     if wrong:
         raise ModelError(f"{path}: {_some(wrong)}; config.json and the weights must be of the same model")
     return found
+
+
+def _whose(stored: Mapping[str, StoredTensor], spec: Spec) -> str:
+    family = family_stored(stored)
+    if family is None or spec.architecture in family.ARCHITECTURES:
+        return "config.json and the weights must be of the same model"
+    return (
+        f"the weights are those of another family than {spec.architecture}: config.json's `architectures` must name "
+        f"one of {', '.join(family.ARCHITECTURES)}, with its sizes; restore config.json or the weights"
+    )
 
 
 def _some(items: list[str]) -> str:

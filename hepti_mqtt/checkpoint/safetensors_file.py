@@ -11,15 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from hepti_mqtt.errors import ModelError
-
-StoredDtype = Literal["F16", "F32", "BF16", "F64"]
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype("<f2"),

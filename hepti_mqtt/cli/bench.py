@@ -8,7 +8,6 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hepti_mqtt.bench import kernel_options
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ConfigError
 
@@ -28,7 +27,34 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--quick", action="store_true", help="the experiment with its `quick:` values; a sample of the kernels"
     )
-    kernel_options.add_arguments(sub.add_argument_group("of `bench kernels`"))
+    kernels = sub.add_argument_group("of `bench kernels`")
+    kernels.add_argument("--threads", type=_counts, default=(1, 2), metavar="1,2", help="thread counts (default 1,2)")
+    kernels.add_argument(
+        "--only", type=_groups, metavar="GROUP,..", help="groups of cases (default: all; a wrong one lists them)"
+    )
+    kernels.add_argument("--seed", type=int, default=1, help="of the data and the sample (default 1)")
+    kernels.add_argument("--seconds", type=float, help="stop after so long; the same command goes on from there")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of thread counts, such as 1,2")
+    return numbers
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    from hepti_mqtt.bench.kernel_options import GROUPS
+
+    chosen = tuple(text.split(","))
+    if unknown := set(chosen) - set(GROUPS):
+        raise argparse.ArgumentTypeError(
+            f"there is no group {', '.join(sorted(unknown))}; the groups are {', '.join(GROUPS)}"
+        )
+    return chosen
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -73,8 +99,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _kernels(args: argparse.Namespace) -> int:
     from hepti_mqtt.bench import kernel_bars, kernel_report, kernels
+    from hepti_mqtt.bench.kernel_options import GROUPS, OUT, Options
 
-    options = kernel_options.options_of(args)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    only = args.only or GROUPS
+    options = Options(args.out or OUT, args.quick, args.threads, only, args.seed, args.seconds, command)
     results = kernels.run(options)
     if args.json:
         figures = [figure._asdict() for figure in kernel_report.summary(results.records)]

@@ -12,7 +12,6 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -20,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 from platformdirs import user_cache_path
 
+from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import max_abs_err
@@ -27,6 +27,7 @@ from hepti_mqtt.cli.progress import LoadView
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.cli.site import Processes, processes
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.strategies import STRATEGIES
@@ -46,19 +47,10 @@ SENTENCES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DemoAgent:
-    """One agent of the demo: its name, computing threads and memory budget."""
-
-    name: str
-    threads: int
-    memory: str
-
-
 AGENTS: Final = (
-    DemoAgent("livingroom", 2, "400MiB"),
-    DemoAgent("kitchen", 1, "240MiB"),
-    DemoAgent("attic", 1, "160MiB"),
+    AgentOptions("livingroom", 2, "400MiB"),
+    AgentOptions("kitchen", 1, "240MiB"),
+    AgentOptions("attic", 1, "160MiB"),
 )
 
 
@@ -127,16 +119,15 @@ def _report_log(log: Path) -> Iterator[None]:
 def start_site(children: Processes, url: str, site: str, directory: Path) -> None:
     """Start the planner and the agents as processes; the password, if any, stays out of their arguments."""
     environment = {"HEPTI_BROKER": url, "HEPTI_SITE": site}
-    children.start("planner", ["planner", "--model", f"{MODEL}={directory}"], environment)
+    children.start("planner", ["planner", *PlannerOptions({MODEL: directory}).arguments()], environment)
     for agent in AGENTS:
-        arguments = ["agent", "--id", agent.name, "--threads", str(agent.threads), "--memory", agent.memory]
-        children.start(agent.name, arguments, environment)
+        children.start(agent.device, ["agent", *agent.arguments()], environment)
 
 
 def _wait_ready(hepti: Hepti, children: Processes) -> None:
     """Wait until every agent has joined and a plan is active; show how far it is."""
     deadline = time.monotonic() + READY_S
-    wanted = {a.name for a in AGENTS}
+    wanted = {a.device for a in AGENTS}
     joined: float | None = None  # when all of them were seen
     known = -1
     output.err.print("starting; kernels compile at the first start on a machine ...", markup=False)
@@ -203,9 +194,11 @@ def _show(hepti: Hepti, directory: Path, args: argparse.Namespace) -> dict[str, 
 def _compare(hepti: Hepti, checkpoint: Checkpoint, repeat: int) -> list[dict[str, Any]]:
     """Send one request under every strategy and variant, checked first, then timed in turns."""
     body: dict[str, Any] = {"text": " ".join(SENTENCES)}
-    devices = tuple(a.name for a in AGENTS)
+    devices = tuple(a.device for a in AGENTS)
     out = []
-    methods = [(s, dict(options)) for s in STRATEGIES.values() for options in s.options]
+    graph = models.graph(checkpoint.spec, models.largest_shape(checkpoint.spec))
+    able = [s for s in STRATEGIES.values() if s.offered and s.unsupported(graph) is None]
+    methods = [(s, dict(options)) for s in able for options in s.options]
     for strategy, options in methods:
         pinned: dict[str, Any] = {"strategy": strategy.name, "options": options}
         if strategy.most_devices is None:
@@ -213,7 +206,7 @@ def _compare(hepti: Hepti, checkpoint: Checkpoint, repeat: int) -> list[dict[str
         hidden = hepti.infer(MODEL, **body, **pinned, want="hidden", timeout_s=60).hidden
         error = max_abs_err(checkpoint, body, hidden)
         answers = [hepti.infer(MODEL, **body, **pinned, timeout_s=60) for _ in range(repeat)]
-        raw = answers[-1].raw
+        raw = hepti.foretold(answers[-1], **body, **pinned, timeout_s=60).raw
         out.append(
             {
                 "strategy": "/".join([strategy.name, *options.values()]),

@@ -14,13 +14,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.bench.inputs import random_input, reference
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.site import PLANNER_S, require_broker
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.client.check import random_input, reference
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.spec import ModelSpec
+from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.spec import Spec
 
 PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
 
@@ -31,9 +32,13 @@ def infer(args: argparse.Namespace) -> int:
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         shown = _record(hepti, args)
-        spec = ModelSpec.from_dict(shown["spec"])
+        spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
-        answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
+        if args.max_new_tokens and not args.plan_only and not args.json and args.repeat == 1:
+            answers = [stream(hepti, args, body)]
+        else:
+            answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
+        answers[-1] = hepti.foretold(answers[-1], **body, **pins(args), timeout_s=args.timeout)
         error = None
         if args.check:
             directory = args.model_dir or shown.get("directory")
@@ -76,9 +81,10 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def request_body(args: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
+def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    extra = {"truncate": True} if args.truncate else {}
+    most = {"max_new_tokens": args.max_new_tokens} if args.max_new_tokens else {}
+    extra = {"truncate": True, **most} if args.truncate else most
     if args.text:
         return {"text": args.text[0], **extra} if len(args.text) == 1 else {"texts": args.text, **extra}
     if args.image:
@@ -86,10 +92,23 @@ def request_body(args: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
         return {"image": pictures[0]} if len(pictures) == 1 else {"images": pictures}
     if args.ids:
         try:
-            return {"ids": [int(part) for part in args.ids.split(",")]}
+            return {"ids": [int(part) for part in args.ids.split(",")], **most}
         except ValueError as exc:
             raise ConfigError(f"--ids takes whole numbers separated by commas ({exc})") from exc
-    return random_input(spec, args.tokens, args.seed)
+    return {**random_input(spec, args.tokens, args.seed), **most}
+
+
+def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> Answer:
+    """Send the request of a decoder and print its tokens as they come; return the whole answer."""
+    tokens = hepti.generate(args.model, **body, **pins(args), deadline_ms=args.deadline_ms, timeout_s=args.timeout)
+    while True:
+        try:
+            token = next(tokens)
+        except StopIteration as end:
+            output.print_text("\n")
+            answer: Answer = end.value
+            return answer
+        output.print_text(token["text"])
 
 
 def run(

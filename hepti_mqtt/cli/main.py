@@ -11,7 +11,7 @@ from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.parser import build
-from hepti_mqtt.config import Settings
+from hepti_mqtt.config.options import settings_of
 from hepti_mqtt.errors import HeptiError
 
 # Modules are imported when their command runs: `hepti --help` must not wait for Numba.
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.setup_logging(args.verbose)
     module, name = _COMMANDS[args.command]
     try:
-        settings = Settings.of(args.broker, args.site)
+        settings = settings_of(args)
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
         return command(args)

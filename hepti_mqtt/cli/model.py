@@ -58,15 +58,8 @@ def _verify(args: argparse.Namespace) -> int:
 
     with Checkpoint.open(args.directory) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
-        rng = np.random.default_rng(0)
-        if spec.text is not None:
-            shape = RequestShape((min(32, spec.max_tokens),), "hidden")
-            inputs = rng.integers(0, spec.text.vocab, shape.tokens).astype(np.int32)
-        else:
-            assert spec.image is not None
-            image = spec.image
-            shape = RequestShape((image.patches + 1,), "hidden")
-            inputs = rng.integers(0, 256, (1, image.channels, image.size, image.size)).astype(np.uint8)
+        shape = RequestShape(models.shape_for(spec, 32).lengths, "hidden")
+        inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", Epoch(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
         got = run_local(program(spec, alone, shape, "here"), tensors, inputs)

@@ -30,6 +30,12 @@ def print_lines(lines: Iterable[str]) -> None:
         out.print(line, markup=False)
 
 
+def print_text(text: str) -> None:
+    """Print text at once, without a line's end."""
+    out.print(text, end="", markup=False)
+    out.file.flush()
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right."""
     cells = [[str(value) for value in row] for row in rows]

@@ -3,69 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import bench, lab
-from hepti_mqtt.config.sizes import parse_size
-from hepti_mqtt.errors import ConfigError
-
-
-def size(text: str) -> int:
-    """Return bytes from "400MiB", "2GB" or a plain number; raises argparse.ArgumentTypeError otherwise."""
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def named_directory(text: str) -> tuple[str, Path]:
-    """Return (name, directory) from NAME=DIR; raises argparse.ArgumentTypeError otherwise."""
-    name, sep, path = text.partition("=")
-    if not sep or not name or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIRECTORY")
-    return name, Path(path)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return the names of a comma-separated list."""
-    return tuple(part for part in text.split(",") if part)
-
-
-def positive(text: str) -> int:
-    """Return a whole number above zero; raises argparse.ArgumentTypeError otherwise."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    """Return a whole number from zero; raises argparse.ArgumentTypeError otherwise."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Return a time above zero; raises argparse.ArgumentTypeError otherwise."""
-    return _above_zero(text, "seconds")
-
-
-def mbit(text: str) -> float:
-    """Return a rate above zero; raises argparse.ArgumentTypeError otherwise."""
-    return _above_zero(text, "Mbit/s")
-
-
-def _above_zero(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above zero")
-    return value
+from hepti_mqtt.config.argument_types import natural, natural_range, positive, seconds
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions, add_pins, add_site
 
 
 def build() -> argparse.ArgumentParser:
@@ -77,55 +21,32 @@ def build() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text, fill in _COMMANDS:
         sub = commands.add_parser(name, help=help_text, description=help_text)
-        sub.add_argument("--broker", metavar="URL", help="mqtt[s]://user:password@host:port (default: HEPTI_BROKER)")
-        sub.add_argument("--site", help="name of the site (default: HEPTI_SITE, else home)")
+        add_site(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         sub.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
         fill(sub)
     return parser
 
 
-def _pins(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
-    sub.add_argument("--variant", metavar="NAME", help="pin the strategy's variant, e.g. kv or heads of row")
-    sub.add_argument("--devices", type=names, metavar="A,B,C", help="pin the devices")
-    sub.add_argument("--wire", choices=("f32", "f16", "i8"), help="pin the dtype of exchanged activations")
-    sub.add_argument("--weights", choices=("f32", "f16", "w8a8", "w8a32"), help="pin how the layers' matrices are kept")
-
-
 def _drawing(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--explain", action="store_true", help="also print each device's Program and the time line")
-    sub.add_argument("--layer", type=natural, default=1, help="layer whose ops --explain prints (default 1)")
+    sub.add_argument(
+        "--explain", action="store_true", help="also print the work factor, each device's Program and the time line"
+    )
+    sub.add_argument(
+        "--layer",
+        type=natural_range,
+        default=range(1, 2),
+        metavar="N|A:B",
+        help="layers that --explain prints and --layout-svg draws (default 1)",
+    )
     sub.add_argument("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
+    sub.add_argument(
+        "--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels"
+    )
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repeat", type=positive, default=10, help="requests per strategy (default 10)")
-
-
-def agent_arguments(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of an agent."""
-    sub.add_argument("--id", required=True, help="name of this device in topics")
-    sub.add_argument("--threads", type=positive, help="threads that compute (default: all cores)")
-    sub.add_argument(
-        "--memory", type=size, metavar="SIZE", help="budget for weights and activations (default: 80 %% of free)"
-    )
-    sub.add_argument("--cache", type=Path, metavar="DIR", help="where tiles of weights are kept")
-    sub.add_argument("--cache-size", type=size, metavar="SIZE", help="limit of the tile cache")
-
-
-def _planner(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--model", type=named_directory, action="append", required=True, metavar="NAME=DIR", help="serve a model"
-    )
-    sub.add_argument("--in-flight", type=positive, default=2, help="requests that run at once per model (default 2)")
-    sub.add_argument(
-        "--broker-mbit",
-        type=mbit,
-        metavar="MBIT",
-        help="rate of the broker's own link, which carries a copy for each receiver (default: as the fastest device's)",
-    )
-    _pins(sub)
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:
@@ -143,13 +64,17 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
     sub.add_argument("--model-dir", type=Path, help="the model's directory for --check (default: the planner's)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    sub.add_argument(
+        "--max-new-tokens", type=positive, metavar="N", help="tokens that a decoder generates, shown as they come"
+    )
     sub.add_argument("--deadline-ms", type=positive, help="give up after so long")
     sub.add_argument("--timeout", type=seconds, default=120.0, help="seconds to wait for an answer (default 120)")
-    _pins(sub)
+    add_pins(sub)
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", help="name of the model (default: the only one)")
+    sub.add_argument("--story", action="store_true", help="also print what became of the last plans, and why")
     _drawing(sub)
 
 
@@ -172,7 +97,7 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--tokens", type=positive, default=128, help="tokens of the request (default 128)")
     _drawing(sub)
-    _pins(sub)
+    add_pins(sub)
 
 
 def _devices(sub: argparse.ArgumentParser) -> None:
@@ -189,8 +114,8 @@ def _broker(sub: argparse.ArgumentParser) -> None:
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "let this device take part", agent_arguments),
-    ("planner", "plan and coordinate for one site", _planner),
+    ("agent", "let this device take part", AgentOptions.add),
+    ("planner", "plan and coordinate for one site", PlannerOptions.add),
     ("infer", "send a request and print the answer", _infer),
     ("plan", "show how a model is divided, and why", _plan),
     ("devices", "list the site's devices", _devices),

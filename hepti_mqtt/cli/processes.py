@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from dataclasses import replace
 from functools import partial
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.progress import LoadView
-from hepti_mqtt.cli.site import require_broker
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
 
 
 def _stop_event() -> threading.Event:
@@ -26,27 +23,16 @@ def _stop_event() -> threading.Event:
 def agent(args: argparse.Namespace) -> int:
     """Run this device's agent."""
     from device_agent import AgentConfig, run_agent
-    from hepti_mqtt.transport import BrokerUrl
 
-    config = AgentConfig(
-        url=BrokerUrl.parse(require_broker(args)),
-        site=check_name("site", args.site),
-        device_id=check_name("device", args.id),
-        memory_bytes=args.memory,
-        cache_dir=args.cache,
-    )
     view = LoadView()
-    if args.threads is not None:
-        config = replace(config, threads=args.threads)
-    if args.cache_size is not None:
-        config = replace(config, cache_bytes=args.cache_size)
+    config = AgentConfig.of(settings_of(args), AgentOptions.of(args), watch=partial(_show_load, view))
     with view:
-        run_agent(replace(config, watch=partial(_show_load, view)))
+        run_agent(config)
     return 0
 
 
 def _show_load(view: LoadView, event: object) -> None:
-    from hepti_mqtt.runtime.worker import Loaded, LoadFailed, LoadProgress
+    from hepti_mqtt.runtime.events import Loaded, LoadFailed, LoadProgress
 
     if isinstance(event, LoadProgress):
         view.show(event.model, event.done_bytes, event.total_bytes)
@@ -58,30 +44,9 @@ def _show_load(view: LoadView, event: object) -> None:
 
 def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
-    from hepti_mqtt.service import Pins, PlannerConfig, run_planner
-    from hepti_mqtt.transport import BrokerUrl
+    from hepti_mqtt.service import PlannerConfig, run_planner
 
-    models = {}
-    for name, directory in args.model:
-        if check_name("model", name) in models:
-            raise ConfigError(f"--model {name} is given twice")
-        models[name] = directory
-    pins = Pins(
-        strategy=args.strategy,
-        options={"variant": args.variant} if args.variant else {},
-        devices=args.devices,
-        wire=args.wire or "f32",
-        storage=args.weights or "f32",
-    )
-    config = PlannerConfig(
-        url=BrokerUrl.parse(require_broker(args)),
-        site=check_name("site", args.site),
-        models=models,
-        pins=dict.fromkeys(models, pins),
-        in_flight=args.in_flight,
-        broker_mbit=args.broker_mbit,
-    )
-    run_planner(config, _stop_event())
+    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), _stop_event())
     return 0
 
 

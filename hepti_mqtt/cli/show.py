@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,21 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program
-from hepti_mqtt.simulate import Naming, Simulation, explain, simulate, timeline_svg, timeline_text
-from hepti_mqtt.spec import ModelSpec, RequestShape
-from hepti_mqtt.strategies import programs
+from hepti_mqtt.simulate import (
+    Naming,
+    Simulation,
+    explain,
+    layout_svg,
+    plan_work,
+    simulate,
+    timeline_svg,
+    timeline_text,
+)
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import lowered, programs
 
 
 def devices(args: argparse.Namespace) -> int:
@@ -76,20 +87,29 @@ def plan(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or _only(hepti.models(PLANNER_S))
         shown = hepti.plan(model, PLANNER_S)
-        found = hepti.devices(wait_s=1.5) if args.explain or args.svg else []
+        found = hepti.devices(wait_s=1.5) if wants_play(args) else []
+    asked = _active(shown)
     if args.json:
-        output.print_json({k: v for k, v in shown.items() if k != "spec"})
+        work = {"work": plan_work(*asked).to_dict()} if asked else {}
+        output.print_json({k: v for k, v in shown.items() if k != "spec"} | work)
     else:
         print_plan(model, shown)
-    if (args.explain or args.svg) and shown["active"]:
-        active, spec = Plan.from_dict(shown["active"]), ModelSpec.from_dict(shown["spec"])
-        shape = RequestShape((active.predicted_tokens or min(128, spec.max_tokens),))
-        played = play_plan(args.site, spec, active, shape, cluster_described(found, active.devices))
-        if args.svg:
-            draw_plan(args.svg, active, played)
+        if args.story:
+            print_story(model, shown)
+    if asked and wants_play(args):
+        played = play_plan(args.site, *asked, cluster_described(found, asked[1].devices))
+        draw_plan(args, played)
         if args.explain and not args.json:
-            explain_plan(active, played, args.layer)
+            explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
+
+
+def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
+    """Return the model, its active plan and the request for which that was made; None if no plan is active."""
+    if not shown["active"]:
+        return None
+    active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
+    return spec, active, shape_for(spec, active.predicted_tokens or 128)
 
 
 def _only(names: Sequence[str]) -> str:
@@ -131,38 +151,73 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     output.print_lines([f"why: {active['reason']}"])
 
 
+def print_story(model: str, shown: Mapping[str, Any]) -> None:
+    """Print the last steps of a model's plans, oldest first, in local time."""
+    rows = []
+    for step in shown.get("story") or []:
+        at = datetime.fromtimestamp(step["time"]).isoformat(" ", "milliseconds")
+        rows.append((at, step["plan"], step["from"], step["to"], step["cause"]))
+    output.print_table(f"story of the plans for {model}", ("time", "plan", "from", "to", "cause"), rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """A request of `shape` under a plan, as the simulator saw it."""
 
-    spec: ModelSpec
+    spec: Spec
+    plan: Plan
     shape: RequestShape
     programs: Mapping[str, Program]
     result: Simulation
 
+    def title(self) -> str:
+        """Return what pictures of it are called."""
+        return f"{self.plan.method}, {self.shape.tokens} tokens"
 
-def play_plan(site: str, spec: ModelSpec, plan: Plan, shape: RequestShape, cluster: Cluster) -> Played:
+
+def wants_play(args: argparse.Namespace) -> bool:
+    """Return whether the arguments ask for what only the simulator knows."""
+    return bool(args.explain or args.svg or args.layout_svg)
+
+
+def play_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> Played:
     """Return what happens in a request under a plan, by simulation."""
     parts = programs(spec, plan, shape)
-    return Played(spec, shape, parts, simulate(Naming(site, plan.model), spec, shape, parts, cluster, record=True))
+    result = simulate(Naming(site, plan.model), spec, shape, parts, cluster, record=True)
+    return Played(spec, plan, shape, parts, result)
 
 
-def draw_plan(file: Path, plan: Plan, played: Played) -> None:
-    """Write the time line as a picture; raises ConfigError if the file cannot be written."""
-    title = f"{plan.strategy} {' '.join(plan.options.values())}, {played.shape.tokens} tokens, simulated"
+def draw_plan(args: argparse.Namespace, played: Played) -> None:
+    """Write the pictures that the arguments ask for; raises ConfigError if a file cannot be written."""
+    plan, result = played.plan, played.result
+    if args.svg:
+        title = f"{played.title()}, simulated"
+        _write("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
+    if args.layout_svg:
+        made = lowered(played.spec, plan, played.shape)
+        layers = [min(layer, made.whole.layers() - 1) for layer in args.layer]
+        which = f"layer {layers[0]}" if len(set(layers)) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        _write("--layout-svg", args.layout_svg, layout_svg(made, layers, f"{played.title()}, {which}", plan.wire))
+
+
+def _write(option: str, file: Path, picture: str) -> None:
     try:
-        file.write_text(timeline_svg(played.result.events, plan.devices, played.result.seconds, title))
+        file.write_text(picture, "utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}; choose another --svg") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}; choose another {option}") from error
     output.err.print(f"wrote {file}", markup=False)
 
 
-def explain_plan(plan: Plan, played: Played, layer: int) -> None:
-    """Print one layer's ops of every device and the time line."""
-    layer, result = min(layer, played.spec.layers - 1), played.result
+def explain_plan(played: Played, layers: Sequence[int]) -> None:
+    """Print the work factor, some layers' ops of every device and the time line."""
+    result = played.result
+    last = max(op.layer for program in played.programs.values() for op in program.ops)
+    output.print_lines(["", plan_work(played.spec, played.plan, played.shape).text()])
     for name, program in played.programs.items():
         use = result.devices[name]
         busy = f"computes {use.compute_s * 1e3:.1f} ms, waits {use.wait_s * 1e3:.1f} ms, sends {use.sent_bytes} bytes"
-        output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}; layer {layer}:", *explain(program, layer)])
+        output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}"])
+        for layer in dict.fromkeys(min(layer, last) for layer in layers):
+            output.print_lines([f"layer {layer}:", *explain(program, layer)])
     title = f"time line of {played.shape.tokens} tokens (simulated, {result.seconds * 1e3:.1f} ms):"
-    output.print_lines(["", title, *timeline_text(result.events, plan.devices, result.seconds)])
+    output.print_lines(["", title, *timeline_text(result.events, played.plan.devices, result.seconds)])

@@ -7,31 +7,35 @@ from pathlib import Path
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan
+from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
+from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.simulate import Naming
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.simulate import Naming, plan_work
+from hepti_mqtt.spec import Spec
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(args.devices_file)
     spec = _spec(args.model)
-    tokens = min(args.tokens, spec.max_tokens)
+    shape = shape_for(spec, args.tokens)
+    cached = f" with a cache of {shape.cache}" if shape.cache else ""
+    pins = PinOptions.of(args).pins()
     question = Question(
         Naming(args.site, "model"),
         spec,
         cluster,
-        RequestShape((tokens,)),
+        shape,
         Epoch(1, 1),
-        strategy=args.strategy,
-        options={"variant": args.variant} if args.variant else {},
-        devices=args.devices,
-        wire=args.wire or "f32",
-        storage=args.weights or "f32",
+        strategy=pins.strategy,
+        options=pins.options,
+        devices=pins.devices,
+        wire=pins.wire,
+        storage=pins.storage,
     )
     decision = decide(question)
     rows = [
@@ -47,14 +51,15 @@ def simulate(args: argparse.Namespace) -> int:
         for c in decision.ranking
     ]
     chosen = decision.chosen.plan
-    played = play_plan(args.site, spec, chosen, question.shape, cluster) if args.explain or args.svg else None
-    if played is not None and args.svg:
-        draw_plan(args.svg, chosen, played)
+    played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
+    if played is not None:
+        draw_plan(args, played)
     if args.json:
-        output.print_json({"chosen": chosen.to_dict(), "reason": decision.reason, "candidates": rows})
+        work = plan_work(spec, chosen, question.shape).to_dict()
+        output.print_json({"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": rows})
         return 0
     output.print_table(
-        f"{args.model}, {tokens} tokens, simulated",
+        f"{args.model}, {shape.tokens} tokens{cached}, simulated",
         ("strategy", "devices", "predicted ms", "bytes", "MiB per device", "fits"),
         [
             (
@@ -70,11 +75,11 @@ def simulate(args: argparse.Namespace) -> int:
     )
     output.print_lines([f"why: {decision.reason}"])
     if played is not None and args.explain:
-        explain_plan(chosen, played, args.layer)
+        explain_plan(played, args.layer)
     return 0
 
 
-def _spec(name: str) -> ModelSpec:
+def _spec(name: str) -> Spec:
     if name in KINDS:
         return spec_of_kind(name)
     if Path(name).is_dir():

@@ -11,19 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.config.options import settings_of
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
 
 
 def require_broker(args: argparse.Namespace) -> str:
     """Return the broker's URL; raises ConfigError if none was given."""
-    if args.broker is None:
-        raise ConfigError(
-            "no broker: give --broker mqtt://HOST:1883 or set HEPTI_BROKER (`hepti broker` starts one, `hepti demo` "
-            "needs none)"
-        )
-    return str(args.broker)
+    return settings_of(args).require_broker()
 
 
 class Processes:

@@ -78,6 +78,11 @@ class Answer:
         return parts if self._several else list(parts[0])
 
     @property
+    def generated(self) -> str:
+        """Return the text that a decoder has generated; raises RequestError if the model generates none."""
+        return str(self._parts("text")[0])
+
+    @property
     def hidden(self) -> Floats:
         """Return the final hidden states [m, h] of a request with want="hidden"."""
         result = self.result

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 from hepti_mqtt.client.answer import Answer
 from hepti_mqtt.client.body import Picture, request_body
-from hepti_mqtt.client.session import ClientSession, Ended, Publication
+from hepti_mqtt.client.session import ClientSession, Ended, Part, Publication
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
     ConfigError,
@@ -106,6 +108,7 @@ class Hepti:
         truncate: bool | None = None,
         want: str | None = None,
         top_k: int | None = None,
+        max_new_tokens: int | None = None,
         deadline_ms: float | None = None,
         strategy: str | None = None,
         options: Mapping[str, str] | None = None,
@@ -134,6 +137,7 @@ class Hepti:
             truncate=truncate,
             want=want,
             top_k=top_k,
+            max_new_tokens=max_new_tokens,
             deadline_ms=deadline_ms,
             strategy=strategy,
             options=options,
@@ -147,6 +151,46 @@ class Hepti:
             future.cancel()
             raise self._why(timeout_s) from None
 
+    def generate(
+        self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
+    ) -> Generator[dict[str, Any], None, Answer]:
+        """Ask a decoder and yield its tokens as they come, each once and in order: {"index", "token", "text"}.
+
+        request: what `infer` takes; timeout_s: for each token. The generator's value is the whole answer. Tokens whose
+        messages were lost come with it. Raises as `infer` does.
+        """
+        future = _Stream()
+        self._send(model, uuid.uuid4().hex, request_body(**request, max_new_tokens=max_new_tokens), future)
+        future.add_done_callback(lambda _: future.parts.put(None))
+        shown = 0
+        try:
+            while (part := future.parts.get(timeout=timeout_s)) is not None:
+                if part.get("index") == shown:
+                    shown += 1
+                    yield {key: part[key] for key in ("index", "token", "text")}
+        except queue.Empty:
+            raise self._why(timeout_s) from None
+        finally:
+            future.cancel()
+        answer = future.result()
+        for index, token in enumerate(answer.result["ids"][shown:], shown):
+            yield {"index": index, "token": token, "text": ""}
+        return answer
+
+    def foretold(self, answer: Answer, **request: Any) -> Answer:
+        """Return an answer with what the simulator predicts for it, where it came before its forecast was made.
+
+        request: what `infer` was given, without the model; not want="hidden". It is sent once more for its forecast
+        alone, which computes nothing. If another plan is up by then, the answer stays as it is.
+        """
+        if answer.raw.get("forecast") != "estimated":
+            return answer
+        told = self.infer(answer.model, **{**request, "want": "plan"})
+        if told.plan["id"] != answer.plan["id"]:
+            return answer
+        keys = ("forecast", "predicted_ms", "predicted_bytes", "plan")
+        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys}})
+
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
         """Send a request with the arguments of `infer` and return its future; cancelling it stops the waiting.
 
@@ -156,6 +200,10 @@ class Hepti:
         body = request_body(**request)
         name = request_id or uuid.uuid4().hex
         future: Future[Answer] = Future()
+        self._send(model, name, body, future)
+        return future
+
+    def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
             publication = self._session.begin(model, name, body, future, time.perf_counter())
         future.add_done_callback(lambda _: self._forget(model, name))
@@ -164,7 +212,6 @@ class Hepti:
         except HeptiError:
             self._forget(model, name)
             raise
-        return future
 
     def _forget(self, model: str, name: str) -> None:
         with self._changed:
@@ -196,7 +243,7 @@ class Hepti:
         return len(self._session.models()) > known
 
     def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
-        """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error.
+        """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
         Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model.
         """
@@ -292,6 +339,9 @@ class Hepti:
         for item in out:
             if isinstance(item, Ended):
                 _set(item.token, item.outcome)
+            elif isinstance(item, Part):
+                if isinstance(item.token, _Stream):
+                    item.token.parts.put(item.data)
             else:
                 self._transport.publish(item.topic, item.payload, 1)
 
@@ -323,6 +373,14 @@ class Hepti:
             f"the broker does not let client {self.client_id} {what} {', '.join(state.topics)}: {state.reason}; "
             "see its access list"
         )
+
+
+class _Stream(Future[Answer]):
+    """The future of an answer whose parts are shown as they come; None in `parts` is the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
 
 
 def _set(token: object, outcome: Answer | HeptiError) -> None:

@@ -25,6 +25,13 @@ class Publication(NamedTuple):
     payload: bytes
 
 
+class Part(NamedTuple):
+    """A part of an answer of which more comes; `token` is the shell's own handle."""
+
+    token: object
+    data: Mapping[str, Any]
+
+
 class Ended(NamedTuple):
     """A request that is over; `token` is the shell's own handle."""
 
@@ -122,7 +129,7 @@ class ClientSession:
         """Return the requests to publish again when a connection stands: an answer may have passed unheard."""
         return [p.publication for p in self._pending.values()]
 
-    def heard(self, topic: str, payload: bytes, now: float) -> list[Ended | Publication]:
+    def heard(self, topic: str, payload: bytes, now: float) -> list[Ended | Part | Publication]:
         """Take a message; return what is over and what must be published again. Each answer is shown once."""
         try:
             return self._heard(self.topics.parse(topic), payload, now)
@@ -130,7 +137,7 @@ class ClientSession:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 
-    def _heard(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Publication]:
+    def _heard(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Part | Publication]:
         if topic.kind == "response":
             return self._answered(topic, payload, now)
         if topic.kind == "planner_status":
@@ -144,7 +151,7 @@ class ClientSession:
             self._device(topic, payload)
         return []
 
-    def _answered(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Publication]:
+    def _answered(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Part | Publication]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
             self.counters["not asked"] += 1
@@ -152,6 +159,8 @@ class ClientSession:
         data = json.loads(payload)
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
+        if data.get("final") is False:
+            return [Part(pending.token, data)]
         outcome: Answer | HeptiError = (
             Answer(data, (now - pending.since_s) * 1e3) if data.get("ok") is True else error_from(data)
         )

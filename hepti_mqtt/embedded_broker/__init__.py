@@ -1,66 +1,6 @@
 """A broker where none is given: a child process, on the loopback address unless told another."""
 
-from __future__ import annotations
+from hepti_mqtt.embedded_broker.process import EmbeddedBroker
+from hepti_mqtt.embedded_broker.start import KINDS, start_broker
 
-from collections.abc import Callable, Mapping
-from typing import Final
-
-from hepti_mqtt.embedded_broker.process import HOST, EmbeddedBroker
-from hepti_mqtt.embedded_broker.sources import (
-    BrokerKind,
-    Source,
-    Unavailable,
-    amqtt_broker,
-    mosquitto_on_path,
-    unpacked_mosquitto,
-)
-from hepti_mqtt.errors import ConfigError, NetworkError
-
-__all__ = ["KINDS", "BrokerKind", "EmbeddedBroker", "start_broker"]
-
-_SOURCES: Final[Mapping[BrokerKind, Callable[[], Source]]] = {
-    "mosquitto": mosquitto_on_path,
-    "unpacked": unpacked_mosquitto,
-    "amqtt": amqtt_broker,
-}
-KINDS: Final[tuple[BrokerKind, ...]] = tuple(_SOURCES)
-
-
-def start_broker(
-    prefer: str | None = None,
-    *,
-    users: Mapping[str, str] | None = None,
-    max_packet_bytes: int | None = None,
-    address: str = HOST,
-    port: int = 0,
-) -> EmbeddedBroker:
-    """Start the best broker that can be had and return it when it answers.
-
-    Tried in this order, after `prefer`: Mosquitto on PATH, Mosquitto unpacked from Debian packages (fetched, without
-    root), amqtt (fetched with pip if it is not installed). users: user -> password; None lets everyone in
-    who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt knows no limit.
-    port: 0 for a free one. Raises `ConfigError` for an unknown `prefer` and `NetworkError` with every reason if none
-    can be had.
-    """
-    if prefer is not None and prefer not in KINDS:
-        raise ConfigError(f"there is no broker {prefer!r} to start; choose one of {', '.join(KINDS)}")
-    reasons: list[str] = []
-    for kind in sorted(KINDS, key=lambda kind: kind != prefer):
-        broker: EmbeddedBroker | None = None
-        try:
-            source = _SOURCES[kind]()
-            broker = EmbeddedBroker(source, "", users=users, max_packet_bytes=max_packet_bytes, address=address)
-            broker.port = port
-            broker.start()
-        except (Unavailable, NetworkError) as error:
-            if broker is not None:
-                broker.close()
-            reasons.append(f"{kind}: {error}")
-            continue
-        chosen = f"{kind} {source.version}".strip() + f" ({source.program[0]})"
-        broker.reason = "; ".join([chosen, *(f"not {reason}" for reason in reasons)])
-        return broker
-    raise NetworkError(
-        "no broker can be started: " + "; ".join(reasons) + ". Install mosquitto, or name a broker with --broker or "
-        "HEPTI_BROKER"
-    )
+__all__ = ["KINDS", "EmbeddedBroker", "start_broker"]

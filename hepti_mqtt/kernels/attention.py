@@ -1,12 +1,12 @@
-"""Kernels `attention` and `attention_block`: packed sequences of ragged length, over all keys or one block of them.
+"""Kernels `attention` and `attention_block`: packed sequences of ragged length, over all keys or some of them.
 
 Read q [r, *] and kv [s, *], which may be one slot. Attributes: q_column, k_column, v_column (first column of q, k and v
-in their arrays), heads, head_dim (d), q_rows (packed row of each row of q), kv_start (packed row of the first row of
-kv), lengths (tokens of each packed sequence; a query attends to the keys of its own), scale; optional causal (True:
-only to keys at its own position or before) and kv_heads (fewer than heads: each serves heads / kv_heads neighbouring
-heads of queries). `attention` writes [r, heads d]. `attention_block` writes states [r, heads, d + 2]: the sum of
-exp(score - maximum) v, not normalised, then the maximum and the sum of exp(score - maximum) over the keys of kv alone;
-a row without a key there has 0, -inf and 0.
+in their arrays), heads, head_dim (d), q_rows (packed row of each row of q), k_rows (the packed rows that the rows of kv
+are: half-open ranges (start, stop) in ascending order that do not overlap), lengths (tokens of each packed sequence; a
+query attends to the keys of its own), scale; optional causal (True: only to keys at its own position or before) and
+kv_heads (fewer than heads: each serves heads / kv_heads neighbouring heads of queries). `attention` writes
+[r, heads d]. `attention_block` writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not normalised, then
+the maximum and the sum of exp(score - maximum) over the keys of kv alone; a row without a key there has 0, -inf and 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
 # Flops of a tile below which a hand-over to another thread costs more than it saves.
-_GRAIN: Final = 1 << 19
+GRAIN: Final = 1 << 19
 
 
 def _key_ranges(op: Compute, keys: int) -> NDArray[np.int64]:
@@ -39,16 +39,28 @@ def _key_ranges(op: Compute, keys: int) -> NDArray[np.int64]:
             f"{op.kernel}: q_rows must lie in the {starts[-1]} packed rows of lengths {op.attrs['lengths']}"
         )
     sequence = np.searchsorted(starts, rows, side="right") - 1
-    first = op.attrs["kv_start"]
-    low = np.clip(starts[sequence] - first, 0, keys)
+    k_rows = _k_rows(op, keys, int(starts[-1]))
     stop = np.minimum(starts[sequence + 1], rows + 1) if op.attrs.get("causal", False) else starts[sequence + 1]
-    high = np.clip(stop - first, 0, keys)
-    found = np.stack([low, high], axis=1)
-    found[low >= high] = 0
+    # Ranges ascend, so the keys of a sequence lie side by side in kv.
+    found = np.stack([np.searchsorted(k_rows, starts[sequence]), np.searchsorted(k_rows, stop)], axis=1)
+    found[found[:, 0] >= found[:, 1]] = 0
     return found
 
 
-def _tiles(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
+def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
+    """Return the packed row of every row of kv, int64 [keys]."""
+    given = [(int(start), int(stop)) for start, stop in op.attrs["k_rows"]]
+    edges = [0, *(edge for given_range in given for edge in given_range), m]
+    found = np.concatenate([np.arange(0), *(np.arange(*r) for r in given)])
+    if any(a > b for a, b in pairwise(edges)) or len(found) != keys:
+        raise ValueError(
+            f"{op.kernel}: k_rows must be ranges of the {m} packed rows in ascending order, {keys} rows in all as kv "
+            f"has, got {given}"
+        )
+    return found
+
+
+def tiles_of(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
     """Return runs of at most NR query rows, int64 [tiles, 4] of first, stop, low, high: one range of keys for all.
 
     Causal rows share only where their keys begin: there high is the end of the longest range.
@@ -61,20 +73,33 @@ def _tiles(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
     return np.asarray(found, np.int64).reshape(-1, 4)
 
 
+def check_heads(check: Check) -> tuple[int, int]:
+    """Check that the heads of an op that reads q and kv, then anything, lie in their columns; return (heads, d)."""
+    attrs = check.op.attrs
+    heads, d = attrs["heads"], attrs["head_dim"]
+    q_width, kv_width = (s.shape[1] for s in check.reads[:2])
+    check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
+    check.that(0 <= attrs["q_column"] <= q_width - heads * d, "q_column leaves no room for the heads")
+    kv_heads = attrs.get("kv_heads", heads)
+    fits = kv_heads >= 1 and heads % kv_heads == 0 if heads else kv_heads == 0
+    check.that(fits, f"{heads} heads cannot share {kv_heads} kv_heads evenly")
+    for name in ("k_column", "v_column"):
+        check.that(0 <= attrs[name] <= kv_width - kv_heads * d, f"{name} leaves no room for the heads")
+    return heads, d
+
+
+def columns_of(op: Compute) -> NDArray[np.int64]:
+    """Return the first columns of q, k and v."""
+    return np.asarray([op.attrs[name] for name in ("q_column", "k_column", "v_column")], np.int64)
+
+
 def _check(op: Compute, slots: Sequence[SlotSpec], extra: int) -> tuple[int, int, int, int]:
     check = Check(op, slots)
     check.count(2)
     check.dtypes()
-    heads, d = op.attrs["heads"], op.attrs["head_dim"]
-    (r, q_width), (s, kv_width) = check.reads[0].shape, check.reads[1].shape
+    r, s = (spec.shape[0] for spec in check.reads)
     check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
-    check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
-    check.that(0 <= op.attrs["q_column"] <= q_width - heads * d, "q_column leaves no room for the heads")
-    kv_heads = op.attrs.get("kv_heads", heads)
-    fits = kv_heads >= 1 and heads % kv_heads == 0 if heads else kv_heads == 0
-    check.that(fits, f"{heads} heads cannot share {kv_heads} kv_heads evenly")
-    for name in ("k_column", "v_column"):
-        check.that(0 <= op.attrs[name] <= kv_width - kv_heads * d, f"{name} leaves no room for the heads")
+    heads, d = check_heads(check)
     check.shape(check.writes[0], (r, heads, d + 2) if extra else (r, heads * d))
     return r, s, heads, d
 
@@ -86,11 +111,11 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     if not r * heads:
         return nothing
     key_ranges = _key_ranges(op, s)
-    tiles = _tiles(key_ranges, op.attrs.get("causal", False))
+    tiles = tiles_of(key_ranges, op.attrs.get("causal", False))
     limits = np.ascontiguousarray(key_ranges[:, 1])
     group = heads // op.attrs.get("kv_heads", heads)
-    columns = np.asarray([op.attrs[name] for name in ("q_column", "k_column", "v_column")], np.int64)
-    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * heads * d) // _GRAIN)
+    columns = columns_of(op)
+    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * heads * d) // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(heads * len(tiles), threads if threads == 1 else 4 * threads)
     scale = np.float32(op.attrs["scale"])

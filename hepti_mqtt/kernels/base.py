@@ -27,12 +27,16 @@ ROWWISE_GRAIN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel of the table; `slots` is the slot table of the Program, weights come in the order of the op."""
+    """One kernel of the table; `slots` is the slot table of the Program, weights come in the order of the op.
+
+    in_place: the first array that is written may be the first one that is read.
+    """
 
     name: str
     bind_function: Bind
     reference_function: Reference
     work_function: Estimate
+    in_place: bool = False
 
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
         """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.
@@ -57,7 +61,7 @@ class Kernel:
         run = self.bind(op, slots, weights, pool)
 
         def safe(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-            check_arrays(op, slots, reads, writes)
+            check_arrays(op, slots, reads, writes, self.in_place)
             run(reads, writes)
 
         return safe
@@ -75,10 +79,13 @@ class Kernel:
         return self.work_function(op, slots)
 
 
-def check_arrays(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], writes: Sequence[Array]) -> None:
+def check_arrays(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], writes: Sequence[Array], in_place: bool = False
+) -> None:
     """Raise TypeError or ValueError unless the arrays are what the slots of `op` say, and no output overlaps another.
 
-    What is read may be unaligned and read-only, as a view of a received frame is.
+    What is read may be unaligned and read-only, as a view of a received frame is. in_place: the first output may be the
+    very memory of the first array that is read.
     """
     for word, wanted, arrays in (("read", op.reads, reads), ("write", op.writes, writes)):
         if len(arrays) != len(wanted):
@@ -90,7 +97,8 @@ def check_arrays(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array],
             fault = "unaligned" if array.flags.writeable else "read-only"
             raise ValueError(f"{op.kernel}: array {place} to write is {fault}; make it with numpy.empty")
         # All are contiguous, so that overlapping bounds are overlapping memory.
-        if any(np.may_share_memory(array, other) for other in (*reads, *writes[:place])):
+        is_first = in_place and place == 0 and array.__array_interface__["data"] == reads[0].__array_interface__["data"]
+        if any(np.may_share_memory(array, other) for other in (*reads[is_first:], *writes[:place])):
             raise ValueError(f"{op.kernel}: array {place} to write overlaps another array; give it memory of its own")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hepti_mqtt.kernels import elementary
+from hepti_mqtt.kernels.base import Check
 from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.jit import helper
 from hepti_mqtt.kernels.memory import floats
@@ -14,6 +15,13 @@ NONE, GELU, GELU_TANH, RELU, TANH, SILU, SILU_GATE = range(7)
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
 _silu = elementary.silu
+
+
+def activation_of(check: Check, name: str | None, gated: bool = False) -> int:
+    """Return the place of an activation in `ACTIVATIONS`; ValueError if it is none, or a gate where none is."""
+    choice = ACTIVATIONS if gated else ACTIVATIONS[:SILU_GATE]
+    check.that(name in choice, f"activation {name!r} is not in {choice}")
+    return ACTIVATIONS.index(name)
 
 
 @helper

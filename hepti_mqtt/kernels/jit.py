@@ -155,13 +155,23 @@ class Warm(NamedTuple):
     from_cache: int
 
 
-def compile_all() -> Warm:
-    """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it."""
+def compile_all() -> None:
+    """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it.
+
+    It is called for every op that is bound, so it costs nothing where nothing is left to do.
+    """
     global _compiled  # noqa: PLW0603
+    if _compiled == len(registered):
+        return
     with _compiling:
         for dispatcher, arguments in registered[_compiled:]:
             dispatcher.compile(arguments)
             dispatcher.disable_compile()
             _compiled += 1
+
+
+def warm_up() -> Warm:
+    """Compile every kernel, or load it from the cache, so that nothing compiles in a request; again does nothing."""
+    compile_all()
     from_cache = sum(bool(dispatcher.stats.cache_hits) for dispatcher, _ in registered)
     return Warm(len(registered) - from_cache, from_cache)

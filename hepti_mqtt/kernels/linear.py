@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels import linear_storage, linear_stream, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.elementary import ONE
-from hepti_mqtt.kernels.epilogue import ACTIVATIONS, NONE, SILU_GATE, activate, store
+from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, activation_of, store
 from hepti_mqtt.kernels.isa import TILE
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
@@ -177,8 +177,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     check.count(2 if has_residual else 1)
     check.dtypes()
     check.rank(2)
-    check.that(op.attrs["activation"] in ACTIVATIONS, f"activation {op.attrs['activation']!r} is not in {ACTIVATIONS}")
-    activation = ACTIVATIONS.index(op.attrs["activation"])
+    activation = activation_of(check, op.attrs["activation"], gated=True)
     count = len(weights) // 2 if has_bias else len(weights)
     check.that(count >= 1, "needs a weight")
     check.weights(weights, 2 * count if has_bias else count)
@@ -197,19 +196,34 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
-    if not m or not n:
+    return bind_product((m, k), matrices, biases, has_residual, (activation, scale, out_column), pool)
+
+
+def bind_product(
+    shape: tuple[int, int],
+    matrices: Sequence[Matrix],
+    biases: Sequence[NDArray[np.float32]],
+    has_residual: bool,
+    finish: tuple[int, np.float32, int],
+    pool: Workers,
+) -> Run:
+    """Return the run of a checked product: reads x of `shape` [m, k], then the residual if there is one; writes out.
+
+    biases: one for each matrix, or none. finish: place of the activation in `ACTIVATIONS`, scale, first column of out.
+    """
+    m, k = shape
+    if not m or not any(w.columns for w in matrices):
         return nothing
-    finish = (activation, scale, out_column)
     narrow = [w for w in matrices if isinstance(w, NarrowMatrix)]
     if narrow:
         bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
-        return bind((m, k), narrow, biases, has_residual, finish, pool)
-    table, bias = (_gated if activation == SILU_GATE else _panels)(matrices, biases)
+        return bind(shape, narrow, biases, has_residual, finish, pool)
+    table, bias = (_gated if finish[0] == SILU_GATE else _panels)(matrices, biases)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
-    alive = tuple(weights)  # the table has only addresses
+    alive = tuple(matrices)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Weight, ...] = alive) -> None:
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
         pool.each(_linear, (reads[0], writes[0], residual, table, bias, *finish), parts)
 

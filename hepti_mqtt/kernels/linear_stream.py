@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
 from hepti_mqtt.kernels.stream_tile import byte_stream, dot_stream, half_stream
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
 from hepti_mqtt.kernels.workers import Parts, Workers, matmul_parts
-from hepti_mqtt.program import Storage
+from hepti_mqtt.plan import Storage
 
 # The most rows that one tile has: with them a panel is read once, in one call.
 MOST_ROWS: Final = {storage: form.rows for storage, form in FORMS.items()}

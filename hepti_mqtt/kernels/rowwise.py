@@ -38,8 +38,8 @@ def reciprocal_root(x: Any) -> Any:
 
 
 @helper
-def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
-    """Fill out [h] with the layer norm of x [h] (may be the same array): two passes, mean before variance.
+def moments_of(x: Any) -> tuple[Any, Any]:
+    """Return (mean, sum of squared distances from it) of x [h], h >= 1: two passes, mean before variance.
 
     In f64: sums and squares of large f32 would be infinite, and an infinite norm would make a wrong row of zeros.
     """
@@ -52,9 +52,21 @@ def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
     for i in range(h):
         away = np.float64(x[i]) - mean
         squares += away * away
-    by = reciprocal_root(squares / h + np.float64(eps))
-    for i in range(h):
+    return mean, squares
+
+
+@helper
+def scale_row(x: Any, out: Any, mean: Any, by: Any, gamma: Any, beta: Any) -> None:
+    """Fill out [h] with (x - mean) * by * gamma + beta, where mean and by are f64; x may be the same array."""
+    for i in range(len(x)):
         out[i] = np.float32((np.float64(x[i]) - mean) * by) * gamma[i] + beta[i]
+
+
+@helper
+def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
+    """Fill out [h] with the layer norm of x [h], which may be the same array."""
+    mean, squares = moments_of(x)
+    scale_row(x, out, mean, reciprocal_root(squares / len(x) + np.float64(eps)), gamma, beta)
 
 
 @kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2)
@@ -116,7 +128,8 @@ def _add_norm(
 
 
 @kernel(reads(float32, 2), fills(float32, 2), INT_ARRAY)
-def _mean_rows(x: Any, out: Any, starts: Any) -> None:
+def mean_rows(x: Any, out: Any, starts: Any) -> None:
+    """Fill out [B, h] with the means of rows starts[b]..starts[b + 1] of x; of no rows it is 0."""
     h = x.shape[1]
     for b in range(len(out)):
         for i in range(h):
@@ -218,7 +231,7 @@ def _bind_mean_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     m, h = check.reads[0].shape
     check.that(starts[-1] == m, f"lengths sum to {starts[-1]}, x has {m} rows")
     check.shape(check.writes[0], (len(starts) - 1, h))
-    return lambda reads, writes: _mean_rows(reads[0], writes[0], starts)
+    return lambda reads, writes: mean_rows(reads[0], writes[0], starts)
 
 
 def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:

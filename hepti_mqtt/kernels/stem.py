@@ -1,8 +1,8 @@
 """Kernels for the first values of a model: token embeddings, patches of images, positions.
 
 embed_tokens       ids i32 [m] -> layer norm of word[id] + position[offset + place in its sequence] + type[0], [m, h];
-                   weights word, position, type, gamma, beta; attributes lengths, position_offset, eps. An id outside
-                   the vocabulary raises ValueError before anything is read.
+                   weights word, position, type (may be left out), gamma, beta; attributes lengths, position_offset,
+                   eps. An id outside the vocabulary raises ValueError before anything is read.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
                    (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
 prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
@@ -60,11 +60,12 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check = Check(op, slots)
     check.count(1)
     check.dtypes("i32", "f32")
-    check.weights(weights, 5)
+    check.weights(weights, 4 if len(weights) == 4 else 5)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
-    word, position, kinds = (check.plain(w, (-1, h)) for w in _tables(weights[:3]))
-    gamma, beta = (check.plain(w, (h,)) for w in weights[3:])
+    word, position, *typed = (check.plain(w, (-1, h)) for w in tables(weights[:-2]))
+    kinds = typed[0] if typed else np.zeros((1, h), np.float32)
+    gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
     check.that(len(kinds) > 0, "the table of token types is empty")
     positions = _positions(op)
     check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
@@ -76,15 +77,20 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
-        if ids.min() < 0 or ids.max() >= vocab:
-            bad = ids[(ids < 0) | (ids >= vocab)][0]
-            raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}; tokenise for this model")
+        check_ids(ids, vocab)
         _embed_tokens(ids, writes[0], word, position, kind, gamma, beta, positions, eps)
 
     return run
 
 
-def _tables(weights: Sequence[Weight]) -> list[Weight]:
+def check_ids(ids: Array, vocabulary: int) -> None:
+    """Raise ValueError if one of some token ids is outside the vocabulary."""
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        bad = ids[(ids < 0) | (ids >= vocabulary)][0]
+        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}; tokenise for this model")
+
+
+def tables(weights: Sequence[Weight]) -> list[Weight]:
     """Return tables as two-dimensional arrays: one of a single row arrives as [h]."""
     return [w.reshape(1, -1) if isinstance(w, np.ndarray) and w.ndim == 1 else w for w in weights]
 
@@ -95,9 +101,9 @@ def _reference_embed_tokens(
     reads: Sequence[Array],
     weights: Sequence[Array],
 ) -> list[Array]:
-    word, position, kinds = (np.atleast_2d(w).astype(np.float64) for w in weights[:3])
-    total = word[reads[0]] + position[_positions(op)] + kinds[0]
-    return [references.layer_norm(total, weights[3], weights[4], op.attrs["eps"])]
+    word, position, *typed = (np.atleast_2d(w).astype(np.float64) for w in weights[:-2])
+    total = word[reads[0]] + position[_positions(op)] + (typed[0][0] if typed else 0)
+    return [references.layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])]
 
 
 def _work_embed_tokens(op: Compute, slots: Sequence[SlotSpec]) -> Work:
@@ -170,7 +176,7 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     check.weights(weights, 2)
     images, h = op.attrs["images"], check.writes[0].shape[1]
     cls = check.plain(weights[0], (h,))
-    position = check.plain(_tables(weights[1:])[0], (-1, h))
+    position = check.plain(tables(weights[1:])[0], (-1, h))
     tokens = len(position)
     check.that(tokens >= 1 and images >= 0, f"{images} images of {tokens} positions make no sense")
     check.shape(check.reads[0], (images * (tokens - 1), h))

@@ -20,7 +20,8 @@ from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.isa import DOT, TILE
 from hepti_mqtt.kernels.jit import INT, compile_all, fills, helper, kernel, reads
 from hepti_mqtt.kernels.pages import aligned_zeros
-from hepti_mqtt.program import Storage, WeightRef
+from hepti_mqtt.plan import Storage
+from hepti_mqtt.program import WeightRef
 
 NR: Final = TILE.width
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from hepti_mqtt.config import Settings
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions, site_arguments
 from hepti_mqtt.errors import ConfigError, LabError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.lab.hosts import Completed, Host, Running, Talking
@@ -48,7 +50,6 @@ class LabSite:
     hub: Host
     devices: Sequence[Device]
     models: Mapping[str, Path]
-    planner_arguments: Sequence[str] = ()
     broker_host: Host | None = None
     planner_host: Host | None = None
     url: str = field(init=False, default="")
@@ -68,7 +69,6 @@ class LabSite:
         hub: Host,
         hosts: Mapping[str, Host],
         models: Mapping[str, Path],
-        planner_arguments: Sequence[str] = (),
     ) -> Self:
         """Return the site that a lab file describes. hub, hosts: the lab's, by the names in `spec`."""
         everywhere = {**hosts, HUB: hub}
@@ -76,7 +76,6 @@ class LabSite:
             hub,
             [Device(hosts[h.name], h.threads, agent_memory(h.memory_bytes)) for h in spec.hosts],
             models,
-            planner_arguments,
             everywhere[spec.broker or HUB],
             everywhere[spec.planner or spec.broker or HUB],
         )
@@ -231,15 +230,16 @@ class LabSite:
 
     def _start_planner(self) -> Running:
         host = self._planner_host
-        models = [a for n, path in self.models.items() for a in ("--model", f"{n}={host.provide(path)}")]
-        arguments = [host.python, "-m", "hepti_mqtt.service", "--broker", self.url, "--site", SITE, *models]
-        return host.start(PLANNER, [*arguments, *self.planner_arguments], self.environment(host))
+        options = PlannerOptions({name: host.provide(path) for name, path in self.models.items()})
+        program = [host.python, "-m", "hepti_mqtt.service"]
+        arguments = [*program, *site_arguments(Settings(self.url, SITE)), *options.arguments()]
+        return host.start(PLANNER, arguments, self.environment(host))
 
     def _start_agent(self, device: Device) -> Talking:
         host = device.host
-        arguments = [host.python, "-m", "device_agent", "--broker", self.url, "--site", SITE, "--id", host.name]
-        arguments += ["--threads", str(device.threads), "--hold"]
-        arguments += ["--memory", device.memory] if device.memory else []
+        options = AgentOptions(host.name, device.threads, device.memory, hold=True)
+        program = [host.python, "-m", "device_agent"]
+        arguments = [*program, *site_arguments(Settings(self.url, SITE)), *options.arguments()]
         agent = host.talk(f"agent-{host.name}", arguments, {**self.environment(host), "XDG_CACHE_HOME": host.kept})
         self._running[host.name] = agent
         return agent

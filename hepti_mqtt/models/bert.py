@@ -1,18 +1,23 @@
 """BERT (Devlin et al., 2019) and RoBERTa (Liu et al., 2019): encoders of text that norm after each residual.
 
 RoBERTa and XLM-RoBERTa differ in names, in positions that begin behind the padding id, and in their heads.
+m tokens, h hidden, f MLP width, V vocabulary, B sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
-from hepti_mqtt.program import PLANNER, Builder, Slot, WeightRef
-from hepti_mqtt.spec import ModelSpec, RequestShape, Task, TaskHead, TextStem
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY, Kind, kind
+from hepti_mqtt.models.tensors import TensorSource, dense, names
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import ModelSpec, RequestShape, Task
 
 
 class _Kind(NamedTuple):
@@ -34,142 +39,117 @@ ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
 }
 
+LAYER: Final = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp_up": "intermediate.dense",
+    "mlp_down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+
 
 def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a BERT-like model; raises ModelError, UnsupportedModelError."""
-    config.only("position_embedding_type", "absolute", "absolute")
-    config.only("is_decoder", False, False)
-    kind = ARCHITECTURES[architecture]
-    offset = 0
-    if kind.prefix == "roberta.":
+    task, prefix = ARCHITECTURES[architecture]
+    types, offset = config.positive("type_vocab_size", 2), 0
+    if prefix == "roberta.":
         # Position pad_token_id is the padding's own, so the first token stands at the next one.
         pad = config.get("pad_token_id", 1)
         if not isinstance(pad, int) or pad < 0:
             raise config.wrong("pad_token_id", "an integer >= 0", pad)
         offset = pad + 1
-    positions = config.positive("max_position_embeddings")
-    if positions <= offset:
-        raise ModelError(f"config.json: max_position_embeddings {positions} leaves no position behind offset {offset}")
-    hidden = config.positive("hidden_size")
-    vocab = config.positive("vocab_size")
-    return ModelSpec(
-        family="bert",
-        architecture=architecture,
-        layers=config.positive("num_hidden_layers"),
-        hidden=hidden,
-        heads=config.heads(hidden),
-        mlp=config.positive("intermediate_size"),
-        norm_first=False,
-        activation=config.activation(),
-        norm_eps=config.number("layer_norm_eps", 1e-12),
-        max_tokens=_max_tokens(positions - offset, extras),
-        head=_head(kind.task, config, extras, vocab),
-        text=TextStem(vocab, positions, config.positive("type_vocab_size", 2), offset),
-    )
-
-
-def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
-    """Return the positions, or what sentence-transformers cuts texts to where that is less."""
-    file = "sentence_bert_config.json"
-    if file not in extras:
-        return positions
-    return min(positions, Config(file, extras[file]).positive("max_seq_length", positions))
-
-
-def _head(task: Task, config: Config, extras: Mapping[str, Any], vocab: int) -> TaskHead:
-    if task == "masked_token":
-        return TaskHead(task, "mask", outputs=vocab)
-    if task == "classification":
-        labels = config.labels()
-        return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels)
-    if "modules.json" not in extras:
-        return TaskHead(task, "cls", pooler=True)
-    return _sentence_head(extras)
-
-
-def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
-    """Return the head of a sentence-transformers directory: Transformer, Pooling, and perhaps Normalize."""
-    modules = extras["modules.json"]
-    if not isinstance(modules, list) or not all(isinstance(m, Mapping) for m in modules):
-        raise ModelError("modules.json: expected a JSON list of modules; restore the file")
-    types = [str(m.get("type", "")).rpartition(".")[2] for m in modules]
-    if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0].get("path"):
-        raise UnsupportedModelError(
-            f"modules.json: modules {types} are not supported; supported: Transformer (in the directory itself), "
-            "Pooling, and then Normalize or nothing"
-        )
-    file = f"{modules[1].get('path', '')}/config.json"
-    if file not in extras:
-        raise ModelError(
-            f"{file} is missing, though modules.json names it; restore the file as the model was published"
-        )
-    pooling = Config(file, extras[file])
-    modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
-    normalize = types[-1] == "Normalize"
-    if modes == ["pooling_mode_mean_tokens"]:
-        return TaskHead("embedding", "mean", normalize=normalize)
-    if modes == ["pooling_mode_cls_token"]:
-        return TaskHead("embedding", "cls", normalize=normalize)
-    raise UnsupportedModelError(
-        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, pooling_mode_cls_token"
-    )
+    # Before the vocabulary RoBERTa has gelu, whatever its layers use.
+    fill = "gelu" if prefix == "roberta." else config.activation()
+    head = text.task_head(task, config, extras, pooler=True, fill=fill)
+    return text.encoder_spec("bert", architecture, config, extras, head, types=types, offset=offset)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a BERT-like model, from the stem to the head."""
-    assert spec.text is not None
-    h, f = spec.hidden, spec.mlp
     base = (ARCHITECTURES[spec.architecture].prefix, "")
-    yield table("stem.word", names(base, "embeddings.word_embeddings.weight"), spec.text.vocab, h)
-    yield table("stem.position", names(base, "embeddings.position_embeddings.weight"), spec.text.positions, h)
-    yield table("stem.type", names(base, "embeddings.token_type_embeddings.weight"), spec.text.types, h)
-    yield from norm("stem.norm", base, "embeddings.LayerNorm", h)
+    yield from text.stem_tensors(spec, base)
     for i in range(spec.layers):
-        here, stored = f"layers.{i}", f"encoder.layer.{i}"
-        for part in ("query", "key", "value"):
-            yield from dense(f"{here}.{part}", base, f"{stored}.attention.self.{part}", h, h)
-        yield from dense(f"{here}.attention_out", base, f"{stored}.attention.output.dense", h, h)
-        yield from norm(f"{here}.attention_norm", base, f"{stored}.attention.output.LayerNorm", h)
-        yield from dense(f"{here}.mlp_up", base, f"{stored}.intermediate.dense", h, f)
-        yield from dense(f"{here}.mlp_down", base, f"{stored}.output.dense", f, h)
-        yield from norm(f"{here}.mlp_norm", base, f"{stored}.output.LayerNorm", h)
-    yield from _head_tensors(spec, base)
-
-
-def _head_tensors(spec: ModelSpec, base: tuple[str, ...]) -> Iterator[TensorSource]:
-    h, outputs = spec.hidden, spec.head.outputs
-    roberta = base[0] == "roberta."
-    task = spec.head.task
-    if task == "embedding" and spec.head.pooler:
-        yield from dense("head.pooler", base, "pooler.dense", h, h)
-    elif task == "classification" and roberta:
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
+    h, task, roberta = spec.hidden, spec.head.task, base[0] == "roberta."
+    if task == "classification" and roberta:
         # RoBERTa's classifier is a dense with tanh and a projection: BERT's pooler and classifier under other names.
         yield from dense("head.pooler", ("classifier.",), "dense", h, h)
-        yield from dense("head.classifier", ("classifier.",), "out_proj", h, outputs)
-    elif task == "classification":
+        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
+    elif spec.head.pooler:
         yield from dense("head.pooler", base, "pooler.dense", h, h)
-        yield from dense("head.classifier", ("",), "classifier", h, outputs)
+        if task == "classification":
+            yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
     elif task == "masked_token":
         prefix = "lm_head." if roberta else "cls.predictions."
         transform, transform_norm = ("dense", "layer_norm") if roberta else ("transform.dense", "transform.LayerNorm")
-        yield from dense("head.transform", (prefix,), transform, h, h)
-        yield from norm("head.transform_norm", (prefix,), transform_norm, h)
-        # Tied: a checkpoint without a decoder of its own uses the word embeddings, stored [V, h] like it.
-        tied = names(base, "embeddings.word_embeddings.weight")
-        yield weight("head.decoder.weight", (f"{prefix}decoder.weight", *tied), h, outputs)
-        yield vector("head.decoder.bias", names((prefix,), "bias", "decoder.bias"), outputs)
+        transform, transform_norm, decoder, bias = names((prefix,), transform, transform_norm, "decoder", "bias")
+        yield from text.mask_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 
-def stem(b: Builder, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Slot:
-    """Emit the embedding: ids i32 [m] from the planner -> x [m, h]."""
-    assert spec.text is not None
-    ids = b.recv((shape.tokens,), PLANNER, "input", "i32")
-    return b.compute(
-        "embed_tokens",
-        (ids,),
-        (shape.tokens, spec.hidden),
-        [refs[f"stem.{part}"] for part in ("word", "position", "type", "norm.weight", "norm.bias")],
-        lengths=shape.lengths,
-        position_offset=spec.text.position_offset,
-        eps=spec.norm_eps,
-    )
+def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
+    """Return the graph of one packed batch: ids i32 [m] -> the task's output."""
+    net = Net()
+    x = text.embed(net, spec, shape, refs)  # [m, h]
+    n = Layer.of(spec, shape)
+    for i in range(spec.layers):
+        net.layer(i)
+        net.block()
+        x = post_norm(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
+    net.block()
+    heads.add(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+    return net.graph()
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
+    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    for i in range(spec.layers):
+        x = plain.post_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
+    return heads.plain(spec, tensors, x, shape)
+
+
+_BERT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
+_WORDS: Final = {"vocab_size": 30522, "max_position_embeddings": 512}
+_MINILM: Final = {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536}
+_TINY_ROBERTA: Final = TINY | {
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "max_position_embeddings": 42,
+}
+
+
+def _sentence(*sizes: Mapping[str, Any]) -> Kind:
+    """Return the kind of a sentence-transformers directory: the mean over the tokens, of length 1."""
+    made = kind("BertModel", "bert", *sizes)
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
+        for i, (module, path) in enumerate(
+            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        )
+    ]
+    pooling = {
+        "word_embedding_dimension": made.config["hidden_size"],
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+    }
+    return replace(made, extras={"modules.json": modules, "1_Pooling/config.json": pooling})
+
+
+KINDS: Final = {
+    "bert-base": kind("BertModel", "bert", BASE, _BERT, _WORDS),
+    "bert-large": kind("BertModel", "bert", LARGE, _BERT, _WORDS),
+    "minilm": _sentence(BASE, _MINILM, _BERT, _WORDS),
+    "tiny-bert": kind("BertModel", "bert", TINY, _BERT),
+    "tiny-bert-classifier": kind("BertForSequenceClassification", "bert", TINY, _BERT, labels=5),
+    "tiny-bert-mlm": kind("BertForMaskedLM", "bert", TINY, _BERT),
+    "tiny-minilm": _sentence(TINY, _BERT),
+    "tiny-roberta": kind("RobertaModel", "roberta", _TINY_ROBERTA),
+    "tiny-roberta-classifier": kind("RobertaForSequenceClassification", "roberta", _TINY_ROBERTA, labels=3),
+    "tiny-roberta-mlm": kind("RobertaForMaskedLM", "roberta", _TINY_ROBERTA),
+}

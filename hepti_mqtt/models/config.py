@@ -80,12 +80,12 @@ class Config:
             raise self.wrong(key, "an integer >= 1 (only square images and patches are supported)", value)
         return value
 
-    def activation(self) -> Activation:
+    def activation(self, key: str = "hidden_act") -> Activation:
         """Return the activation of the MLP; raise UnsupportedModelError for one that no kernel computes."""
-        value = self.need("hidden_act")
+        value = self.need(key)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{self.file}: hidden_act {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+                f"{self.file}: {key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
             )
         return ACTIVATIONS[value]
 
@@ -102,11 +102,11 @@ class Config:
             raise self.wrong("id2label", f"numbered 0 to {len(named) - 1}", sorted(by_number))
         return tuple(by_number[n] for n in numbers)
 
-    def heads(self, hidden: int) -> int:
+    def heads(self, hidden: int, key: str = "num_attention_heads", of: str = "hidden_size") -> int:
         """Return the number of attention heads, which must divide `hidden`."""
-        heads = self.positive("num_attention_heads")
+        heads = self.positive(key)
         if hidden % heads:
-            raise ModelError(f"{self.file}: num_attention_heads {heads} does not divide hidden_size {hidden}")
+            raise ModelError(f"{self.file}: {key} {heads} does not divide {of} {hidden}")
         return heads
 
     def only(self, key: str, default: Any, *supported: Any) -> None:

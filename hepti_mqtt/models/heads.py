@@ -1,51 +1,66 @@
-"""Task heads: from the final rows of the hidden states to what the user asked for.
-
-r rows of the final hidden states that the task reads, B sequences (or images) of the batch.
-"""
+"""Task heads: from the final rows of the hidden states to what the user asked for, as a graph and in plain NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hepti_mqtt.program import Builder, Slot, WeightRef
-from hepti_mqtt.spec import Activation, ModelSpec, RequestShape
+import numpy as np
+
+from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering.roles import TASK
+from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequences
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import ModelSpec, RequestShape, needed_rows
 
 
-def emit(b: Builder, spec: ModelSpec, shape: RequestShape, hidden: Slot, refs: Mapping[str, WeightRef]) -> Slot:
-    """Emit final norm, pooling and head on hidden [r, h]; return the slot of the output."""
-    x = hidden
+def add(net: Net, spec: ModelSpec, shape: RequestShape, x: str, refs: Mapping[str, WeightRef]) -> str:
+    """Add final norm, pooling and head on the last layer's x [m, h]; return the output.
+
+    It has the spec's `output_shape`. Only the rows that the task reads are asked for.
+    """
+    x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
     if spec.norm_first:
-        x = _norm(b, spec, x, "final_norm", refs)
+        x = _norm(net, spec, x, "final_norm")
     if shape.want == "hidden":
         return x
     head = spec.head
     if head.pooling == "mean":
-        x = b.compute("mean_rows", (x,), (len(shape.lengths), spec.hidden), lengths=shape.lengths)
+        dims = (len(shape.lengths), spec.hidden)
+        x = net.whole("pooled", (x,), TASK, "mean_rows", dims, lengths=shape.lengths)  # [B, h]
     if head.pooler:
-        x = _dense(b, x, "head.pooler", "tanh", refs)
+        x = _dense(net, x, "head.pooler", head.activation, refs)
     if head.normalize:
-        x = b.compute("normalize_rows", (x,), b.shape(x))
+        x = net.whole("unit", (x,), TASK, "normalize_rows", net.dims(x))
     if head.task == "masked_token":
-        x = _dense(b, x, "head.transform", transform_activation(spec), refs)
-        x = _norm(b, spec, x, "head.transform_norm", refs)
-        return _dense(b, x, "head.decoder", None, refs)
-    if head.outputs:
-        x = _dense(b, x, "head.classifier", None, refs)
-    return x
+        x = _dense(net, x, "head.transform", head.activation, refs)  # [masks, e]
+        x = _norm(net, spec, x, "head.transform_norm")
+        return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
+    return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
-def transform_activation(spec: ModelSpec) -> Activation:
-    """Return the activation of the masked-token head: RoBERTa's is gelu whatever its layers use."""
-    return spec.activation if spec.architecture.startswith("Bert") else "gelu"
+def plain(spec: ModelSpec, tensors: Tensors, x: Array, shape: RequestShape) -> tuple[Array, Array]:
+    """Return (hidden states after the final norm [m, h], the spec's output) from the last layer's x [m, h]."""
+    hidden = norm(tensors, "final_norm", x, spec.norm_eps) if spec.norm_first else x
+    if shape.want == "hidden":
+        return hidden, hidden
+    head, rows = spec.head, needed_rows(spec, shape)
+    means = (hidden[one].mean(axis=0) for one in sequences(shape.lengths))
+    x = np.stack([*means]) if rows is None else hidden[list(rows)]  # [B or masks, h]
+    if head.pooler:
+        x = activate(head.activation, linear(tensors, "head.pooler", x))
+    if head.normalize:
+        x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+    if head.task == "masked_token":
+        x = activate(head.activation, linear(tensors, "head.transform", x))  # [masks, e]
+        x = norm(tensors, "head.transform_norm", x, spec.norm_eps)
+        return hidden, linear(tensors, "head.decoder", x)  # [masks, V]
+    return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 
-def _dense(b: Builder, x: Slot, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> Slot:
-    weights = (refs[f"{name}.weight"], refs[f"{name}.bias"])
-    start, stop = weights[0].columns
-    shape = (b.shape(x)[0], stop - start)
-    return b.compute("linear", (x,), shape, weights, bias=True, activation=activation, residual=False)
+def _dense(net: Net, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
+    start, stop = refs[f"{name}.weight"].columns
+    return net.linear(name, x, TASK, {name: stop - start}, activation=activation)
 
 
-def _norm(b: Builder, spec: ModelSpec, x: Slot, name: str, refs: Mapping[str, WeightRef]) -> Slot:
-    weights = (refs[f"{name}.weight"], refs[f"{name}.bias"])
-    return b.compute("layer_norm", (x,), b.shape(x), weights, eps=spec.norm_eps)
+def _norm(net: Net, spec: ModelSpec, x: str, name: str) -> str:
+    return net.norm(name, x, TASK, name, spec.norm_eps)

@@ -60,6 +60,16 @@ def dense(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int
     )
 
 
+def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int) -> tuple[TensorSource, ...]:
+    """Return weight and bias of GPT-2's dense layer, which is stored as [in, out]."""
+    prefixes = tuple(prefixes)
+    places = names(prefixes, f"{stored}.weight")
+    return (
+        TensorSource(f"{name}.weight", (n_in, n_out), places, (n_in, n_out), layout="packed"),
+        vector(f"{name}.bias", names(prefixes, f"{stored}.bias"), n_out),
+    )
+
+
 def norm(name: str, prefixes: Iterable[str], stored: str, n: int) -> tuple[TensorSource, ...]:
     """Return weight and bias of a layer norm; checkpoints converted from TensorFlow say gamma and beta."""
     prefixes = tuple(prefixes)

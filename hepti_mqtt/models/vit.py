@@ -6,12 +6,20 @@ n patches of p x p pixels in C channels per image, S the image's side, B images 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering.roles import STEM
+from hepti_mqtt.models import heads, plain
+from hepti_mqtt.models.blocks import Layer, pre_norm
 from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
-from hepti_mqtt.program import PLANNER, Builder, Slot, WeightRef
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import ImageStem, ModelSpec, RequestShape, Task, TaskHead
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
@@ -100,22 +108,83 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 
-def stem(b: Builder, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Slot:
-    """Emit the patch embedding: pixels u8 [B, C, S, S] from the planner -> x [B (n+1), h]."""
+def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
+    """Return the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
     image = spec.image
     assert image is not None
     images, h = len(shape.lengths), spec.hidden
-    pixels = b.recv((images, image.channels, image.size, image.size), PLANNER, "input", "u8")
+    net = Net()
+    pixels = net.input("pixels", (images, image.channels, image.size, image.size), "u8")
     rows, width = images * image.patches, image.channels * image.patch**2
-    patches = b.compute("patchify", (pixels,), (rows, width), patch=image.patch, mean=image.mean, std=image.std)
-    x = b.compute(
-        "linear",
-        (patches,),
-        (rows, h),
-        (refs["stem.patch.weight"], refs["stem.patch.bias"]),
-        bias=True,
-        activation=None,
-        residual=False,
+    patches = net.whole(
+        "patches", (pixels,), STEM, "patchify", (rows, width), patch=image.patch, mean=image.mean, std=image.std
     )
+    x = net.linear("projected", patches, STEM, {"stem.patch": h})  # [B n, h]
     weights = (refs["stem.cls"], refs["stem.position"])
-    return b.compute("prepend_positions", (x,), (shape.tokens, h), weights, images=images)
+    x = net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+    n = Layer.of(spec, shape)
+    for i in range(spec.layers):
+        net.layer(i)
+        x = pre_norm(net, f"{i}.", f"layers.{i}.", x, n)
+    net.block()
+    heads.add(net, spec, shape, x, refs)
+    return net.graph()
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
+    image = spec.image
+    assert image is not None
+    dtype = tensors["stem.cls"].dtype
+    mean, std = (np.array(v, dtype)[:, None, None] for v in (image.mean, image.std))
+    values = (pixels.astype(dtype) / 255 - mean) / std  # [B, C, S, S]
+    p, side = image.patch, image.size // image.patch
+    blocks = values.reshape(-1, image.channels, side, p, side, p).transpose(0, 2, 4, 1, 3, 5)
+    patches = blocks.reshape(len(values), image.patches, -1)  # [B, n, C p p]
+    x = plain.linear(tensors, "stem.patch", patches)  # [B, n, h]
+    cls = np.broadcast_to(tensors["stem.cls"], (len(values), 1, spec.hidden))
+    x = np.concatenate([cls, x], axis=1) + tensors["stem.position"]  # [B, n + 1, h]
+    x = x.reshape(-1, spec.hidden)  # [m, h]
+    for i in range(spec.layers):
+        x = plain.pre_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
+    return heads.plain(spec, tensors, x, shape)
+
+
+_VIT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_channels": 3, "qkv_bias": True}
+_REAL: Final = {"image_size": 224, "patch_size": 16}
+_TINY: Final = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 100,
+    "initializer_range": TINY_SPREAD,
+    "image_size": 20,
+    "patch_size": 5,
+}
+
+
+def _kind(architecture: str, *sizes: Mapping[str, Any], labels: int = 0) -> Kind:
+    made = kind(architecture, "vit", *sizes, _VIT, labels=labels)
+    side = made.config["image_size"]
+    preprocessor = {
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_processor_type": "ViTImageProcessor",
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 2,
+        "rescale_factor": 1 / 255,
+        "size": {"height": side, "width": side},
+    }
+    return replace(made, extras={"preprocessor_config.json": preprocessor})
+
+
+KINDS: Final = {
+    "vit-base": _kind("ViTForImageClassification", BASE, _REAL, labels=1000),
+    "vit-large": _kind("ViTForImageClassification", LARGE, _REAL, labels=1000),
+    "tiny-vit": _kind("ViTModel", _TINY),
+    "tiny-vit-classifier": _kind("ViTForImageClassification", _TINY, labels=7),
+}

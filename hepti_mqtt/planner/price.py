@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
-from hepti_mqtt.models import tensor_sources
+from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import Plan, Storage, WireDtype
 from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.program import ITEMSIZE
@@ -17,18 +16,16 @@ from hepti_mqtt.simulate import (
     DeviceUse,
     Naming,
     largest_packet_bytes,
-    live_bytes,
     loading_total,
+    most_live_bytes,
     simulate,
     weight_total,
 )
-from hepti_mqtt.spec import ModelSpec, RequestShape
-from hepti_mqtt.strategies import largest_shape, program, programs, resident_weights
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import lowered, programs, resident_weights, short_programs
 from hepti_mqtt.wire.frames import frame_bytes
 from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.wire.topics import Topics, publish_bytes
-
-_FEW: Final = 2  # layers of the short model; one more gives the cost of an inner layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Question:
     """
 
     naming: Naming
-    spec: ModelSpec
+    spec: Spec
     cluster: Cluster
     shape: RequestShape
     epoch: Epoch
@@ -80,21 +77,13 @@ class Price:
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:
-    """Return the resident bytes of a device under a plan: weights, and live slots of every request in flight.
+    """Return the resident bytes of a device under a plan: weights, live slots and sessions of the requests in flight.
 
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
-
-    Inner layers are alike, so the sum over all layers follows exactly from a model of three layers and its inner one.
     """
-    spec = question.spec
-    short = replace(spec, layers=min(_FEW + 1, spec.layers))
-    refs = resident_weights(short, plan, device)
-    inner = [ref for ref in refs if ref.tensor.startswith(f"layers.{_FEW - 1}.")]
-    weights = weight_total(refs) + weight_total(inner) * (spec.layers - short.layers)
-    loading = loading_total([*refs, *inner * (spec.layers - short.layers)])
-    shape = largest_shape(spec)
-    live = max(live_bytes(program(short, plan, s, device)) for s in (shape, replace(shape, want="hidden")))
-    return weights + max(live * max(question.in_flight, 1), loading)
+    refs = resident_weights(question.spec, plan, device)
+    live = most_live_bytes(question.spec, plan, device, question.in_flight)
+    return weight_total(refs) + max(live, loading_total(refs))
 
 
 def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
@@ -109,9 +98,9 @@ def plan_packet(question: Question, plan: Plan) -> int:
 
     The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
     """
-    short = replace(question.spec, layers=min(_FEW + 1, question.spec.layers))  # inner layers are alike
-    shape = largest_shape(short)
-    return largest_packet_bytes(question.naming, short, shape, programs(short, plan, shape))
+    shape = largest_shape(question.spec)
+    parts = short_programs(question.spec, plan, shape)  # inner layers are alike
+    return largest_packet_bytes(question.naming, question.spec, shape, parts)
 
 
 def tile_packet(question: Question) -> int:
@@ -126,31 +115,18 @@ def _tile_items(shape: tuple[int, ...]) -> int:
     return min(shape[0], VECTOR_TILE) if len(shape) == 1 else prod(min(side, TILE) for side in shape)
 
 
-def price(question: Question, plan: Plan, full: bool = False) -> Price:
-    """Return the price of `plan`.
+def price(
+    question: Question, plan: Plan, full: bool = False, known: tuple[Mapping[str, int], Mapping[str, int]] | None = None
+) -> Price:
+    """Return the price of `plan`; known: its `memory`, where that is known already.
 
-    Not full: the time is extrapolated from a model of two and of three layers, which costs a tenth; the search uses
-    that. Full: all layers are simulated.
+    Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
+    all layers are simulated.
     """
     spec, shape = question.spec, question.shape
-    needs, missing = memory(question, plan)
+    needs, missing = known or memory(question, plan)
     learned = question.learned.factor(plan)
-    if full or spec.layers <= _FEW + 1:
-        parts = programs(spec, plan, shape)
-        result = simulate(question.naming, spec, shape, parts, question.cluster)
-        return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned)
-    few, more = (replace(spec, layers=n) for n in (_FEW, _FEW + 1))
-    low = simulate(question.naming, few, shape, programs(few, plan, shape), question.cluster)
-    high = simulate(question.naming, more, shape, programs(more, plan, shape), question.cluster)
-    left = spec.layers - more.layers
-    use = {
-        d: DeviceUse(
-            compute_s=h.compute_s + left * (h.compute_s - low.devices[d].compute_s),
-            wait_s=h.wait_s + left * (h.wait_s - low.devices[d].wait_s),
-            flops=h.flops + left * (h.flops - low.devices[d].flops),
-            sent_bytes=h.sent_bytes + left * (h.sent_bytes - low.devices[d].sent_bytes),
-        )
-        for d, h in high.devices.items()
-    }
-    seconds = high.seconds + left * (high.seconds - low.seconds)
-    return Price(seconds, high.nbytes + left * (high.nbytes - low.nbytes), needs, missing, use, learned)
+    repeated = None if full else lowered(spec, plan, shape).repeated
+    parts = (programs if repeated is None else short_programs)(spec, plan, shape)
+    result = simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
+    return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned)

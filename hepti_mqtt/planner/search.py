@@ -9,9 +9,11 @@ from typing import Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.lowering import Graph
+from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.price import Price, Question, memory, plan_packet, price, tile_packet
-from hepti_mqtt.strategies import STRATEGIES, make_plan
+from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan
 from hepti_mqtt.wire.limits import packet_limit_error
 
 EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
@@ -136,21 +138,55 @@ def _initial(question: Question) -> Iterator[_Draft]:
     rows = max(question.shape.tokens // max(len(names), 1), 1)
     profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
-    for name, strategy in STRATEGIES.items():
-        if question.strategy not in {None, name}:
-            continue
-        for subset in _subsets(by_speed, pinned=question.devices is not None and strategy.most_devices is None):
-            if strategy.most_devices is not None and len(subset) > strategy.most_devices:
+    for method in _methods(question):
+        for subset in _subsets(by_speed, pinned=question.devices is not None and method.most_devices is None):
+            if method.most_devices is not None and len(subset) > method.most_devices:
                 continue
-            alone = len(subset) == 1 and strategy.most_devices is None
+            alone = len(subset) == 1 and method.most_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
                 continue  # one device is what `single` is for
             share_rows = max(question.shape.tokens // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in strategy.options:
+            for options in method.choices(len(subset)):
                 if question.options and dict(question.options) != dict(options):
                     continue
-                yield _draft(question, name, options, subset, weights)
+                draft = _attempt(question, method, options, subset, weights)
+                if draft is not None:
+                    yield draft
+
+
+def _graph(question: Question) -> Graph:
+    return graph(question.spec, largest_shape(question.spec))
+
+
+def _methods(question: Question) -> Iterator[Method]:
+    """Yield the methods to try; raises ConfigError if the one that is pinned cannot divide this model."""
+    for name, method in STRATEGIES.items():
+        if question.strategy is None and not method.offered:
+            continue
+        if question.strategy not in {None, name}:
+            continue
+        reason = method.unsupported(_graph(question))
+        if reason is None:
+            yield method
+        elif question.strategy == name:
+            able = [m.name for m in STRATEGIES.values() if m.unsupported(_graph(question)) is None]
+            raise ConfigError(f"{reason}; {question.naming.model} can be divided by: {', '.join(able)}")
+
+
+def _attempt(
+    question: Question, method: Method, options: Options, devices: tuple[str, ...], weights: Sequence[float]
+) -> _Draft | None:
+    """Return a draft, None if the method cannot divide this model so: the others go on.
+
+    Raises ConfigError if it is the one that was asked for.
+    """
+    try:
+        return _draft(question, method.name, options, devices, weights)
+    except ValueError as error:
+        if question.strategy == method.name:
+            raise ConfigError(f"{method.name} cannot divide {question.naming.model}: {error}") from error
+        return None
 
 
 def _draft(
@@ -186,7 +222,7 @@ def _subsets(by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]
 
 
 def _priced(question: Question, draft: _Draft) -> Candidate:
-    return Candidate(draft.plan, price(question, draft.plan), draft.weights)
+    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
 
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
@@ -249,7 +285,7 @@ def _balance(question: Question, c: Candidate) -> Candidate:
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
-    full = price(question, c.plan, full=True)
+    full = price(question, c.plan, full=True, known=(c.price.needs, c.price.missing))
     plan = replace(
         c.plan,
         predicted_s=full.seconds,

@@ -33,9 +33,10 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """Leave filters that no resident plan needs any more."""
+    """Leave filters that no resident plan needs any more, and the requests of models that have no plan here."""
 
     filters: tuple[str, ...]
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +66,12 @@ class Unload:
     spare_bytes: float = 0
 
 
-Command = Publish | Subscribe | Unsubscribe | Load | Unload
+@dataclass(frozen=True, slots=True)
+class Complain:
+    """Count and log trouble that is survived; `kind` is the counter's name."""
+
+    kind: str
+    text: str
+
+
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | Complain

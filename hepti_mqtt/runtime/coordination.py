@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.plan import Plan, Storage, WireDtype
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.flight import Job, Pins, RunStats
-from hepti_mqtt.spec import ModelSpec
+from hepti_mqtt.runtime.states import Transition
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
@@ -25,10 +27,18 @@ class Served:
     """
 
     name: str
-    spec: ModelSpec
+    spec: Spec
     manifest: bytes
     tokens: int = 128
     pins: Pins = field(default_factory=Pins)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A plan that is active or being prepared, with the measurements it was chosen by."""
+
+    plan: Plan
+    cluster: Cluster
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -94,14 +104,10 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The planner's user pins (or, with None, frees) strategy, variant, devices, wire and storage of a model."""
+    """The planner's user pins a model's plans, or frees them with pins that say nothing."""
 
     model: str
-    strategy: str | None
-    options: Mapping[str, str]
-    devices: tuple[str, ...] | None
-    wire: WireDtype
-    storage: Storage = "f32"
+    pins: Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,15 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a job that generates: its place among `tokens`, all that there are so far."""
+
+    job: Job
+    index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """End a user's request with an error."""
 
@@ -168,7 +183,7 @@ class ShowPlan:
     """Publish the retained record of a model's plans.
 
     decision: of the last search, also if it changed nothing. progress: (bytes there, bytes in all) of the weights that
-    devices load for `preparing`.
+    devices load for `preparing`. story: the last transitions of the model's plans.
     """
 
     model: str
@@ -177,6 +192,7 @@ class ShowPlan:
     decision: Decision | None
     error: HeptiError | None = None
     progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    story: tuple[Transition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +203,4 @@ class Note:
     text: str
 
 
-CoordinatorCommand = Publish | Solve | SendTiles | Answer | Refuse | ShowPlan | Note
+CoordinatorCommand = Publish | Solve | SendTiles | Answer | Token | Refuse | ShowPlan | Note

@@ -6,14 +6,16 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+
 from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.commands import Publish
-from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, UpFrame
-from hepti_mqtt.runtime.flight import Job, Run, RunStats
+from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, Token, UpFrame
+from hepti_mqtt.runtime.flight import Generation, Job, Run, RunStats
 from hepti_mqtt.runtime.model_state import ModelState
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import encode_work
+from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 QUEUE: Final = 64  # requests that wait, per model
@@ -33,6 +35,7 @@ class Dispatcher:
     ) -> None:
         self._topics, self._models, self._in_flight, self._counters = topics, models, in_flight, counters
         self._admission = 0
+        self._session = 0
 
     def submit(self, job: Job, now: float) -> list[CoordinatorCommand]:
         """Take a request into the queue of its model, or refuse it."""
@@ -46,22 +49,23 @@ class Dispatcher:
                 f"{QUEUE} requests wait for {job.key.model} already; try again later, or add devices"
             )
             return [Note("overloaded", str(error)), Refuse(job, error)]
-        if model.error is not None and not model.hopeful() and job.pins in (None, model.served.pins):
+        if model.error is not None and not model.plans.hopeful() and job.pins in (None, model.plans.pinned):
             return [Refuse(job, model.error)]
-        model.recent.append(max(c.shape.tokens for c in job.chunks))
+        longest = max(c.shape.tokens for c in job.chunks)
+        model.recent.append(longest + (job.generation.most if job.generation else 0))
         model.queue.extend((job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
     def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Dispatch what waits, as far as there is a plan for it and room beside what runs."""
         out: list[CoordinatorCommand] = []
-        while model.active is not None and model.queue and len(model.runs) < self._in_flight:
-            if model.queue[0][0].pins not in (None, model.active_pins):
+        while (active := model.plans.active) is not None and model.queue and len(model.runs) < self._in_flight:
+            if model.queue[0][0].pins not in (None, active.pins):
                 break
             job, chunk = model.queue.popleft()
             if not job.over:
                 send = self._dispatch if job.computes else self._foretell
-                out += send(model, model.active, job, chunk, now)
+                out += send(model, active.plan, job, chunk, now)
                 model.follow_pins(now)
         return out
 
@@ -73,9 +77,9 @@ class Dispatcher:
         if model is None or run is None or run.epoch != frame.epoch or event.device not in run.plan.devices:
             self._counters["late"] += 1
             return []
-        if frame.kind == "output" and event.device == run.plan.head:
-            run.output = frame.array()
-        elif frame.kind == "done" and len(frame.numbers) == 3:
+        if frame.kind == "output":
+            run.parts[event.device, frame.node, frame.part] = (frame.row_start, frame.array())
+        elif frame.kind == "done" and len(frame.numbers) == 4:
             run.done[event.device] = frame.numbers
         else:
             self._counters["foreign_frame"] += 1
@@ -88,7 +92,7 @@ class Dispatcher:
         if model is None or run is None:
             return []
         out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
-        if message.code == "wire":
+        if message.code in ("wire", "session"):
             return out + self.again(model, run)
         out += self._cancel(model, run)
         return out + self.end(model, run.job, RemoteError(message.text))
@@ -103,6 +107,8 @@ class Dispatcher:
                 "see `hepti devices` and the planner's log"
             )
             return out + self.end(model, run.job, error)
+        if run.job.generation is not None:
+            run.job.generation.epoch = None  # some device may have cached less than others: it begins anew
         model.queue.appendleft((run.job, run.chunk))
         return out
 
@@ -127,8 +133,13 @@ class Dispatcher:
 
     def _dispatch(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
         self._admission += 1
-        part = job.chunks[chunk]
-        payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs)
+        part, session = job.chunks[chunk], Session()
+        if job.generation is not None:
+            if job.generation.epoch != plan.epoch:
+                self._session = self._session % MAX_SESSION + 1
+                job.generation.begin(plan.epoch, self._session)
+            part, session = job.generation.next()
+        payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))
         overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
@@ -137,7 +148,7 @@ class Dispatcher:
         for run in others:
             run.alone = False
         model.runs[self._admission] = Run(
-            self._admission, job, chunk, plan, model.cluster(), now, overdue, sent, alone=not others
+            self._admission, job, chunk, part.shape, plan, model.cluster(), now, overdue, sent, alone=not others
         )
         return [Publish(topic, payload, 1)]
 
@@ -145,23 +156,40 @@ class Dispatcher:
         """Answer a request that only wants the plan: as if its runs had taken nothing."""
         del chunk, now
         job.over = True
-        runs = (RunStats(plan, model.cluster(), part.shape, {}, {}, {}, 0) for part in job.chunks)
+        runs = (RunStats(plan, model.cluster(), shape, {}, {}, {}, 0) for shape in job.shapes())
         return [Answer(job, plan, tuple(runs))]
 
     def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
-        assert run.output is not None
         del model.runs[run.admission]
-        if run.alone:
-            model.experience.ran(run.plan, run.job.chunks[run.chunk].shape.tokens, now - run.begun_s, now)
+        self._counters["foreign_frame"] += run.unannounced()
+        if run.alone and (not run.shape.cache or run.shape.tokens == 1):  # of a decoder plans are made for its steps
+            model.experience.ran(run.plan, run.shape.tokens, now - run.begun_s, now)
         job = run.job
         if job.over:
             return []
-        job.outputs[run.chunk] = run.output
         job.stats.append(run.stats())
+        if job.generation is not None:
+            return self._generated(model, run, job.generation)
+        job.outputs[run.chunk] = run.output()
         if len(job.outputs) < len(job.chunks):
             return []
         job.over = True
         return [Answer(job, run.plan, tuple(job.stats))]
+
+    def _generated(self, model: ModelState, run: Run, generation: Generation) -> list[CoordinatorCommand]:
+        """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
+        job, logits = run.job, run.output()
+        if logits.ndim != 2 or len(logits) != 1 or not np.isfinite(logits).all():
+            error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
+            return self.end(model, job, error)
+        generation.take(logits)
+        job.attempts.clear()
+        out: list[CoordinatorCommand] = [Token(job, len(generation.tokens) - 1, tuple(generation.tokens))]
+        if not generation.done:
+            model.queue.appendleft((job, run.chunk))
+            return out
+        job.over = True
+        return [*out, Answer(job, run.plan, tuple(job.stats))]
 
     def _cancel(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
         model.runs.pop(run.admission, None)

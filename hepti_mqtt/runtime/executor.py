@@ -9,27 +9,65 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple
+from math import prod
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import KERNELS, Weight, Workers
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, Program, Send, SlotSpec, WeightRef
-from hepti_mqtt.schedule import Key, Template, template
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Recv, Send, Slot, SlotSpec, WeightRef
+from hepti_mqtt.schedule import Template, template
 
 Array = NDArray[Any]
 KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
 Delivery = Literal["filled", "duplicate", "unexpected"]
+_NO_STATES: Final[Mapping[str, Array]] = {}
+
+
+class View(NamedTuple):
+    """Where a slot's values lie: rows of a slot that has memory, in another shape perhaps."""
+
+    base: Slot
+    rows: slice | None
+    shape: tuple[int, ...] | None
+
+    def of(self, slots: Sequence[Array | None]) -> Array:
+        """Return the array."""
+        array = slots[self.base]
+        assert array is not None
+        if self.rows is not None:
+            array = array[self.rows]
+        return array if self.shape is None else array.reshape(self.shape)
+
+
+def view(program: Program, slot: Slot) -> View:
+    """Return where the values of a slot lie."""
+    spec = program.slots[slot]
+    if spec.base is None:
+        return View(slot, None, None)
+    whole = program.slots[spec.base].shape
+    row = prod(whole[1:])
+    stop = spec.start + prod(spec.shape) // row if row else spec.start + spec.shape[0]
+    rows = None if (spec.start, stop) == (0, whole[0]) else slice(spec.start, stop)
+    return View(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
 
 
 class BoundOp(NamedTuple):
     """A Compute op with its kernel bound to weights and shapes; `buffers` says what each write needs."""
 
     run: KernelRun
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
+    reads: tuple[View, ...]
+    frees: tuple[Slot, ...]
+    writes: tuple[Slot, ...]
     buffers: tuple[SlotSpec, ...]
+
+
+class BoundSend(NamedTuple):
+    """A Send, and where its values lie."""
+
+    op: Send
+    read: View
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +75,24 @@ class Bound:
     """A Program ready to run on this device, for any number of requests of its shape."""
 
     template: Template
-    ops: tuple[BoundOp | Send | None, ...]
+    ops: tuple[BoundOp | BoundSend | None, ...]
 
 
 def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> Bound:
     """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
-    ops: list[BoundOp | Send | None] = []
-    for op in program.ops:
-        if isinstance(op, Compute):
-            held = [weights[ref] for ref in op.weights]
-            run = KERNELS[op.kernel].bind(op, program.slots, held, workers)
-            ops.append(BoundOp(run, op.reads, op.writes, tuple(program.slots[w] for w in op.writes)))
-        else:
-            ops.append(op if isinstance(op, Send) else None)
-    return Bound(template(program), tuple(ops))
+    return Bound(template(program), tuple(_bind(program, op, weights, workers) for op in program.ops))
+
+
+def _bind(
+    program: Program, op: Compute | Send | Recv, weights: Mapping[WeightRef, Weight], workers: Workers
+) -> BoundOp | BoundSend | None:
+    if isinstance(op, Send):
+        return BoundSend(op, view(program, op.slot))
+    if isinstance(op, Recv):
+        return None
+    run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
+    reads = tuple(view(program, slot) for slot in op.reads)
+    return BoundOp(run, reads, program.reads(op), op.writes, tuple(program.slots[w] for w in op.writes))
 
 
 class Outgoing(NamedTuple):
@@ -68,6 +110,7 @@ class _Running:
     uses: list[int]
     slots: list[Array | None]
     owned: list[bool]
+    states: Mapping[str, Array]
     received: list[bool]
     left: int
 
@@ -102,14 +145,20 @@ class Executor:
         """Return the admission numbers of the requests that run."""
         return tuple(self._running)
 
-    def admit(self, admission: int, bound: Bound) -> None:
-        """Begin a request under its admission number; raises ValueError if it runs already."""
+    def admit(self, admission: int, bound: Bound, states: Mapping[str, Array] = _NO_STATES) -> None:
+        """Begin a request under its admission number; raises ValueError if it runs already.
+
+        states: the arrays of its session by name, which stay the session's.
+        """
         if admission in self._running:
             raise ValueError(f"request {admission} runs already")
         t = bound.template
         n = len(t.program.slots)
+        slots: list[Array | None] = [None] * n
+        for slot in t.kept:
+            slots[slot] = states[t.program.slots[slot].state]
         self._running[admission] = _Running(
-            bound, list(t.pending), list(t.uses), [None] * n, [False] * n, [False] * n, t.runnable
+            bound, list(t.pending), list(t.uses), slots, [False] * n, states, [False] * n, t.runnable
         )
         for place in t.first:
             heappush(self._ready, (admission, place))
@@ -178,25 +227,23 @@ class Executor:
             writes = []
             for slot, spec in zip(op.writes, op.buffers, strict=True):
                 kept = self._free.get(spec)
-                array = kept.pop() if kept else np.empty(spec.shape, NUMPY_DTYPE[spec.dtype])
+                if spec.state:
+                    array = running.states[spec.state]
+                else:
+                    array = kept.pop() if kept else np.empty(spec.shape, NUMPY_DTYPE[spec.dtype])
+                    running.owned[slot] = True
                 slots[slot] = array
-                running.owned[slot] = True
                 writes.append(array)
-            op.run([slots[s] for s in op.reads], writes)  # type: ignore[misc]
+            op.run([read.of(slots) for read in op.reads], writes)
             for slot in op.writes:
                 self._fill(admission, running, slot)
-            for slot in dict.fromkeys(op.reads):
+            for slot in op.frees:
                 self._release(running, slot)
             return None
-        if isinstance(op, Send):
-            array = slots[op.slot]  # type: ignore[assignment]
-            out = array if op.rows is None else array[op.rows[0] : op.rows[1]]
-            self._release(running, op.slot)
-            return Outgoing(admission, op, out)
-        boundary = running.bound.template.program.ops[place]
-        for slot in dict.fromkeys(boundary.slots):  # type: ignore[union-attr]
-            self._release(running, slot)
-        return None
+        assert op is not None
+        out = op.read.of(slots)
+        self._release(running, op.read.base)
+        return Outgoing(admission, op.op, out)
 
     def _fill(self, admission: int, running: _Running, slot: int) -> None:
         pending = running.pending

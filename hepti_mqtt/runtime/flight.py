@@ -14,6 +14,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan, Storage, WireDtype
 from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.wire.frames import Session
 
 Array = NDArray[Any]
 
@@ -47,11 +48,51 @@ class Pins:
 
 
 @dataclass(slots=True)
+class Generation:
+    """Tokens that come one after the other: the prompt, what was generated, and the session that has them cached.
+
+    most: tokens to generate; end: the token after which there are no more, if any. cache: rows that the session's cache
+    has room for. session: its number, 0 before it begins; epoch: under which it was begun; rows: cached so far.
+    """
+
+    prompt: tuple[int, ...]
+    most: int
+    cache: int
+    end: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    session: int = 0
+    epoch: Epoch | None = None
+    rows: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Return whether the last token is there."""
+        return len(self.tokens) >= self.most or (bool(self.tokens) and self.tokens[-1] == self.end)
+
+    def begin(self, epoch: Epoch, session: int) -> None:
+        """Begin anew under an epoch: the next run computes the prompt and all tokens so far."""
+        self.epoch, self.session, self.rows = epoch, session, 0
+
+    def next(self) -> tuple[Chunk, Session]:
+        """Return the next run: the tokens that are not cached, and whether it is the session's last."""
+        ids = (*self.prompt, *self.tokens)[self.rows :]
+        chunk = Chunk(RequestShape((len(ids),), cache=self.cache), np.array([self.rows, *ids], np.int32))
+        return chunk, Session(self.session, final=len(self.tokens) + 1 >= self.most)
+
+    def take(self, logits: Array) -> int:
+        """Take the logits [1, V] of the run that `next` gave; return the token that follows, the likeliest one."""
+        self.rows = len(self.prompt) + len(self.tokens)
+        self.tokens.append(int(logits[0].argmax()))
+        return self.tokens[-1]
+
+
+@dataclass(slots=True)
 class Job:
     """A user's request; `token` is the shell's own handle for writing the answer.
 
     pins: the request runs only under a plan that was searched under them; None is content with any plan. computes:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
+    generation: of a job that generates tokens, run by run; its chunk is the prompt.
     """
 
     key: RequestKey
@@ -64,9 +105,19 @@ class Job:
     stats: list[RunStats] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)
     over: bool = False
+    generation: Generation | None = None
+
+    def shapes(self) -> list[RequestShape]:
+        """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""
+        chunks = [chunk.shape for chunk in self.chunks]
+        if self.generation is None:
+            return chunks
+        return chunks + [RequestShape((1,), cache=self.generation.cache)] * (self.generation.most - 1)
 
     def output(self) -> Array:
-        """Return the outputs of all chunks, one below the other."""
+        """Return the outputs of all chunks, one below the other; the tokens [n] i32 of a job that generates."""
+        if self.generation is not None:
+            return np.array(self.generation.tokens, np.int32)
         return np.concatenate([self.outputs[i] for i in range(len(self.chunks))])
 
 
@@ -93,13 +144,14 @@ class Run:
     admission: int
     job: Job
     chunk: int
+    shape: RequestShape
     plan: Plan
     cluster: Cluster
     begun_s: float
     overdue_s: float
     dispatch_bytes: int
     alone: bool  # no other run at any time
-    output: Array | None = None
+    parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -108,15 +160,28 @@ class Run:
         return self.plan.epoch
 
     def complete(self) -> bool:
-        """Return whether the output is here and every device has reported."""
-        return self.output is not None and len(self.done) == len(self.plan.devices)
+        """Return whether every device has reported, and every part of the output that one says it has sent is here."""
+        if len(self.done) < len(self.plan.devices) or not any(n[3] for n in self.done.values()):
+            return False
+        here = Counter(device for device, _, _ in self.parts)
+        return all(here[device] >= numbers[3] for device, numbers in self.done.items())
+
+    def unannounced(self) -> int:
+        """Return how many parts came from devices that say they sent none."""
+        return sum(not self.done[device][3] for device, _, _ in self.parts)
+
+    def output(self) -> Array:
+        """Return the parts of the output, one below the other."""
+        mine = [part for (device, _, _), part in self.parts.items() if self.done[device][3]]
+        mine.sort(key=lambda part: part[0])
+        return mine[0][1] if len(mine) == 1 else np.concatenate([array for _, array in mine])
 
     def stats(self) -> RunStats:
         """Return what the devices reported."""
         return RunStats(
             self.plan,
             self.cluster,
-            self.job.chunks[self.chunk].shape,
+            self.shape,
             {d: n[0] for d, n in self.done.items()},
             {d: n[1] for d, n in self.done.items()},
             {d: n[2] for d, n in self.done.items()},

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Weight, Workers, allocate
-from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.program import NUMPY_DTYPE, Program, WeightRef
 from hepti_mqtt.runtime.executor import Executor, bind
 
 
@@ -34,13 +34,15 @@ def run_local(
     """
     bound = bind(program, pack(tensors, program.weights()), workers or Workers(1))
     executor = Executor()
-    executor.admit(1, bound)
-    executor.deliver(1, (0, "input", PLANNER), inputs)
-    output = None
+    states = {name: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for name, spec in program.states().items()}
+    executor.admit(1, bound, states)
+    for key in bound.template.inputs:
+        executor.deliver(1, key, inputs)
+    parts: list[tuple[int, NDArray[Any]]] = []
     while (step := executor.next()) is not None:
         outgoing = step.run()
         if outgoing is not None and outgoing.op.to == (PLANNER,):
-            output = np.array(outgoing.array)
-    if output is None or not executor.finished(1):
+            parts.append((outgoing.op.row, np.array(outgoing.array)))
+    if not parts or not executor.finished(1):
         raise ValueError(f"the Program of {program.device} cannot run alone")
-    return output
+    return np.concatenate([part for _, part in sorted(parts, key=lambda entry: entry[0])])

@@ -1,4 +1,4 @@
-"""What the coordinator knows of one model: its plans, its searches, its requests."""
+"""What the coordinator knows of one model: its plans and its requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
 from hepti_mqtt.runtime.coordination import Served
 from hepti_mqtt.runtime.flight import Job, Pins, Run
-
-
-@dataclass(slots=True)
-class Preparing:
-    """A plan on its way: the devices that are not ready yet, and when they were last heard."""
-
-    decision: Decision
-    plan: Plan
-    pins: Pins
-    txn: int
-    waiting: set[str]
-    progress_s: float
-    asked_s: float = 0.0  # when Prepare was sent last
-    swap: bool = False  # the old plan must go before this one fits
-    sent: bool = False
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
-    shown_s: float = float("-inf")  # when progress was last published
-
-    def heard_s(self) -> float:
-        """Return when there was last an exchange with the devices."""
-        return max(self.asked_s, self.progress_s)
+from hepti_mqtt.runtime.plans import Plans
 
 
 @dataclass(slots=True)
@@ -41,26 +21,29 @@ class ModelState:
     """One model as the coordinator keeps it."""
 
     served: Served
-    pins: Pins  # plans are searched under it
+    plans: Plans
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
     latest: Decision | None = None  # of the last search that found a plan
-    decision: Decision | None = None  # that the active plan came from
-    active: Plan | None = None
-    active_pins: Pins | None = None  # those under which the active plan was searched
-    suspect: Plan | None = None  # was active until a run was overdue; kept until another plan takes its place
-    preparing: Preparing | None = None
-    retiring: dict[Epoch, Plan] = field(default_factory=dict)
     queue: deque[tuple[Job, int]] = field(default_factory=deque)
     runs: dict[int, Run] = field(default_factory=dict)
-    solve_at: float | None = None
-    solving: int | None = None
-    forced: bool = False  # take the next decision even if it is no faster
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
     spare: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
     asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+    shown: int = 0  # how much of the plans' story the published record has
+
+    @property
+    def active(self) -> Plan | None:
+        """Return the plan that requests are dispatched under."""
+        record = self.plans.active
+        return None if record is None else record.plan
+
+    @property
+    def pins(self) -> Pins:
+        """Return what the next search keeps to."""
+        return self.plans.pins
 
     def tokens(self) -> int:
         """Return the request length to plan for: the median of late ones, or the served default."""
@@ -75,16 +58,18 @@ class ModelState:
             self.queue.popleft()
         pins = self.queue[0][0].pins if self.queue else None
         if pins is not None and pins != self.pins:
-            self.pins, self.solve_at, self.forced = pins, now, True
+            self.plans.want(now, now, "the next request has other pins", pins=pins, forced=True)
+
+    def held(self) -> Decision | None:
+        """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
+        record = self.plans.preparing or self.plans.active
+        return None if record is None else record.decision
 
     def cluster(self) -> Cluster:
         """Return the measurements that the active plan was chosen by."""
-        assert self.decision is not None
-        return self.decision.cluster
-
-    def hopeful(self) -> bool:
-        """Return whether there is a plan, or will be an answer whether there is one."""
-        return any(x is not None for x in (self.active, self.preparing, self.solving, self.solve_at))
+        record = self.plans.active
+        assert record is not None
+        return record.decision.cluster
 
 
 _VARYING: Final[dict[str, Any]] = {

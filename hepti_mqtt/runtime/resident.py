@@ -4,60 +4,70 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
+from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.executor import Bound
-from hepti_mqtt.simulate import live_bytes, loading_total, weight_total
-from hepti_mqtt.spec import ModelSpec, RequestShape
-from hepti_mqtt.strategies import largest_shape, program, widest_programs
+from hepti_mqtt.simulate import SESSIONS_BESIDE, loading_total, most_live_bytes, weight_total
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import peers, resident_weights
 from hepti_mqtt.wire.messages import Prepare
 from hepti_mqtt.wire.topics import Topics
+
+EpochState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
 
 
 @dataclass(slots=True)
 class Resident:
     """A plan on a device, ready when `weights` are there and its filters are `subscribed`.
 
-    txn: of the last Prepare. live_bytes: slots of as many requests as may run at once. loading_bytes: beside the
-    weights while they are loaded. bound: Programs by request shape.
+    txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
+    of these are kept. loading_bytes: beside the weights while they are loaded. bound: Programs by request shape. state:
+    changed by `runtime.epochs` alone.
     """
 
     plan: Plan
-    spec: ModelSpec
+    spec: Spec
     txn: int
     refs: tuple[WeightRef, ...]
     live_bytes: int
+    sessions: int
     loading_bytes: int
     filters: tuple[str, ...]
     weights: Mapping[WeightRef, Weight] | None = None
     subscribed: bool = False
     bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
+    state: EpochState = "asked"
+
+    @property
+    def key(self) -> tuple[str, Epoch]:
+        """Return the model and the epoch."""
+        return (self.plan.model, self.plan.epoch)
 
     @property
     def ready(self) -> bool:
         """Return whether requests can run under the plan."""
-        return self.weights is not None and self.subscribed
+        return self.weights is not None and self.subscribed and self.state != "released"
 
 
 def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
     """Return what a device will keep for a Prepare; raises WireError for a plan that cannot be read."""
     try:
-        plan, spec = Plan.from_dict(message.plan), ModelSpec.from_dict(message.spec)
-        widest = widest_programs(spec, plan, device)
-        shape = largest_shape(spec)
-        shapes = (shape, replace(shape, want="hidden"))
-        live = max(live_bytes(program(spec, plan, s, device)) for s in shapes) * max(message.in_flight, 1)
+        plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+        refs = resident_weights(spec, plan, device)
+        live = most_live_bytes(spec, plan, device, message.in_flight)
+        sources = sorted(peers(spec, plan, device))
     except (KeyError, TypeError, ValueError) as exc:
         raise WireError(f"prepare {message.txn}: the plan cannot be read ({exc!r}); update agent or planner") from exc
-    refs = tuple(dict.fromkeys(ref for p in widest for ref in p.weights()))
-    sources = sorted({source for p in widest for source in p.sources()} - {PLANNER})
     filters = tuple(sorted(f for source in sources for f in topics.activations_from(plan.model, source, device)))
-    return Resident(plan, spec, message.txn, refs, live, loading_total(refs), filters)
+    sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
+    return Resident(plan, spec, message.txn, refs, live, sessions, loading_total(refs), filters)
 
 
 def resident_bytes(residents: Iterable[Resident]) -> int:

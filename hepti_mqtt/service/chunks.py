@@ -13,6 +13,8 @@ def cut(prepared: Prepared, max_tokens: int) -> tuple[Chunk, ...]:
     Their outputs, one below the other, are the output of the whole. Raises ValueError if one sequence is longer.
     """
     shape = prepared.shape
+    if shape.cache:  # one sequence, and its inputs are more than its ids
+        return (Chunk(shape, prepared.inputs),)
     images = prepared.inputs.ndim == 4
     chunks = []
     first, start, stop = 0, 0, 0  # first sequence, first and last packed row of the chunk

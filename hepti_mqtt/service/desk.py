@@ -9,24 +9,24 @@ import contextlib
 import json
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError, PacketLimitError, RemoteError, RequestError, UnknownModelError
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.coordination import Answer, Refuse
-from hepti_mqtt.runtime.flight import Job, Pins, RequestKey
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.runtime.coordination import Answer, Refuse, Token
+from hepti_mqtt.runtime.flight import Generation, Job, Pins, RequestKey
 from hepti_mqtt.service import requests
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.envelope import envelope, parse, request_id
 from hepti_mqtt.service.forecast import Forecasts, shares
-from hepti_mqtt.simulate import Naming
 from hepti_mqtt.wire.topics import Topics
 
 DEADLINE_S: Final = 600.0  # of requests that name none: every request ends
+SIMULATED: Final = "simulated"
+ESTIMATED: Final = "estimated"  # the answer was ready before its forecast
 KEPT: Final = 256
 KEPT_BYTES: Final = 64 << 20
 
@@ -60,16 +60,13 @@ class _Ticket:
 class Desk:
     """Turns requests into jobs and results into answers; keeps late answers for requests that come again.
 
-    basis: the active plan of a model and what it was chosen by, for a forecast while the devices compute.
+    forecasts: begun with every request, and told in its answer as far as they have come.
     """
 
-    def __init__(
-        self, site: str, models: Mapping[str, Model], basis: Callable[[str], tuple[Plan, Cluster] | None]
-    ) -> None:
+    def __init__(self, site: str, models: Mapping[str, Model], forecasts: Forecasts) -> None:
         self._topics = Topics(site)
         self._models = models
-        self._basis = basis
-        self._forecasts = {n: Forecasts(Naming(site, n), m.checkpoint.spec) for n, m in models.items()}
+        self._forecasts = forecasts
         self._answered: OrderedDict[RequestKey, bytes] = OrderedDict()
         self._answered_bytes = 0
 
@@ -102,9 +99,15 @@ class Desk:
             self._answered.move_to_end(key)
             return Reply(topic, known)
         prepared = requests.prepare(served.checkpoint, parts.body)
-        chunks = cut(prepared, served.checkpoint.spec.max_tokens)
+        chunks = cut(prepared, largest_shape(served.checkpoint.spec).tokens)
+        generation = None
+        if prepared.new_tokens:
+            prompt = tuple(prepared.inputs[1:].tolist())
+            end = requests.end_token(served.checkpoint)
+            generation = Generation(prompt, prepared.new_tokens, prepared.shape.cache, end)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        return Job(key, chunks, _Ticket(topic, name, prepared, now), deadline_s, parts.pins, prepared.computes)
+        ticket = _Ticket(topic, name, prepared, now)
+        return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation)
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError) -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
@@ -114,11 +117,21 @@ class Desk:
         return Reply(self._topics.response(model, client, name or uuid.uuid4().hex), _failure(name, error))
 
     def foresee(self, job: Job) -> None:
-        """Work out what a job will cost under the plan as it is, so that the answer need not wait for it."""
-        basis = self._basis(job.key.model)
-        if basis is not None and job.pins is None:
-            for chunk in job.chunks:
-                self._forecasts[job.key.model].of(*basis, chunk.shape)
+        """Begin to work out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
+        self._forecasts.begin(job.key.model, dict.fromkeys(job.shapes()))
+
+    def token(self, command: Token) -> Reply:
+        """Return the JSON of one token of an answer: it goes out before the answer, which has all of them."""
+        job, ticket = command.job, command.job.token
+        assert isinstance(ticket, _Ticket)
+        told = {
+            "request": ticket.request,
+            "index": command.index,
+            "token": command.tokens[-1],
+            "text": requests.piece(self._models[job.key.model].checkpoint, command.tokens),
+            "final": False,
+        }
+        return Reply(ticket.topic, json.dumps(told).encode())
 
     def answer(self, command: Answer, now: float) -> Reply:
         """Return the JSON of a result; a result that cannot be told becomes an error."""
@@ -131,7 +144,7 @@ class Desk:
             return self.refuse(Refuse(job, error))
         except ValueError as error:  # outputs of the chunks that do not fit together
             return self.refuse(Refuse(job, RemoteError(f"the devices' outputs do not fit together: {error}")))
-        forecasts = [self._forecasts[job.key.model].of(s.plan, s.cluster, s.shape) for s in command.stats]
+        forecasts = [self._forecasts.told(s.plan, s.shape) for s in command.stats]
         plan = command.plan
         told = {
             "id": ticket.request,
@@ -156,10 +169,13 @@ class Desk:
             "compute_ms": _sum_ms(s.compute_us for s in command.stats),
             "wait_ms": _sum_ms(s.wait_us for s in command.stats),
             "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in command.stats),
+            "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
             "predicted_ms": sum(f.seconds for f in forecasts) * 1e3,
-            "predicted_bytes": sum(f.nbytes for f in forecasts),
+            "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
             "latency_ms": (now - ticket.received_s) * 1e3,
         }
+        if job.generation is not None:
+            told["final"] = True
         payload = json.dumps(told, allow_nan=False).encode()
         self._keep(job.key, payload)
         return Reply(ticket.topic, payload)

@@ -90,8 +90,9 @@ def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: 
     chosen = None if strategy == AUTO else strategy
     if not isinstance(options, Mapping):
         raise RequestError('options must be an object such as {"variant": "kv"}')
-    known = [dict(o) for s in STRATEGIES.values() if chosen in (None, s.name) for o in s.options]
-    if options and dict(options) not in known:
+    methods = [s for s in STRATEGIES.values() if chosen in (None, s.name)]
+    if options and not any(s.knows(options) for s in methods):
+        known = [dict(o) for s in methods for o in s.options]
         raise RequestError(f"there are no such options of {chosen or 'any strategy'}; choose one of {known}")
     if wire not in WIRES:
         raise RequestError(f"wire must be one of {', '.join(WIRES)}")

@@ -1,57 +1,199 @@
-"""What a request will cost under a plan: time by the simulator, exact bytes, and each device's part of the FLOPs."""
+"""What requests will cost under their plans, worked out on a thread of its own so that no answer waits for it.
+
+A forecast takes as long as building every device's Program. It is begun when a request comes in, or when a plan is
+prepared for lengths that were asked for of late; an answer that is ready first goes out with an estimate.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from statistics import fmean
+from typing import Final, NamedTuple
 
 from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.coordination import Standing
+from hepti_mqtt.runtime.flight import RunStats
 from hepti_mqtt.simulate import Naming, simulate
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import programs
 
-KEPT: Final = 256
+KEPT: Final = 1024
+WAITING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up
+LATE: Final = 4  # shapes of each model that a new plan is expected to see
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of one run: seconds from dispatch to output, bytes of all PUBLISH packets, FLOPs by device."""
+    """Of one run: seconds from dispatch to output, bytes of all PUBLISH packets, FLOPs by device.
 
+    simulated: False if it was scaled from another length; then only the proportions of `flops` mean something.
+    """
+
+    tokens: int
     seconds: float
-    nbytes: int
-    flops: dict[str, float]
+    nbytes: float
+    flops: Mapping[str, float]
+    simulated: bool = True
+
+    def scaled(self, tokens: int) -> Forecast:
+        """Return the estimate for another length."""
+        by = tokens / max(self.tokens, 1)
+        return Forecast(tokens, self.seconds * by, self.nbytes * by, self.flops, simulated=False)
+
+
+class _Work(NamedTuple):
+    plan: Plan
+    cluster: Cluster
+    shape: RequestShape
+
+    @property
+    def key(self) -> tuple[Epoch, RequestShape]:
+        return self.plan.epoch, self.shape
 
 
 class Forecasts:
-    """Forecasts by (plan, shape); building one takes as long as building the devices' Programs, so they are kept."""
+    """The forecasts of one site. Only `step` and `run` take their time; all else may be called on any thread."""
 
-    def __init__(self, naming: Naming, spec: ModelSpec) -> None:
-        self._naming, self._spec = naming, spec
-        self._kept: OrderedDict[tuple[object, RequestShape], Forecast] = OrderedDict()
+    def __init__(self, site: str, specs: Mapping[str, Spec]) -> None:
+        self._site, self._specs = site, specs
+        self._changed = threading.Condition()  # guards all that follows
+        self._standing: tuple[Standing, ...] = ()
+        self._late: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
+        self._ahead: OrderedDict[tuple[Epoch, RequestShape], _Work] = OrderedDict()  # the most urgent first
+        self._asked: deque[tuple[list[_Work], Callable[[], None]]] = deque()
+        self._known: OrderedDict[tuple[Epoch, RequestShape], Forecast] = OrderedDict()
+        self._closed = False
 
-    def of(self, plan: Plan, cluster: Cluster, shape: RequestShape) -> Forecast:
-        """Return the forecast of one run of `shape` under `plan`, with what the plan was chosen by."""
-        key = (plan.epoch, shape)
-        found = self._kept.get(key)
-        if found is None:
-            parts = programs(self._spec, plan, shape)
-            played = simulate(self._naming, self._spec, shape, parts, cluster)
-            found = Forecast(played.seconds, played.nbytes, {name: use.flops for name, use in played.devices.items()})
-            self._kept[key] = found
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return found
+    def stand(self, standing: tuple[Standing, ...]) -> None:
+        """Take the plans that there are now, and foresee under the new ones what was asked for of late."""
+        with self._changed:
+            before = {s.plan.epoch for s in self._standing}
+            self._standing = standing
+            for new in (s for s in standing if s.plan.epoch not in before):
+                for shape in self._late[new.plan.model]:
+                    self._add(_Work(new.plan, new.cluster, shape), urgent=False)
+            self._changed.notify()
+
+    def begin(self, model: str, shapes: Iterable[RequestShape]) -> None:
+        """Foresee a request under every plan of its model that there is, the newest request first."""
+        with self._changed:
+            late = self._late[model]
+            for shape in shapes:
+                late[shape] = None
+                late.move_to_end(shape)
+                while len(late) > LATE:
+                    late.popitem(last=False)
+                for one in self._standing:
+                    if one.plan.model == model:
+                        self._add(_Work(one.plan, one.cluster, shape), urgent=True)
+            self._changed.notify()
+
+    def then(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
+        """Call `act` on the forecasts' own thread when those of `runs` are made, before any that are only foreseen."""
+        with self._changed:
+            self._asked.append(([_Work(r.plan, r.cluster, r.shape) for r in runs], act))
+            self._changed.notify()
+
+    def told(self, plan: Plan, shape: RequestShape) -> Forecast:
+        """Return the forecast of one run, at once: without one, an estimate by the nearest that is known of the plan.
+
+        What the plan was chosen by is known of every plan.
+        """
+        with self._changed:
+            key = plan.epoch, shape
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+            others = [f for (epoch, _), f in self._known.items() if epoch == plan.epoch]
+        nearest = min(others, key=lambda f: abs(f.tokens - shape.tokens), default=_of_plan(plan))
+        return nearest.scaled(shape.tokens)
+
+    def run(self) -> None:
+        """Make forecasts until `close`; the body of a thread."""
+        while self.step(wait=True):
+            continue
+
+    def step(self, wait: bool = False) -> bool:
+        """Make the most urgent forecast; return False if there is none, with `wait` only after `close`."""
+        with self._changed:
+            while wait and not self._closed and not self._asked and not self._ahead:
+                self._changed.wait()
+            if self._closed or not (self._asked or self._ahead):
+                return False
+            act = None
+            if self._asked:
+                works, act = self._asked.popleft()
+            else:
+                works = [self._ahead.popitem(last=False)[1]]
+        for work in works:
+            self._make(work)
+        if act is not None:
+            act()
+        return True
+
+    def close(self) -> None:
+        """End `run`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _add(self, work: _Work, urgent: bool) -> None:
+        if work.key in self._known:
+            return
+        self._ahead[work.key] = work
+        self._ahead.move_to_end(work.key, last=not urgent)
+        while len(self._ahead) > WAITING:
+            self._ahead.popitem()
+
+    def _make(self, work: _Work) -> None:
+        with self._changed:
+            if work.key in self._known:
+                self._known.move_to_end(work.key)
+                return
+        try:
+            forecast = self._simulated(work)
+        except Exception:  # an estimate is told instead
+            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.tokens, work.plan.epoch)
+            return
+        with self._changed:
+            self._known[work.key] = forecast
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+
+    def _simulated(self, work: _Work) -> Forecast:
+        plan, cluster, shape = work
+        spec = self._specs[plan.model]
+        played = simulate(Naming(self._site, plan.model), spec, shape, programs(spec, plan, shape), cluster)
+        flops = {name: use.flops for name, use in played.devices.items()}
+        return Forecast(shape.tokens, played.seconds, played.nbytes, flops)
+
+
+def _of_plan(plan: Plan) -> Forecast:
+    """Return what a plan says of itself."""
+    parts: list[list[float]] = [list(weights) for weights in plan.weights.values()]
+    parts += [[float(stop - start) for start, stop in ranges] for ranges in plan.ranges.values()]
+    whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
+    flops = dict(zip(plan.devices, map(fmean, zip(*whole, strict=True)), strict=True))
+    return Forecast(plan.predicted_tokens, plan.predicted_s, plan.predicted_bytes, flops)
 
 
 def shares(forecasts: Iterable[Forecast]) -> dict[str, float]:
-    """Return each device's fraction of the FLOPs of several runs together."""
+    """Return each device's fraction of the FLOPs of several runs together; estimated runs count by their tokens."""
+    runs = list(forecasts)
+    exact = all(f.simulated for f in runs)
     flops: dict[str, float] = {}
-    for forecast in forecasts:
-        for device, count in forecast.flops.items():
-            flops[device] = flops.get(device, 0.0) + count
+    for run in runs:
+        unit = 1.0 if exact else run.tokens / (sum(run.flops.values()) or 1.0)
+        for device, count in run.flops.items():
+            flops[device] = flops.get(device, 0.0) + count * unit
     whole = sum(flops.values()) or 1.0
     return {device: count / whole for device, count in flops.items()}

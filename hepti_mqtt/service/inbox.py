@@ -48,6 +48,18 @@ Arrival = (
 )
 
 
+def may_be_lost(arrival: Arrival) -> bool:
+    """Return whether a message is soon followed by another one that says the same: only such may be dropped.
+
+    Nobody repeats a will, an output, what a device counted of a run, or what becomes of a plan.
+    """
+    match arrival:
+        case coordination.DeviceHeartbeat() | coordination.UpMessage(message=messages.Progress()):
+            return True
+        case _:
+            return False
+
+
 class Decoder:
     """Topics and payloads to arrivals; what is not valid is counted and dropped."""
 

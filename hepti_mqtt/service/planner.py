@@ -1,23 +1,21 @@
 """The planner process: threads, clock and connections around `CoordinatorSession`.
 
 The network thread decodes and enqueues. The session thread (the caller of `run_planner`) takes one event after the
-other and carries the commands out. Searching, tokenising and reading tiles each have a thread of their own, so that
-none of them keeps a running request waiting.
+other and carries the commands out; it alone touches the session, and hands the others immutable values: commands, and
+the plans that stand. Searching, tokenising, forecasting and reading tiles each have a thread of their own, so that none
+of them keeps a running request waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
@@ -37,40 +35,26 @@ from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.service.alone import require_alone
 from hepti_mqtt.service.boot import next_boot
+from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.envelope import checked_pins
-from hepti_mqtt.service.inbox import Asked, Decoder, PlannerSeen, PlanSeen
+from hepti_mqtt.service.forecast import Forecasts
+from hepti_mqtt.service.inbox import Asked, Decoder, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.service.tiles import TileServer
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Will
+from hepti_mqtt.transport import Connected, Disconnected, Inbox, PahoTransport, Refused, State, Will
 from hepti_mqtt.wire.messages import Status, encode_status
 
 TICK_S: Final = 0.25
 INBOX: Final = 10_000
+INBOX_BYTES: Final = 256 << 20
 UNREAD: Final = 256  # requests that wait for the desk
 UNREAD_BYTES: Final = 256 << 20
+UNTOLD: Final = 4096  # requests beyond, which wait to be refused
+UNTOLD_BYTES: Final = 64 << 20
 TILES_QUEUED_BYTES: Final = 2 << 20
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
-    """One site's planner.
-
-    models: directory by name. pins: what the user fixed, by model. in_flight: requests that run at once, per model.
-    broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir: where the boot counter
-    is kept, by default the user's state directory.
-    """
-
-    url: BrokerUrl
-    site: str
-    models: Mapping[str, str | Path]
-    pins: Mapping[str, Pins] = field(default_factory=dict)
-    in_flight: int = 2
-    broker_mbit: float | None = None
-    state_dir: Path | None = None
-    log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -110,13 +94,13 @@ class _Planner:
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
-        self.desk = Desk(config.site, models, self.session.basis)
-        self.inbox: queue.Queue[Callable[[], None] | coordination.CoordinatorEvent] = queue.Queue(INBOX)
-        self.errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.standing: tuple[coordination.Standing, ...] = ()
+        self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
+        self.desk = Desk(config.site, models, self.forecasts)
+        self.inbox: Inbox[Callable[[], None] | coordination.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
+        self.errands: Inbox[Callable[[], None] | None] = Inbox(UNREAD, UNREAD_BYTES)
+        self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.searches: queue.SimpleQueue[coordination.Solve | None] = queue.SimpleQueue()
-        self.unread_bytes = 0
-        self.unread = 0
-        self.lock = threading.Lock()  # guards the two before it
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -151,63 +135,67 @@ class _Planner:
         if isinstance(arrival, Asked):
             self._asked(arrival)
         elif isinstance(arrival, PlannerSeen):
-            self._post(lambda: self._planner_seen(arrival.status))
+            self.inbox.post(lambda: self._planner_seen(arrival.status))
         elif isinstance(arrival, PlanSeen):
             if arrival.model not in self.models:
-                self._post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
-        elif arrival is not None:
-            self._post(arrival)
+                self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
+        elif arrival is None:
+            return
+        elif not may_be_lost(arrival):
+            self.inbox.post(arrival)
+        elif not self.inbox.offer(arrival, len(payload)):
+            self._dropped("inbox_full", f"an event on {topic}")
 
     def connection(self, state: State) -> None:
         """Take what happened to the connection."""
         if isinstance(state, Connected):
-            self._post(self._connected)
+            self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
-            self._post(coordination.Connection(online=False))
+            self.inbox.post(coordination.Connection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
-            self._post(lambda: self._refused(state))
+            self.inbox.post(lambda: self._refused(state))
 
     def _asked(self, asked: Asked) -> None:
         now = time.monotonic()
-        with self.lock:
-            full = self.unread >= UNREAD or self.unread_bytes + len(asked.payload) > UNREAD_BYTES
-            if not full:
-                self.unread += 1
-                self.unread_bytes += len(asked.payload)
-        if full:
-            error = OverloadedError(f"{UNREAD} requests wait to be read already; try again later")
-            self._reply(self.desk.refuse_unread(asked.model, asked.client, asked.payload, error))
-        else:
-            self.errands.put(lambda: self._read(asked, now))
+        if self.errands.offer(partial(self._read, asked, now), len(asked.payload)):
+            return
+        error = OverloadedError(f"{UNREAD} requests wait to be read already; try again later")
+        # To find a request's id all of it is parsed, which is no work for this thread either.
+        if not self.refusals.offer(partial(self._turn_away, asked, error), len(asked.payload)):
+            self._dropped("untold", f"a request of {asked.client}, unanswered")
 
-    def _post(self, item: Callable[[], None] | coordination.CoordinatorEvent) -> None:
-        try:
-            self.inbox.put_nowait(item)
-        except queue.Full:
-            self.decoder.counters["inbox_full"] += 1
+    def _dropped(self, kind: str, what: str) -> None:
+        self.decoder.counters[kind] += 1
+        count = self.decoder.counters[kind]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..., so that a peer cannot flood the log
+            self.log.warning("too much waits; dropped %s (%d so far)", what, count)
+
+    # -- refusal thread ---------------------------------------------------------------------------------------------
+
+    def _turn_away(self, asked: Asked, error: HeptiError) -> None:
+        self._reply(self.desk.refuse_unread(asked.model, asked.client, asked.payload, error))
 
     # -- desk thread ------------------------------------------------------------------------------------------------
 
-    def _desk_work(self) -> None:
-        while (errand := self.errands.get()) is not None:
+    def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
+        while (errand := errands.get()) is not None:
             self._guarded(errand)
 
     def _read(self, asked: Asked, now: float) -> None:
-        with self.lock:
-            self.unread -= 1
-            self.unread_bytes -= len(asked.payload)
         try:
             job = self.desk.request(asked.model, asked.client, asked.payload, now)
         except Exception as error:
             job = self.desk.refuse_unread(asked.model, asked.client, asked.payload, self._mistake(error))
         if isinstance(job, Reply):
             self._reply(job)
-        else:
-            self.inbox.put(coordination.Submit(job))
-            self.desk.foresee(job)
+            return
+        self.desk.foresee(job)
+        if not self.inbox.offer(coordination.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
+            full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
+            self._reply(self.desk.refuse(coordination.Refuse(job, full)))
 
     def _tell(self, command: coordination.Answer) -> None:
         try:
@@ -232,7 +220,7 @@ class _Planner:
 
     def _search_work(self) -> None:
         while (command := self.searches.get()) is not None:
-            self.inbox.put(solve(command))
+            self.inbox.post(solve(command))
 
     # -- session thread ---------------------------------------------------------------------------------------------
 
@@ -241,7 +229,9 @@ class _Planner:
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
         threads = [
-            threading.Thread(target=self._desk_work, name="planner-desk", daemon=True),
+            threading.Thread(target=self._work, args=(self.errands,), name="planner-desk", daemon=True),
+            threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
+            threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self._search_work, name="planner-search", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
@@ -252,8 +242,10 @@ class _Planner:
                 thread.start()
             self._serve(stop)
         finally:
-            self.errands.put(None)
+            self.errands.post(None)
+            self.refusals.post(None)
             self.searches.put(None)
+            self.forecasts.close()
             self.tiles.close()
             self._leave()
         if self.failure is not None:
@@ -264,7 +256,7 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = tick_at - time.monotonic()
             try:
-                item = self.inbox.get(timeout=left) if left > 0 else coordination.Tick()
+                item = self.inbox.get(left) if left > 0 else coordination.Tick()
             except queue.Empty:
                 item = coordination.Tick()
             if isinstance(item, coordination.Tick):
@@ -287,16 +279,24 @@ class _Planner:
             if not isinstance(event, coordination.Submit):
                 raise
             commands = [coordination.Refuse(event.job, self._mistake(error))]
+        standing = self.session.snapshot()
+        if standing != self.standing:
+            self.standing = standing
+            self.forecasts.stand(standing)
         for command in commands:
             self._guarded(partial(self._carry_out, command))
 
     def _carry_out(self, command: coordination.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, coordination.Answer):
-            self.errands.put(partial(self._tell, command))
+        elif isinstance(command, coordination.Answer) and command.job.computes:
+            self.errands.post(partial(self._tell, command))
+        elif isinstance(command, coordination.Answer):  # here the forecast is the answer
+            self.forecasts.then(command.stats, partial(self.errands.post, partial(self._tell, command)))
+        elif isinstance(command, coordination.Token):
+            self.errands.post(lambda: self._reply(self.desk.token(command)))
         elif isinstance(command, coordination.Refuse):
-            self.errands.put(lambda: self._reply(self.desk.refuse(command)))
+            self.errands.post(lambda: self._reply(self.desk.refuse(command)))
         elif isinstance(command, coordination.Solve):
             self.searches.put(command)
         elif isinstance(command, coordination.SendTiles):
@@ -310,16 +310,8 @@ class _Planner:
 
     def _show(self, shown: coordination.ShowPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
-        record = encode_record(
-            checkpoint.spec,
-            checkpoint.path.resolve(),
-            self.boot,
-            shown.active,
-            shown.preparing,
-            shown.decision,
-            shown.error,
-            shown.progress,
-        )
+        zero_s = time.time() - time.monotonic()
+        record = encode_record(checkpoint.spec, checkpoint.path.resolve(), self.boot, shown, zero_s)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

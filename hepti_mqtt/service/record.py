@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision
-from hepti_mqtt.spec import ModelSpec
+from hepti_mqtt.runtime.coordination import ShowPlan
+from hepti_mqtt.spec import Spec
 
 
-def encode_record(
-    spec: ModelSpec,
-    directory: Path,
-    boot: int,
-    active: Plan | None = None,
-    preparing: Plan | None = None,
-    decision: Decision | None = None,
-    error: HeptiError | None = None,
-    progress: Mapping[str, tuple[int, int]] | None = None,
-) -> bytes:
+def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_s: float = 0.0) -> bytes:
     """Return the msgpack map of a model's plans.
 
     boot: of the planner that publishes it. active, preparing: plans as `Plan.to_dict`, or None. candidates: the best of
     each strategy and variant, best first; expected_ms is predicted_ms times what earlier runs have taught. reason: why
     the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
-    all] of the weights of `preparing`, by device.
+    all] of the weights of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time;
+    zero_s: when the session's clock was zero.
     """
+    decision, error = shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
     record: dict[str, Any] = {
         "boot": boot,
-        "active": None if active is None else active.to_dict(),
-        "preparing": None if preparing is None else preparing.to_dict(),
+        "active": None if shown.active is None else shown.active.to_dict(),
+        "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
         "spec": spec.to_dict(),
         "directory": str(directory),
         "candidates": [
@@ -50,8 +40,12 @@ def encode_record(
             }
             for c in ranking
         ],
-        "progress": {device: list(part) for device, part in (progress or {}).items()},
+        "progress": {device: list(part) for device, part in shown.progress.items()},
         "reason": decision.reason if decision is not None else "",
+        "story": [
+            {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
+            for t in shown.story
+        ],
         "error": None if error is None else {"code": error.code, "message": str(error)},
     }
     payload: bytes = msgpack.packb(record)

@@ -19,8 +19,8 @@ from tokenizers import Encoding
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError, WireError
-from hepti_mqtt.models import output_shape
-from hepti_mqtt.spec import ImageStem, RequestShape, Want
+from hepti_mqtt.models import packed
+from hepti_mqtt.spec import Decoding, Pictures, RequestShape, Text, Want
 
 Floats = npt.NDArray[np.float32]
 
@@ -31,7 +31,9 @@ DEFAULT_TOP_K: Final = 5
 
 TEXT_INPUTS: Final = ("text", "texts", "ids")
 IMAGE_INPUTS: Final = ("image", "images")
-_OPTIONS: Final = frozenset({"truncate", "want", "top_k"})
+MAX_NEW_TOKENS: Final = 4096
+DEFAULT_NEW_TOKENS: Final = 16
+_OPTIONS: Final = frozenset({"truncate", "want", "top_k", "max_new_tokens"})
 # The service's own part of a request; it has read these before.
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to"})
 _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
@@ -45,8 +47,9 @@ _MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YC
 class Prepared:
     """A request as the devices take it.
 
-    inputs: token ids int32 [m], or pixels uint8 [B, C, S, S]. several: the user sent a list and gets a list of results.
-    computes: False for want "plan", which is answered without the devices.
+    inputs: token ids int32 [m], those of a decoder behind a zero [1 + m], or pixels uint8 [B, C, S, S]. several: the
+    user sent a list and gets a list of results. computes: False for want "plan", which is answered without the devices.
+    new_tokens: how many tokens to generate.
     """
 
     shape: RequestShape
@@ -54,22 +57,24 @@ class Prepared:
     several: bool
     top_k: int
     computes: bool = True
+    new_tokens: int = 0
 
 
 def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
     """Return what the devices need to answer `request`, an object as `json.loads` gives it.
 
     Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
-    is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k. Raises
-    RequestError that names what is wrong, ModelError where the checkpoint has no tokenizer.
+    is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k, max_new_tokens
+    (of a decoder). Raises RequestError that names what is wrong, ModelError where the checkpoint has no tokenizer.
     """
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {_kind(request)}')
     unknown = sorted(str(key) for key in request if key not in _KEYS)
     if unknown:
         raise RequestError(f"unknown key {unknown[0][:40]!r}; a request may have {', '.join(sorted(_KEYS))}")
+    reads = checkpoint.spec.reads
     given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS) if key in request]
-    allowed = IMAGE_INPUTS if checkpoint.spec.image is not None else TEXT_INPUTS
+    allowed = IMAGE_INPUTS if isinstance(reads, Pictures) else TEXT_INPUTS
     if len(given) != 1:
         has = f"this one has {' and '.join(given)}" if given else "this one has none"
         raise RequestError(f"a request has exactly one of {', '.join(allowed)}; {has}")
@@ -82,12 +87,63 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
     if not _is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
         raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {_kind(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
-    if checkpoint.spec.image is not None:
-        lengths, pixels = _pictures(checkpoint, checkpoint.spec.image, request, several)
+    if isinstance(reads, Pictures):
+        lengths, pixels = _pictures(checkpoint, reads, request, several)
         return Prepared(RequestShape(lengths, want), pixels, several, top_k, computes)
-    lengths, ids = _tokens(checkpoint, request, key, several)
-    rows = _mask_rows(checkpoint, key, ids) if checkpoint.spec.head.pooling == "mask" and want == "task" else ()
+    if isinstance(reads, Decoding):
+        return _decoded(checkpoint, reads, request, key, want, top_k, computes)
+    if "max_new_tokens" in request:
+        raise RequestError(
+            f"model {checkpoint.model} generates no tokens; leave max_new_tokens out, or ask another model"
+        )
+    lengths, ids = _tokens(checkpoint, reads, request, key, several)
+    rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
     return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes)
+
+
+def _decoded(
+    checkpoint: Checkpoint,
+    reads: Decoding,
+    request: Mapping[str, Any],
+    key: str,
+    want: Want,
+    top_k: int,
+    computes: bool,
+) -> Prepared:
+    """Return a decoder's request: one prompt, and how many tokens to generate behind it."""
+    if _is_several(key, request[key]):
+        raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
+    most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+    if not _is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {_kind(most)}")
+    _, ids = _tokens(checkpoint, reads, request, key, several=False)
+    limit, new = reads.longest, most if want == "task" else 0
+    if len(ids) + new > limit:
+        if "max_new_tokens" in request or len(ids) >= limit:
+            raise RequestError(
+                f"{key} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit} with those that it "
+                f"generates: shorten it, or ask for fewer than {most}"
+            )
+        new = limit - len(ids)
+    shape, inputs = packed(checkpoint.spec, ids, want, len(ids) + new)
+    return Prepared(shape, inputs, several=False, top_k=top_k, computes=computes, new_tokens=new)
+
+
+def end_token(checkpoint: Checkpoint) -> int | None:
+    """Return the token after which a decoder has no more to say, by its config; None if it names none."""
+    end = checkpoint.config.get("eos_token_id")
+    return end if _is_int(end) else None
+
+
+def piece(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
+    """Return what the last of some generated tokens adds to their text; empty while a character is not whole."""
+    before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
+    return whole.removeprefix(before) if whole.startswith(before) else whole
+
+
+def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
+    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    return text.rstrip("\ufffd")
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -108,16 +164,20 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
 
 
 def _tokens(
-    checkpoint: Checkpoint, request: Mapping[str, Any], key: str, several: bool
+    checkpoint: Checkpoint, reads: Text, request: Mapping[str, Any], key: str, several: bool
 ) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
     """Return the length of each sequence, and all ids packed [m]."""
     truncate = request.get("truncate", False)
     if not isinstance(truncate, bool):
         raise RequestError(f"truncate must be true or false, not {_kind(truncate)}")
-    limit = checkpoint.spec.max_tokens
+    limit = reads.longest
     sequences: list[list[int]] = []
     for name, item in _items(key, request[key], several):
-        ids = _checked_ids(checkpoint, name, item) if key == "ids" else _encoded(checkpoint, name, item, truncate)
+        ids = (
+            _checked_ids(checkpoint, reads, name, item)
+            if key == "ids"
+            else _encoded(checkpoint, reads, name, item, truncate)
+        )
         if len(ids) > limit and not truncate:
             raise RequestError(
                 f"{name} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit}: "
@@ -149,24 +209,18 @@ def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
     return [(f"{key}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _checked_ids(checkpoint: Checkpoint, name: str, value: Any) -> list[int]:
+def _checked_ids(checkpoint: Checkpoint, reads: Text, name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(_is_int(v) for v in value):
         raise RequestError(f"{name} must be a list of integers, not {_kind(value)}")
     if not value:
         raise RequestError(f"{name} is empty; send at least one token id")
-    vocab = _vocab(checkpoint)
     for token in value:
-        if not 0 <= token < vocab:
-            raise RequestError(f"{name} has the id {token}; model {checkpoint.model} knows 0 to {vocab - 1}")
+        if not 0 <= token < reads.vocab:
+            raise RequestError(f"{name} has the id {token}; model {checkpoint.model} knows 0 to {reads.vocab - 1}")
     return value
 
 
-def _vocab(checkpoint: Checkpoint) -> int:
-    assert checkpoint.spec.text is not None
-    return checkpoint.spec.text.vocab
-
-
-def _encoded(checkpoint: Checkpoint, name: str, value: Any, truncate: bool) -> list[int]:
+def _encoded(checkpoint: Checkpoint, reads: Text, name: str, value: Any, truncate: bool) -> list[int]:
     """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends."""
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string, not {_kind(value)}")
@@ -178,30 +232,30 @@ def _encoded(checkpoint: Checkpoint, name: str, value: Any, truncate: bool) -> l
         raise RequestError(f"{name} is not valid Unicode ({error.reason}); send it as UTF-8") from error
     tokenizer = checkpoint.tokenizer
     encoding: Encoding = tokenizer.encode(value, add_special_tokens=False)
-    room = checkpoint.spec.max_tokens - tokenizer.num_special_tokens_to_add(False)
+    room = reads.longest - tokenizer.num_special_tokens_to_add(False)
     if truncate and len(encoding) > room:
         encoding.truncate(max(room, 0))
     ids: list[int] = tokenizer.post_process(encoding).ids
     if not ids:
         raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
-    if max(ids) >= _vocab(checkpoint):
+    if max(ids) >= reads.vocab:
         raise ModelError(
             f"{checkpoint.path / 'tokenizer.json'} gives id {max(ids)}, but config.json's vocab_size is "
-            f"{_vocab(checkpoint)}; both must be of the same model"
+            f"{reads.vocab}; both must be of the same model"
         )
     return ids
 
 
 def _pictures(
-    checkpoint: Checkpoint, image: ImageStem, request: Mapping[str, Any], several: bool
+    checkpoint: Checkpoint, reads: Pictures, request: Mapping[str, Any], several: bool
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """Return the tokens of each picture, and all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
     key = "images" if several else "image"
     resample = _resample(checkpoint)
-    pixels = np.stack([_pixels(name, item, image, resample) for name, item in _items(key, request[key], several)])
-    return (image.patches + 1,) * len(pixels), pixels
+    pixels = np.stack([_pixels(name, item, reads, resample) for name, item in _items(key, request[key], several)])
+    return (reads.rows,) * len(pixels), pixels
 
 
 def _resample(checkpoint: Checkpoint) -> Image.Resampling:
@@ -212,7 +266,7 @@ def _resample(checkpoint: Checkpoint) -> Image.Resampling:
         raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
 
 
-def _pixels(name: str, value: Any, stem: ImageStem, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def _pixels(name: str, value: Any, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
     """Return a picture as uint8 [C, S, S]; mean and std are applied on the device."""
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string of base64, not {_kind(value)}")
@@ -226,14 +280,14 @@ def _pixels(name: str, value: Any, stem: ImageStem, resample: Image.Resampling) 
             if opened.width * opened.height > MAX_PIXELS:
                 raise RequestError(
                     f"{name} has {opened.width} x {opened.height} pixels; send at most {MAX_PIXELS} (the model reads "
-                    f"{stem.size} x {stem.size})"
+                    f"{reads.size} x {reads.size})"
                 )
             if opened.mode not in _MODES:
                 raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
             picture = ImageOps.exif_transpose(opened)
             # Without the detour Pillow warns of a palette's transparency, and drops it just so.
             picture = picture.convert("RGBA") if "transparency" in picture.info else picture
-            small = picture.convert("RGB").resize((stem.size, stem.size), resample)
+            small = picture.convert("RGB").resize((reads.size, reads.size), resample)
     except RequestError:
         raise
     except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
@@ -244,17 +298,20 @@ def _pixels(name: str, value: Any, stem: ImageStem, resample: Image.Resampling) 
 
 
 def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the JSON answer for a model's output of `models.output_shape`.
+    """Return the JSON answer for a model's output of the spec's `output_shape`.
 
     {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
     [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape", "base64"} for hidden states.
-    A request with a list (texts, images, ids of ids) gets {"results": [one of these for each]}, except hidden states,
-    which are packed [m, h]. Raises WireError for an output of another shape, ModelError for one that is not finite.
+    {"ids", "text"} of the tokens that a decoder has generated. A request with a list (texts, images, ids of ids) gets
+    {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output
+    of another shape, ModelError for one that is not finite.
     """
     spec, shape = checkpoint.spec, prepared.shape
-    if output.shape != output_shape(spec, shape):
+    if prepared.new_tokens:
+        return {"ids": output.tolist(), "text": checkpoint.tokenizer.decode(output.tolist(), skip_special_tokens=False)}
+    if output.shape != spec.output_shape(shape):
         raise WireError(
-            f"the devices answered with shape {list(output.shape)} instead of {list(output_shape(spec, shape))}; "
+            f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
             "use the same version of Hepti and of the model on all of them"
         )
     values = output.astype(np.float32, copy=False)

@@ -5,20 +5,28 @@ from __future__ import annotations
 from hepti_mqtt.simulate.bytes import Naming, largest_packet_bytes, sent_bytes
 from hepti_mqtt.simulate.clock import DeviceUse, Event, Simulation, simulate
 from hepti_mqtt.simulate.explain import explain, timeline_svg, timeline_text
-from hepti_mqtt.simulate.memory import live_bytes, loading_total, weight_total
+from hepti_mqtt.simulate.layout_svg import layout_svg
+from hepti_mqtt.simulate.memory import SESSIONS_BESIDE, live_bytes, loading_total, most_live_bytes, weight_total
+from hepti_mqtt.simulate.work_factor import WorkFactor, plan_work, work_factor
 
 __all__ = [
+    "SESSIONS_BESIDE",
     "DeviceUse",
     "Event",
     "Naming",
     "Simulation",
+    "WorkFactor",
     "explain",
     "largest_packet_bytes",
+    "layout_svg",
     "live_bytes",
     "loading_total",
+    "most_live_bytes",
+    "plan_work",
     "sent_bytes",
     "simulate",
     "timeline_svg",
     "timeline_text",
     "weight_total",
+    "work_factor",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Program, Send, SlotSpec
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.models import input_bytes
+from hepti_mqtt.program import Program, Send, SlotSpec, addresses
+from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.wire.frames import frame_bytes, work_bytes
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
@@ -19,29 +20,19 @@ class Naming(NamedTuple):
 
 
 def send_bytes(naming: Naming, device: str, op: Send, slot: SlotSpec) -> tuple[int, ...]:
-    """Return the size of each PUBLISH packet of a Send: one per destination, one for ALL."""
+    """Return the size of each PUBLISH packet of a Send."""
     topics = Topics(naming.site)
-    rows = slot.shape[0] if op.rows is None else op.rows[1] - op.rows[0]
-    body = slot.nbytes // max(slot.shape[0], 1) * rows if slot.shape else slot.nbytes
     out = []
-    for to in op.to:
+    for to in addresses(op):
         if to == PLANNER:
-            out.append(publish_bytes(topics.up(device), frame_bytes(body), 1))
+            out.append(publish_bytes(topics.up(device), frame_bytes(slot.nbytes), 1))
         else:
-            topic = topics.activation(naming.model, op.layer, device, ALL if to == ALL else to)
-            out.append(publish_bytes(topic, frame_bytes(body), 0))
+            topic = topics.activation(naming.model, op.layer, device, to)
+            out.append(publish_bytes(topic, frame_bytes(slot.nbytes), 0))
     return tuple(out)
 
 
-def input_bytes(spec: ModelSpec, shape: RequestShape) -> int:
-    """Return the bytes of a request's token ids or pixels."""
-    if spec.image is not None:
-        image = spec.image
-        return len(shape.lengths) * image.channels * image.size * image.size * NUMPY_DTYPE["u8"].itemsize
-    return shape.tokens * ITEMSIZE["i32"]
-
-
-def dispatch_bytes(naming: Naming, spec: ModelSpec, shape: RequestShape) -> int:
+def dispatch_bytes(naming: Naming, spec: Spec, shape: RequestShape) -> int:
     """Return the size of the planner's PUBLISH that hands a request to the devices."""
     return publish_bytes(Topics(naming.site).work(naming.model), work_bytes(shape, input_bytes(spec, shape)), 1)
 
@@ -51,7 +42,7 @@ def done_bytes(naming: Naming, device: str) -> int:
     return publish_bytes(Topics(naming.site).up(device), frame_bytes(0), 1)
 
 
-def largest_packet_bytes(naming: Naming, spec: ModelSpec, shape: RequestShape, programs: dict[str, Program]) -> int:
+def largest_packet_bytes(naming: Naming, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
     """Return the size of the largest single PUBLISH of a request."""
     sizes = [dispatch_bytes(naming, spec, shape)]
     for device, program in programs.items():
@@ -60,7 +51,7 @@ def largest_packet_bytes(naming: Naming, spec: ModelSpec, shape: RequestShape, p
     return max(sizes)
 
 
-def sent_bytes(naming: Naming, spec: ModelSpec, shape: RequestShape, programs: dict[str, Program]) -> int:
+def sent_bytes(naming: Naming, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
     """Return all bytes that planner and devices send for one request, copies made by a broker excluded."""
     total = dispatch_bytes(naming, spec, shape)
     for device, program in programs.items():

@@ -9,12 +9,12 @@ from math import inf
 from typing import NamedTuple
 
 from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.kernels import KERNELS
-from hepti_mqtt.program import Compute, Program, Recv, Send, destinations, written
+from hepti_mqtt.program import Compute, Key, Program, Send, addresses, written
 from hepti_mqtt.schedule import Template, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape, Spec
 
 
 class Event(NamedTuple):
@@ -55,14 +55,18 @@ class _Device:
     pending: list[int]
     ready: list[int]
     use: DeviceUse
+    inner: DeviceUse  # in the layer that stands for several
     busy: bool = False
     started: bool = False
     finished_s: float = 0.0
 
 
 class _Clock:
-    def __init__(self, naming: Naming, cluster: Cluster, programs: Mapping[str, Program], record: bool) -> None:
-        self.naming, self.cluster, self.record = naming, cluster, record
+    def __init__(
+        self, naming: Naming, cluster: Cluster, programs: Mapping[str, Program], record: bool, layer: int | None
+    ) -> None:
+        self.naming, self.cluster, self.record, self.layer = naming, cluster, record, layer
+        self.ends: dict[int, float] = {}  # when the last op of a layer was over
         self.names = tuple(programs)
         self.queue: list[tuple[float, int, str, int]] = []
         self.payload: dict[int, tuple[str, object]] = {}
@@ -74,21 +78,26 @@ class _Clock:
         for name, program in programs.items():
             t = template(program)
             profile = cluster.devices[name]
-            costs, flops = [], 0.0
+            costs, flops, inner = [], 0.0, DeviceUse()
             for op in program.ops:
                 if isinstance(op, Compute):
                     work = KERNELS[op.kernel].work(op, program.slots)
                     costs.append(profile.seconds(work))
                     flops += work.flops
+                    if op.layer == layer:
+                        inner.compute_s += costs[-1]
+                        inner.flops += work.flops
                 elif isinstance(op, Send):
                     size = sum(send_bytes(naming, name, op, program.slots[op.slot]))
                     costs.append(profile.frame_seconds(len(op.to), size))
-                elif isinstance(op, Recv):
-                    costs.append(profile.frame_seconds(1, program.slots[op.slot].nbytes))
+                    inner.sent_bytes += size if op.layer == layer else 0
                 else:
-                    costs.append(0.0)
+                    costs.append(profile.frame_seconds(1, program.slots[op.slot].nbytes))
             use = DeviceUse(flops=flops)
-            self.devices[name] = _Device(program, t, costs, list(t.pending), [], use)
+            self.devices[name] = _Device(program, t, costs, list(t.pending), [], use, inner)
+        # Whoever hears a device at all hears what it publishes to ALL.
+        hears = {name: set(program.sources()) for name, program in programs.items()}
+        self.listeners = {n: tuple(d for d in self.names if n in hears[d] and d != n) for n in self.names}
 
     def at(self, when: float, device: str, kind: str, value: object) -> None:
         self.serial += 1
@@ -147,7 +156,7 @@ class _Clock:
         op = state.program.ops[place]
         state.busy = True
         state.use.compute_s += cost if isinstance(op, Compute) else 0.0
-        label = op.kernel if isinstance(op, Compute) else op.point if isinstance(op, Send | Recv) else ""
+        label = op.kernel if isinstance(op, Compute) else state.program.node(op.node)
         self.note(name, "compute" if isinstance(op, Compute) else "send", label, now, now + cost)
         self.at(now + cost, name, "done", place)
 
@@ -156,21 +165,20 @@ class _Clock:
         state.busy = False
         state.finished_s = now
         op = state.program.ops[place]
+        self.ends[op.layer] = now
         if isinstance(op, Send):
             sizes = send_bytes(self.naming, name, op, state.program.slots[op.slot])
             state.use.sent_bytes += sum(sizes)
-            if len(op.to) == len(sizes) > 1:
-                targets: list[tuple[str, ...]] = [(to,) for to in op.to]
-            else:
-                targets = [destinations(op, self.names, name)]
-            for names, size in zip(targets, sizes, strict=True):
-                for target, when in self.transmit(now, name, names, size, op.point).items():
-                    self.at(when, target, "arrive", (op.layer, op.point, name))
+            label = state.program.node(op.node)
+            for to, size in zip(addresses(op), sizes, strict=True):
+                targets = self.listeners[name] if to == ALL else (to,)
+                for target, when in self.transmit(now, name, targets, size, label).items():
+                    self.at(when, target, "arrive", (op.node, op.part, name))
         for slot in written(op):
             self.fill(state, slot)
         self.run_next(name, now)
 
-    def arrive(self, name: str, key: tuple[int, str, str], now: float) -> None:
+    def arrive(self, name: str, key: Key, now: float) -> None:
         if name == PLANNER:
             self.answered_s = now
             return
@@ -178,6 +186,11 @@ class _Clock:
         if (found := state.template.recv.get(key)) is not None:
             heappush(state.ready, found[0])  # taking a frame costs the device time, as an op does
             self.run_next(name, now)
+
+    def period(self) -> float:
+        """Return by how much the repeated layer ends after the one before it."""
+        assert self.layer is not None
+        return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
     def play(self, dispatch: int) -> None:
         for target, when in self.transmit(0.0, PLANNER, self.names, dispatch, "dispatch").items():
@@ -190,7 +203,8 @@ class _Clock:
                 state.started = True
                 for place in state.template.first:
                     heappush(state.ready, place)
-                self.arrive(name, (0, "input", PLANNER), now)
+                for key in state.template.inputs:
+                    self.arrive(name, key, now)
                 self.run_next(name, now)
             elif kind == "arrive":
                 assert isinstance(value, tuple)
@@ -202,25 +216,32 @@ class _Clock:
 
 def simulate(
     naming: Naming,
-    spec: ModelSpec,
+    spec: Spec,
     shape: RequestShape,
     programs: Mapping[str, Program],
     cluster: Cluster,
     record: bool = False,
+    repeated: tuple[int, int] | None = None,
 ) -> Simulation:
     """Play one request's Programs on a virtual clock with the cluster's measured curves and links.
 
-    record: keep the time line's events. Raises ValueError if the Programs wait for each other for ever.
+    record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
+    takes what that one adds to the layer before it. Raises ValueError if the Programs wait for each other for ever.
     """
-    clock = _Clock(naming, cluster, programs, record)
+    clock = _Clock(naming, cluster, programs, record, None if repeated is None else repeated[0])
     dispatch = dispatch_bytes(naming, spec, shape)
     clock.play(dispatch)
     stuck = {n: sum(1 for p in s.pending if p > 0) for n, s in clock.devices.items() if any(p > 0 for p in s.pending)}
     if stuck:
         raise ValueError(f"Programs wait for each other: ops never ready {stuck}")
     total = dispatch
+    more, period = (0, 0.0) if repeated is None else (repeated[1] - 1, clock.period())
     for name, state in clock.devices.items():
-        state.use.wait_s = max(state.finished_s - state.use.compute_s, 0.0)
-        state.use.sent_bytes += done_bytes(naming, name)
-        total += state.use.sent_bytes
-    return Simulation(clock.answered_s, total, {n: s.use for n, s in clock.devices.items()}, clock.events)
+        use, inner = state.use, state.inner
+        use.compute_s += more * inner.compute_s
+        use.flops += more * inner.flops
+        use.sent_bytes += more * inner.sent_bytes + done_bytes(naming, name)
+        use.wait_s = max(state.finished_s + more * period - use.compute_s, 0.0)
+        total += use.sent_bytes
+    seconds = clock.answered_s + more * period
+    return Simulation(seconds, total, {n: s.use for n, s in clock.devices.items()}, clock.events)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
-from hepti_mqtt.program import Boundary, Compute, Op, Program, Recv, Send, SlotSpec, WeightRef
+from hepti_mqtt.program import Compute, Op, Program, Send, SlotSpec, WeightRef
 from hepti_mqtt.simulate.clock import Event
 
 LANES: Final = ("compute", "send", "up", "down")
@@ -18,27 +18,26 @@ def explain(program: Program, layer: int | None = None) -> list[str]:
     return [
         f"{place:5d}  {_line(program, op)}"
         for place, op in enumerate(program.ops)
-        if not isinstance(op, Boundary) and (layer is None or op.layer == layer)
+        if layer is None or op.layer == layer
     ]
 
 
 def _line(program: Program, op: Op) -> str:
+    node = program.node(op.node)
     if isinstance(op, Compute):
         reads = ", ".join(_slot(program, s) for s in op.reads)
         writes = ", ".join(_slot(program, s) for s in op.writes)
         weights = " ".join(_weight(w) for w in op.weights if w.layout == "packed")
-        return f"{op.kernel:<18} {reads} -> {writes}" + (f"   with {weights}" if weights else "")
+        return f"{op.kernel:<18} {reads} -> {writes}   ({node})" + (f"   with {weights}" if weights else "")
     if isinstance(op, Send):
-        rows = "" if op.rows is None else f" rows {op.rows[0]}..{op.rows[1]}"
-        return f"{'send':<18} {_slot(program, op.slot)}{rows} -> {', '.join(op.to)}   ({op.point})"
-    if isinstance(op, Recv):
-        return f"{'receive':<18} {_slot(program, op.slot)} <- {op.source}   ({op.point})"
-    return f"{'boundary':<18} {', '.join(_slot(program, s) for s in op.slots)}"
+        return f"{'send':<18} {_slot(program, op.slot)} -> {', '.join(op.to)}   ({node}, part {op.part})"
+    return f"{'receive':<18} {_slot(program, op.slot)} <- {op.source}   ({node}, part {op.part})"
 
 
 def _slot(program: Program, slot: int) -> str:
     spec: SlotSpec = program.slots[slot]
-    return f"s{slot}[{'x'.join(map(str, spec.shape))}]"
+    size = "x".join(map(str, spec.shape))
+    return f"s{slot}[{size}]" if spec.base is None else f"s{spec.base}[{size} from row {spec.start}]"
 
 
 def _weight(ref: WeightRef) -> str:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from hepti_mqtt.kernels import loading_bytes, weight_bytes
 from hepti_mqtt.kernels.weights import BLOCK, PANELS
-from hepti_mqtt.program import Program, SlotSpec, WeightRef, read, written
+from hepti_mqtt.lowering import Lowered
+from hepti_mqtt.lowering.roles import CACHE
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.program import Program, SlotSpec, WeightRef, written
 from hepti_mqtt.schedule import template
+from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies import largest, passes
 from hepti_mqtt.wire.manifest import TILE, TILES_AHEAD
+
+# Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
+# they said ended early, and no run of theirs comes that says so.
+SESSIONS_BESIDE: Final = 1
 
 
 def weight_total(refs: Iterable[WeightRef]) -> int:
@@ -37,7 +47,7 @@ def loading_total(refs: Iterable[WeightRef]) -> int:
 
 
 def live_bytes(program: Program) -> int:
-    """Return the bytes of buffers that one run of a Program needs, ops in list order.
+    """Return the bytes of buffers that one run of a Program needs, ops in list order, without its session's arrays.
 
     The executor keeps freed buffers by shape for the next op of the same shape, so the bound is the sum over shapes of
     the most that are alive at once.
@@ -48,12 +58,30 @@ def live_bytes(program: Program) -> int:
     for op in program.ops:
         for slot in written(op):
             spec = program.slots[slot]
+            if spec.state:
+                continue
             alive[spec] += 1
             most[spec] = max(most[spec], alive[spec])
             if not left[slot]:
                 alive[spec] -= 1
-        for slot in dict.fromkeys(read(op)):
+        for slot in program.reads(op):
             left[slot] -= 1
-            if not left[slot]:
+            if not left[slot] and not program.slots[slot].state:
                 alive[program.slots[slot]] -= 1
     return sum(spec.nbytes * count for spec, count in most.items())
+
+
+def most_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
+    """Return the most bytes that runs of any requests need beside the weights on a device under a plan.
+
+    Buffers of `in_flight` runs at once, and the arrays of their sessions and of `SESSIONS_BESIDE` more.
+    """
+    runs = max(in_flight, 1)
+    made = tuple(largest(spec, plan, device))
+    buffers = max(live_bytes(passes(m.short(device), plan)) for m in made)
+    return runs * buffers + (runs + SESSIONS_BESIDE) * max(session_bytes(m, device) for m in made)
+
+
+def session_bytes(made: Lowered, device: str) -> int:
+    """Return the bytes that a session keeps on a device from run to run."""
+    return sum(spec.nbytes for spec in made.program(device).states().values()) if made.holds(device, CACHE) else 0

@@ -7,6 +7,7 @@ as they are. Rows are converted one by one, so a range of rows can be sent of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER
@@ -44,16 +45,28 @@ def narrow(program: Program, wire: WireDtype) -> Program:
         slots.append(narrow_slot(slots[slot]))
         return len(slots) - 1
 
+    def sent(op: Send) -> Slot:
+        """Return the narrow twin of what is sent: the same rows of the twin of all that it is a view of."""
+        spec = program.slots[op.slot]
+        base = program.base(op.slot)
+        if program.slots[base].shape[1:] != spec.shape[1:]:
+            base = op.slot  # a view of another shape is converted by itself
+        if base not in narrowed:
+            narrowed[base] = twin(base)
+            ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
+        if base == op.slot:
+            return narrowed[base]
+        slots.append(replace(narrow_slot(spec), base=narrowed[base], start=spec.start))
+        return len(slots) - 1
+
     for op in program.ops:
-        if isinstance(op, Send) and op.to != (PLANNER,):
-            if op.slot not in narrowed:
-                narrowed[op.slot] = twin(op.slot)
-                ops.append(Compute(to_narrow, (op.slot,), (narrowed[op.slot],), layer=op.layer))
-            ops.append(Send(narrowed[op.slot], op.to, op.layer, op.point, op.rows))
-        elif isinstance(op, Recv) and op.source != PLANNER:
+        if isinstance(op, Send) and op.to != (PLANNER,) and not op.exact:
+            slot = sent(op)
+            ops.append(replace(op, slot=slot))
+        elif isinstance(op, Recv) and op.source != PLANNER and not op.exact:
             arriving = twin(op.slot)
-            ops.append(Recv(arriving, op.source, op.layer, op.point))
-            ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer))
+            ops.append(replace(op, slot=arriving))
+            ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer, node=op.node))
         else:
             ops.append(op)
-    return Program(program.device, tuple(slots), tuple(ops))
+    return replace(program, slots=tuple(slots), ops=tuple(ops))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hepti_mqtt.program import Compute, Program, Storage, WeightRef
+from hepti_mqtt.plan import Storage
+from hepti_mqtt.program import Compute, Program, WeightRef
 
 _PREFIX = "layers."
 
 
-def _stored(ref: WeightRef, storage: Storage) -> WeightRef:
+def stored(ref: WeightRef, storage: Storage) -> WeightRef:
+    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow."""
     if ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
         return ref._replace(storage=storage)
     return ref
@@ -23,7 +25,7 @@ def store(program: Program, storage: Storage) -> Program:
     return replace(
         program,
         ops=tuple(
-            replace(op, weights=tuple(_stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
+            replace(op, weights=tuple(stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
             for op in program.ops
         ),
     )

@@ -13,7 +13,8 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.client import PahoTransport
-from hepti_mqtt.transport.limits import largest_packet, require_packet
+from hepti_mqtt.transport.inbox import Inbox
+from hepti_mqtt.transport.limits import largest_packet
 from hepti_mqtt.transport.url import BrokerUrl
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Connected",
     "Counts",
     "Disconnected",
+    "Inbox",
     "OnMessage",
     "OnState",
     "PahoTransport",
@@ -30,5 +32,4 @@ __all__ = [
     "Transport",
     "Will",
     "largest_packet",
-    "require_packet",
 ]

@@ -10,7 +10,6 @@ from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
 from hepti_mqtt.transport.client import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.wire.limits import packet_limit_error
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, publish_bytes
 
 SMALLEST: Final = 1024
@@ -51,15 +50,6 @@ def largest_packet(
         return low
     finally:
         probe.close()
-
-
-def require_packet(largest_bytes: int, needed_bytes: int, what: str, place: str) -> None:
-    """Raise `PacketLimitError`, naming the setting, unless packets of `needed_bytes` get through the broker at `place`.
-
-    what: who needs them, the subject of the message.
-    """
-    if needed_bytes > largest_bytes:
-        raise packet_limit_error(largest_bytes, needed_bytes, what, f"the broker at {place}")
 
 
 class _Probe:

@@ -1,9 +1,9 @@
 """Frames: one publish that carries one array, as a header of fixed size and raw little-endian bytes.
 
-    offset 0    4 bytes   magic b"HPT1" (the last byte is the version)
+    offset 0    4 bytes   magic b"HPT2" (the last byte is the version)
     offset 4    2 bytes   length n of the header fields, little-endian
-    offset 6    n bytes   the fields, a msgpack array in the order of `Frame`, `kind`, `point`, `dtype` as indices
-                          of KINDS, POINTS, DTYPES
+    offset 6    n bytes   the fields, a msgpack array in the order of `Frame`, `kind` and `dtype` as indices of KINDS
+                          and DTYPES
     ...         zeros to offset 256
     offset 256            the array, C order, little-endian; nothing after it
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PLANNER, Epoch, check_name
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, POINTS, SlotDtype
+from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, SlotDtype
 from hepti_mqtt.spec import RequestShape, Want
 from hepti_mqtt.wire.topics import MAX_LAYER, check_source
 
@@ -38,7 +38,7 @@ KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
 
-MAGIC: Final = b"HPT1"
+MAGIC: Final = b"HPT2"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
@@ -50,10 +50,10 @@ U32: Final = 2**32 - 1
 U63: Final = 2**63 - 1
 MAX_SEQUENCES: Final = 65_536
 MAX_TOKENS: Final = 16_777_216
+MAX_SESSION: Final = 2**31 - 1
 
 _KIND_INDEX: Final = {name: index for index, name in enumerate(KINDS)}
 _DTYPE_INDEX: Final = {name: index for index, name in enumerate(DTYPES)}
-_POINT_INDEX: Final = {name: index for index, name in enumerate(POINTS)}
 _FIELDS: Final = 13
 
 
@@ -61,8 +61,9 @@ _FIELDS: Final = 13
 class Frame:
     """One array on its way, and what it is.
 
-    point, layer, source, sequence: which exchange of the request (epoch, admission) it belongs to. shape: at most 4
-    dimensions; row_start: the first of its rows within the whole value. numbers: at most 8 counters below 2^32 (for
+    node, part, source: which exchange of the request (epoch, admission) it is: a tensor of the model's graph by number,
+    and the number of the message among those of its source. layer: where the tensor stands, as in the topic. shape: at
+    most 4 dimensions; row_start: the first of its rows within the whole value. numbers: at most 8 counters (for
     example microseconds of computing and waiting, bytes sent). model may be empty in probes only. body: C order,
     little-endian, exactly as many bytes as shape and dtype say.
     """
@@ -72,9 +73,9 @@ class Frame:
     epoch: Epoch
     admission: int
     layer: int = 0
-    point: str = "input"
+    node: int = 0
     source: str = PLANNER
-    sequence: int = 0
+    part: int = 0
     dtype: SlotDtype = "u8"
     shape: tuple[int, ...] = (0,)
     row_start: int = 0
@@ -100,8 +101,8 @@ def encode(frame: Frame) -> bytes:
     that `decode` checks.
     """
     body = _body_view(frame)
-    if frame.kind not in _KIND_INDEX or frame.point not in _POINT_INDEX or frame.dtype not in _DTYPE_INDEX:
-        raise WireError(f"cannot encode a frame of kind {frame.kind!r}, point {frame.point!r}, dtype {frame.dtype!r}")
+    if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
+        raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
     _check(frame, body.nbytes)
     fields = msgpack.packb(
         (
@@ -111,9 +112,9 @@ def encode(frame: Frame) -> bytes:
             frame.epoch[1],
             frame.admission,
             frame.layer,
-            _POINT_INDEX[frame.point],
+            frame.node,
             frame.source,
-            frame.sequence,
+            frame.part,
             _DTYPE_INDEX[frame.dtype],
             frame.shape,
             frame.row_start,
@@ -151,7 +152,7 @@ def _fields(data: memoryview) -> list[Any]:
 
 
 def _frame(fields: list[Any], body: memoryview) -> Frame:
-    kind, model, boot, number, admission, layer, point, source, sequence, dtype, shape, row_start, numbers = fields
+    kind, model, boot, number, admission, layer, node, source, part, dtype, shape, row_start, numbers = fields
     if type(shape) is not list or type(numbers) is not list:
         raise WireError("the frame's shape and numbers must be lists")
     return Frame(
@@ -160,9 +161,9 @@ def _frame(fields: list[Any], body: memoryview) -> Frame:
         epoch=Epoch(boot, number),
         admission=admission,
         layer=layer,
-        point=POINTS[_index("point", point, len(POINTS))],
+        node=node,
         source=source,
-        sequence=sequence,
+        part=part,
         dtype=DTYPES[_index("dtype", dtype, len(DTYPES))],
         shape=tuple(shape),
         row_start=row_start,
@@ -184,7 +185,8 @@ def _check(frame: Frame, body_bytes: int) -> None:
         ("epoch", frame.epoch[1], U63),
         ("admission", frame.admission, U63),
         ("layer", frame.layer, MAX_LAYER),
-        ("sequence", frame.sequence, U32),
+        ("node", frame.node, U32),
+        ("part", frame.part, U32),
         ("first row", frame.row_start, U32),
     ):
         if type(value) is not int or not 0 <= value <= limit:
@@ -236,8 +238,20 @@ def _body_view(frame: Frame) -> memoryview:
 
 # -- requests --------------------------------------------------------------------------------------------------------
 #
-# The body of a work frame: int32 [want, B, n_mask, lengths (B), mask rows (n_mask)], zeros to a multiple of 64, then
-# the inputs. The header's numbers say what the inputs are: index of their dtype, then their dimensions.
+# The body of a work frame: int32 [want, B, n_mask, cache, session, final, lengths (B), mask rows (n_mask)], zeros to a
+# multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then their
+# dimensions.
+
+
+class Session(NamedTuple):
+    """The session that a run belongs to: its number, 0 for none, and whether this is its last run."""
+
+    number: int = 0
+    final: bool = False
+
+
+_NO_SESSION: Final = Session()
+_COUNTS: Final = 6  # numbers before the lengths
 
 
 def work_bytes(shape: RequestShape, input_nbytes: int) -> int:
@@ -245,18 +259,27 @@ def work_bytes(shape: RequestShape, input_nbytes: int) -> int:
     return frame_bytes(_block_bytes(len(shape.lengths), len(shape.mask_rows)) + input_nbytes)
 
 
-def encode_work(model: str, epoch: Epoch, admission: int, shape: RequestShape, inputs: NDArray[Any]) -> bytes:
+def encode_work(
+    model: str,
+    epoch: Epoch,
+    admission: int,
+    shape: RequestShape,
+    inputs: NDArray[Any],
+    session: Session = _NO_SESSION,
+) -> bytes:
     """Return the frame that hands a request to the devices.
 
-    inputs: token ids int32 [m], packed, or pixels uint8 [B, channels, size, size]. Raises `WireError` if they do not
-    fit `shape` or break a limit.
+    inputs: token ids int32 [m], packed, those of a decoder [1 + m] behind the rows that its cache has already, or
+    pixels uint8 [B, channels, size, size]. Raises `WireError` if they do not fit `shape` or break a limit.
     """
     dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
     if inputs.dtype != NUMPY_DTYPE[dtype]:
         raise WireError(f"inputs are {inputs.dtype}; send token ids as int32 or pixels as uint8")
     _check_request(shape, dtype, inputs.shape)
+    _check_session(shape, session)
     head = np.zeros(_block_bytes(len(shape.lengths), len(shape.mask_rows)) // 4, NUMPY_DTYPE["i32"])
-    fields = (WANTS.index(shape.want), len(shape.lengths), len(shape.mask_rows), *shape.lengths, *shape.mask_rows)
+    counts = (WANTS.index(shape.want), len(shape.lengths), len(shape.mask_rows), shape.cache, *session)
+    fields = (*counts, *shape.lengths, *shape.mask_rows)
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
@@ -276,24 +299,38 @@ def decode_work(frame: Frame) -> tuple[RequestShape, NDArray[Any]]:
     body = _body_view(frame)
     if len(body) < ALIGN:
         raise WireError(f"a request of {len(body)} bytes is truncated")
-    want, sequences, masks = np.frombuffer(body[:12], NUMPY_DTYPE["i32"]).tolist()
+    want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
     if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
     head_bytes = _block_bytes(sequences, masks)
     if head_bytes + prod(dims) * ITEMSIZE[dtype] != len(body):
         raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
-    head = np.frombuffer(body[12:head_bytes], NUMPY_DTYPE["i32"]).tolist()
+    head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
     if any(head[sequences + masks :]):
         raise WireError("the request's lengths are not padded with zeros")
-    shape = RequestShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]))
+    shape = RequestShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
     _check_request(shape, dtype, dims)
+    _check_session(shape, decode_session(frame))
     inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
     inputs.flags.writeable = False
     return shape, inputs
 
 
+def decode_session(frame: Frame) -> Session:
+    """Return the session of a work frame that `decode_work` has read."""
+    number, final = np.frombuffer(_body_view(frame)[16:24], NUMPY_DTYPE["i32"]).tolist()
+    if final not in (0, 1):
+        raise WireError(f"a run cannot be final {final}")
+    return Session(number, bool(final))
+
+
+def _check_session(shape: RequestShape, session: Session) -> None:
+    if not 0 <= session.number <= MAX_SESSION or (not shape.cache and session != _NO_SESSION):
+        raise WireError(f"a run with a cache of {shape.cache} rows cannot belong to session {session}")
+
+
 def _block_bytes(sequences: int, masks: int) -> int:
-    return -(-4 * (3 + sequences + masks) // ALIGN) * ALIGN
+    return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
 
 
 def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
@@ -306,7 +343,9 @@ def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...])
     rows = shape.mask_rows
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
-    ids = dtype == "i32" and dims == (tokens,)
+    if shape.cache and (sequences > 1 or not tokens <= shape.cache <= MAX_TOKENS):
+        raise WireError(f"a cache of {shape.cache} rows is not for {sequences} sequences of {tokens} tokens")
+    ids = dtype == "i32" and dims == (tokens + bool(shape.cache),)
     pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
     if not ids and not pixels:
         raise WireError(f"inputs {dtype}{list(dims)} fit neither {tokens} token ids nor {sequences} images")

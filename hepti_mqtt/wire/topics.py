@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import ALL, PLANNER, check_name
@@ -45,30 +45,6 @@ MAX_LAYER: Final = 32_767
 MAX_TOPIC_BYTES: Final = 512
 MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and the largest remaining length of MQTT
 
-
-class Delivery(NamedTuple):
-    """How a kind of topic is published: quality of service and whether the broker keeps the last message."""
-
-    qos: int
-    retain: bool
-
-
-DELIVERY: Final[Mapping[Kind, Delivery]] = {
-    "status": Delivery(1, True),
-    "caps": Delivery(1, True),
-    "heartbeat": Delivery(0, False),
-    "command": Delivery(1, False),
-    "up": Delivery(1, False),
-    "probe": Delivery(0, False),
-    "planner_status": Delivery(1, True),
-    "plan": Delivery(1, True),
-    "work": Delivery(1, False),
-    "weights": Delivery(1, False),
-    "activation": Delivery(0, False),
-    "request": Delivery(1, False),
-    "response": Delivery(1, False),
-    "event": Delivery(1, False),
-}
 
 _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
     "status": "status",
@@ -200,10 +176,6 @@ class Topics:
     def all_plans(self) -> str:
         """Return the filter for the plans of every model."""
         return f"{self._root}/plan/+"
-
-    def all_events(self) -> str:
-        """Return the filter for every kind of event."""
-        return f"{self._root}/evt/+"
 
     def activations_from(self, model: str, source: str, me: str) -> tuple[str, str]:
         """Return the two filters for what `source` sends to `me` and to all, at every layer of a model."""

@@ -17,9 +17,10 @@ from hepti_mqtt.bench.chain_plot import plot_rows, plot_shares
 from hepti_mqtt.bench.chain_results import Condition
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, LabError
+from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.lab.local import LocalHost
-from hepti_mqtt.program import PLANNER, Recv, Send
+from hepti_mqtt.program import Recv, Send
 from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.runtime.local import pack
 
@@ -37,7 +38,7 @@ def run_both(case: Case) -> np.ndarray:
     for device, program in made.items():
         executors[device] = Executor()
         executors[device].admit(1, bind(program, resident, Workers(1)))
-    executors[PRIMARY].deliver(1, (0, "input", PLANNER), left(0, case.rows))
+    executors[PRIMARY].deliver(1, (0, 0, PLANNER), left(0, case.rows))
     output = None
     while not all(executor.finished(1) for executor in executors.values() if 1 in executor):
         for device, executor in executors.items():
@@ -48,7 +49,7 @@ def run_both(case: Case) -> np.ndarray:
                 if out.op.to == (PLANNER,):
                     output = np.array(out.array)
                 else:
-                    key = (out.op.layer, out.op.point, device)
+                    key = (out.op.node, out.op.part, device)
                     assert executors[out.op.to[0]].deliver(1, key, np.array(out.array)) == "filled"
     assert output is not None
     return output
@@ -68,11 +69,10 @@ def test_rows_travel_once_there_and_once_back(case):
     pieces = case.pieces()
     assert len(pieces) == min(case.chunks, case.away)
     assert sum(stop - start for start, stop in pieces) == case.away
-    sent = [op.rows for op in made[PRIMARY].ops if isinstance(op, Send) and op.to == (SECONDARY,)]
-    assert tuple(sent) == pieces
-    back = [
-        made[PRIMARY].slots[op.slot].shape for op in made[PRIMARY].ops if isinstance(op, Recv) and op.point == "gather"
-    ]
+    slots = made[PRIMARY].slots
+    sent = [slots[op.slot] for op in made[PRIMARY].ops if isinstance(op, Send) and op.to == (SECONDARY,)]
+    assert tuple((spec.start, spec.start + spec.shape[0]) for spec in sent) == pieces
+    back = [slots[op.slot].shape for op in made[PRIMARY].ops if isinstance(op, Recv) and op.source == SECONDARY]
     assert back == [(stop - start, WIDTH) for start, stop in pieces]
     assert (SECONDARY in made) == bool(case.away)
 

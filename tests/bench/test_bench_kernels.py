@@ -51,6 +51,7 @@ def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
     }
 
 
+@pytest.mark.wide  # half a minute
 def test_the_shapes_are_those_of_the_programs():
     found = {(s.m, s.n, s.k) for s in shapes()}
     assert len(found) == len(shapes())

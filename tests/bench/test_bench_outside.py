@@ -5,13 +5,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from hepti_mqtt.bench.inputs import random_input, reference
 from hepti_mqtt.bench.outside import BASELINES, Outside, common, require
 from hepti_mqtt.bench.outside.onnx_single import make as make_onnx
 from hepti_mqtt.bench.outside.torch_single import make as make_torch
 from hepti_mqtt.bench.results import read
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
+from hepti_mqtt.client.check import random_input, reference
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.local import LocalHost
 
@@ -111,7 +111,7 @@ def test_a_number_of_hosts_that_it_does_not_take_is_refused(cases, hosts):
 
 
 def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("hepti_mqtt.bench.outside.find_spec", lambda name: None)
+    monkeypatch.setattr("hepti_mqtt.bench.outside.baselines.find_spec", lambda name: None)
     (tmp_path / "pair.yaml").write_text(LAB)
     (tmp_path / "tiny.yaml").write_text(EXPERIMENT)
     assert main(["bench", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out")]) == 2

@@ -20,15 +20,16 @@ from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.wire import frames
 
 OPS, RUNS = 400, 60
+INPUT, OUTPUT, VALUE = 0, 1, 2  # nodes; a value of each exchange has one of its own, from VALUE on
 
 
 def chain() -> Builder:
     """Return a Program of many tiny ops: each adds the input to what the one before yielded."""
     b = Builder("a")
-    first = slot = b.recv((1, 8), "planner", "input")
+    first = slot = b.recv((1, 8), "planner", INPUT)
     for _ in range(OPS):
         slot = b.compute("add", (slot, first), (1, 8), bias=False)
-    b.send(slot, ("planner",), "output")
+    b.send(slot, ("planner",), OUTPUT)
     return b
 
 
@@ -41,7 +42,7 @@ def per_op() -> tuple[float, float]:
     totals, kernels = [], []
     for run in range(RUNS):
         executor.admit(run, bound)
-        executor.deliver(run, (0, "input", "planner"), x)
+        executor.deliver(run, (INPUT, 0, "planner"), x)
         outgoing = None
         started = time.perf_counter()
         while (step := executor.next()) is not None:
@@ -64,11 +65,11 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
     """Return µs from a filled slot on one device to a filled slot on another: frame, bytes, checks, delivery."""
     exchanges = 50
     sender, receiver = Builder("a"), Builder("b")
-    value = sender.recv((rows, columns), "planner", "input")
+    value = sender.recv((rows, columns), "planner", INPUT)
     for layer in range(exchanges):
         sender.layer = receiver.layer = layer
-        sender.send(value, ("b",), "kv")
-        receiver.recv((rows, columns), "a", "kv")
+        sender.send(value, ("b",), VALUE + layer)
+        receiver.recv((rows, columns), "a", VALUE + layer)
     session = worker.WorkerSession("a", "home", 1 << 30, Workers(1))
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times = []
@@ -77,7 +78,7 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         here, there = Executor(), Executor()
         here.admit(run, out)
         there.admit(run, into)
-        here.deliver(run, (0, "input", "planner"), x)
+        here.deliver(run, (INPUT, 0, "planner"), x)
         session._requests[run] = worker._Request(("m", Epoch(1, 1)), 0.0)
         started = time.perf_counter()
         while (step := here.next()) is not None:
@@ -86,7 +87,7 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
                 for publish in session._send(session._requests[run], outgoing):
                     frame = frames.decode(publish.payload)
                     array = frame.array()
-                    assert there.deliver(run, (frame.layer, frame.point, frame.source), array) == "filled"
+                    assert there.deliver(run, (frame.node, frame.part, frame.source), array) == "filled"
         times.append((time.perf_counter() - started) / exchanges)
         assert np.array_equal(array, x)
         del session._requests[run]

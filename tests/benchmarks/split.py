@@ -21,8 +21,8 @@ from site_processes import SITE, Site, poll
 
 from hepti_mqtt import __version__, models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cli.infer import random_input
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.client.check import random_input
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.strategies import STRATEGIES
@@ -52,16 +52,17 @@ def main() -> None:
 def print_table(hepti: Hepti, directory: Path, kind: str, tokens: int, agents: list[str], repeat: int) -> None:
     """Check and time every strategy."""
     hepti.wait_ready("model", 300)
-    methods = {"single": {"strategy": "single", "devices": agents[:1]}}
-    for s in STRATEGIES.values():
-        if s.most_devices is None:
-            for options in s.options:
-                name = "/".join([s.name, *options.values()])
-                methods[name] = {"strategy": s.name, "options": dict(options), "devices": agents}
     with Checkpoint.open(directory, "model") as checkpoint:
         body = random_input(checkpoint.spec, tokens if checkpoint.spec.text else 1, seed=0)
         prepared = prepare(checkpoint, {**body, "want": "hidden"})
         hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+        graph = models.graph(checkpoint.spec, prepared.shape)
+    methods = {"single": {"strategy": "single", "devices": agents[:1]}}
+    for s in STRATEGIES.values():
+        if s.most_devices is None and s.unsupported(graph) is None:
+            for options in s.options:
+                name = "/".join([s.name, *options.values()])
+                methods[name] = {"strategy": s.name, "options": dict(options), "devices": agents}
     times: dict[str, list[float]] = {name: [] for name in methods}
     errors, last = {}, {}
     for name, pins in methods.items():

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make, make_model
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import spec_from_config, tensor_sources
+from hepti_mqtt.spec import Text
 
 TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 
@@ -18,8 +19,8 @@ TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 def test_every_tiny_kind_is_a_whole_directory(tmp_path, kind):
     with Checkpoint.open(make_model(kind, tmp_path / kind)) as checkpoint:
         spec = checkpoint.spec
-        if spec.text is not None:
-            assert checkpoint.tokenizer.get_vocab_size() == spec.text.vocab
+        if isinstance(spec.reads, Text):
+            assert checkpoint.tokenizer.get_vocab_size() == spec.reads.vocab
             assert checkpoint.mask_id == 4
             ids = checkpoint.tokenizer.encode("the Unseen word, 42!").ids
             assert len(ids) > 6
@@ -28,9 +29,7 @@ def test_every_tiny_kind_is_a_whole_directory(tmp_path, kind):
 
 def parameters(kind):
     """Return the parameters of a kind's checkpoint: all that its config asks for, the tied decoder once."""
-    size = KINDS[kind].size
-    files = (make._vit_files if "vit" in kind else make._bert_files)(KINDS[kind], size)
-    spec = spec_from_config(files.pop("config.json"), files)
+    spec = spec_from_config(KINDS[kind].config, KINDS[kind].extras)
     return sum(int(np.prod(s.shape)) for s in tensor_sources(spec) if s.name != "head.decoder.weight")
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.cli.main import _COMMANDS, main
-from hepti_mqtt.cli.parser import size
 
 ROOT = Path(__file__).resolve().parents[2]
+PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
 SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
 ESCAPE = "\x1b"
 
@@ -179,21 +179,30 @@ def test_a_directory_that_is_no_model(capsys: pytest.CaptureFixture[str], tmp_pa
 # -- simulate ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "site",
+    [p if p.stem in {"paper-pair", "mixed-four"} else pytest.param(p, marks=pytest.mark.wide) for p in SITES],
+    ids=lambda path: path.stem,
+)
 def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path, site: Path) -> None:
-    picture = tmp_path / "line.svg"
+    picture, layouts = tmp_path / "line.svg", tmp_path / "layouts.svg"
     common = ("simulate", "minilm", "--devices-file", str(site), "--tokens", "32")
-    code, out, err = run(capsys, *common, "--json", "--svg", str(picture))
+    code, out, err = run(capsys, *common, "--json", "--svg", str(picture), "--layout-svg", str(layouts))
     found = json.loads(out)
     assert code == 0
     best = found["candidates"][0]
     assert best["feasible"]
     assert found["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
     assert {c["strategy"] for c in found["candidates"]} >= {"single", "row/kv", "column", "block"}
+    assert found["work"]["factor"] == pytest.approx(1.0, abs=0.01)
     assert "<svg" in picture.read_text()
+    assert "32 tokens, layer 1" in layouts.read_text("utf-8")
     assert str(picture) in err
-    code, out, _ = run(capsys, *common, "--explain", "--strategy", "row", "--variant", "heads")
+    assert str(layouts) in err
+    code, out, _ = run(capsys, *common, "--explain", "--layer", "1:3", "--strategy", "row", "--variant", "heads")
     assert code == 0
+    assert "work 1.00 of one device's" in out
+    assert all(f"layer {layer}:" in out for layer in (1, 2))
     assert "row/heads" in out
     assert "row/kv" not in out
     assert all(device in out for device in found["chosen"]["devices"])
@@ -202,29 +211,33 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
 
 
 def test_simulate_what_does_not_fit_ends_with_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = (ROOT / "configs" / "sites" / "four-pi4.yaml").read_text()
+    text = (ROOT / "configs" / "sites" / "paper-pair.yaml").read_text()
     small = tmp_path / "small.yaml"
-    small.write_text(text.replace("memory_mib: 3000", "memory_mib: 100"))
-    code, out, err = run(capsys, "simulate", "bert-large", "--devices-file", str(small))
+    small.write_text(text.replace("memory_mib: 3000", "memory_mib: 10"))
+    code, out, err = run(capsys, "simulate", "minilm", "--devices-file", str(small))
     assert (code, out) == (4, ""), err
-    assert re.search(r"needs \d+\.\d MiB and has 100.0 MiB", err)
+    assert re.search(r"needs \d+\.\d MiB and has 10.0 MiB", err)
 
 
 def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = run(capsys, "simulate", "bert-huge", "--devices-file", str(SITES[0]))
+    code, _, err = run(capsys, "simulate", "bert-huge", "--devices-file", str(PAIR))
     assert code == 2
     assert "bert-large" in err
     code, _, err = run(capsys, "simulate", "minilm", "--devices-file", str(tmp_path / "none.yaml"))
     assert code == 2
     assert "none.yaml" in err
-    code, _, err = run(capsys, "simulate", "minilm", "--devices-file", str(SITES[0]), "--strategy", "magic")
+    code, _, err = run(capsys, "simulate", "minilm", "--devices-file", str(PAIR), "--strategy", "magic")
     assert code == 2
     assert "block" in err
     code, _, err = run(
-        capsys, "simulate", "tiny-bert", "--devices-file", str(SITES[0]), "--svg", str(tmp_path / "no" / "x.svg")
+        capsys, "simulate", "tiny-bert", "--devices-file", str(PAIR), "--svg", str(tmp_path / "no" / "x.svg")
     )
     assert code == 2
     assert "--svg" in err
+    for wrong in ("2:2", "a", "1:b"):
+        code, _, err = run(capsys, "simulate", "tiny-bert", "--devices-file", str(SITES[0]), "--layer", wrong)
+        assert code == 2
+        assert wrong in err
 
 
 # -- the process ------------------------------------------------------------------------------------------------------
@@ -253,10 +266,21 @@ def test_what_must_be_quick_imports_no_kernels(tmp_path: Path, arguments: list[s
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["lab", "--help"], ["agent", "--help"]])
+def test_arguments_are_parsed_without_bench_and_lab(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom hepti_mqtt.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "print([m for m in sys.modules if m.startswith(('hepti_mqtt.bench', 'hepti_mqtt.lab'))], file=sys.stderr)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
 @pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "40"}])
 def test_no_escape_codes_and_no_broken_lines_without_a_terminal(environment: dict[str, str]) -> None:
     code = "import sys\nfrom hepti_mqtt.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    arguments = ["simulate", "tiny-bert", "--devices-file", str(SITES[0]), "-v"]
+    arguments = ["simulate", "tiny-bert", "--devices-file", str(PAIR), "-v"]
     done = python(code.replace("sys.argv[1:]", repr(arguments)), **environment)
     assert done.returncode == 0
     assert ESCAPE not in done.stdout + done.stderr
@@ -264,7 +288,7 @@ def test_no_escape_codes_and_no_broken_lines_without_a_terminal(environment: dic
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    arguments = ["simulate", "tiny-bert", "--devices-file", str(SITES[0]), "--explain"]
+    arguments = ["simulate", "tiny-bert", "--devices-file", str(PAIR), "--explain"]
     code = f"import sys\nfrom hepti_mqtt.cli.main import main\nsys.exit(main({arguments!r}))"
     read, write = os.pipe()
     os.close(read)
@@ -280,10 +304,3 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         )
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("400MiB", 400 << 20), ("2GB", 2 * 10**9), ("1.5 gib", 3 << 29), ("4096", 4096)]
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert size(text) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,18 +17,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from site_processes import PATIENCE_S, SITE, Site, running_site
+from sites import METHODS
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
 from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
-
-METHODS = [(s.name, o) for s in STRATEGIES.values() for o in s.options]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,14 @@ def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
     assert "computes nothing" in err
 
 
-@pytest.mark.parametrize(("strategy", "options"), METHODS)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        m if m[0] in {"single", "row"} else pytest.param(*m, marks=pytest.mark.wide)
+        for m in METHODS
+        if set(m[1]) <= {"variant"}
+    ],
+)
 def test_infer_under_every_pin(ask: Any, strategy: str, options: dict[str, str]) -> None:
     pins = ["--strategy", strategy, "--devices", "a" if strategy == "single" else "a,b"]
     pins += ["--variant", options["variant"]] if "variant" in options else []
@@ -233,15 +239,22 @@ def test_devices(ask: Any, run: Any) -> None:
 
 def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     ask("infer", "tiny", "--tokens", "16", "--strategy", "row", "--devices", "a,b")
-    found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"))
+    found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
     assert found["active"]["strategy"] == "row"
+    assert found["work"] == {"factor": 1.0, "roles": {}}
     assert "<svg" in (tmp_path / "x.svg").read_text()
+    assert "qkv" in (tmp_path / "y.svg").read_text("utf-8")
     assert found["candidates"]
     code, out, _ = run("plan", "tiny", "--explain", "--layer", "2")
     assert code == 0
     assert "why: row/" in out
+    assert "work 1.00 of one device's" in out
     assert "layer 2:" in out
     assert "time line" in out
+    code, out, _ = run("plan", "tiny", "--story")
+    assert code == 0
+    assert re.search(rf"tiny {re.escape('.'.join(map(str, found['active']['epoch'])))} +preparing +active +ready", out)
+    assert {"time", "plan", "from", "to", "cause"} == set(found["story"][-1])
     ask("infer", "tiny", "--tokens", "16", "--strategy", "auto")
     code, _, err = run("plan")
     assert code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import msgpack
 import pytest
@@ -118,6 +118,28 @@ def test_each_answer_is_shown_once(hepti, planner):
     assert second.result(PATIENCE_S).result == "b"
     assert first.result(PATIENCE_S).result == "a"
     assert hepti._session.counters["not asked"] == 1
+
+
+def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, planner):
+    future = hepti.submit("m", text="hello", wire="f16")
+    estimate = {"forecast": "estimated", "predicted_ms": 1.0, "predicted_bytes": 10}
+    planner.answer(planner.next(), plan={"id": "1.1", "devices": {"a": 1.0}}, **estimate)
+    estimated = future.result(PATIENCE_S)
+    for epoch, forecast in (("1.2", "estimated"), ("1.1", "simulated")):
+        with ThreadPoolExecutor(1) as pool:
+            exact = pool.submit(hepti.foretold, estimated, text="hello", wire="f16", timeout_s=PATIENCE_S)
+            request = planner.next()
+            assert {k: v for k, v in request[1].items() if k != "id"} == {
+                "text": "hello",
+                "wire": "f16",
+                "want": "plan",
+            }
+            told = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
+            planner.answer(request, result=None, plan={"id": epoch, "devices": {"a": 1.0}}, **told)
+            found = exact.result(PATIENCE_S)
+        assert (found.raw["forecast"], found.result) == (forecast, "hello"), "under another plan it says nothing"
+    assert (found.raw["predicted_ms"], found.raw["predicted_bytes"]) == (2.0, 20)
+    assert hepti.foretold(found) is found
 
 
 def test_an_error_is_raised_by_its_class(hepti, planner):

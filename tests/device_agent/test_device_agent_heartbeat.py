@@ -8,10 +8,10 @@ from device_agent_support import ListTransport
 from device_agent.complaints import Complaints
 from device_agent.health import Health
 from device_agent.heartbeat import HeartbeatThread
-from device_agent.inbox import Inbox
 from device_agent.meter import Meter
 from device_agent.network import Network
 from device_agent.probe import LARGE_BYTES, Prober
+from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
 

@@ -68,7 +68,7 @@ def test_ops_too_short_to_say_anything_do_not_count(meter):
     op, slots = linear(0)
     assert OVERHEAD < SHORTEST_S
     meter.samples.append((op, slots, 1.0))
-    meter.samples.append((Send(0, ("d2",), 0, "kv"), SLOTS, 1.0))
+    meter.samples.append((Send(0, ("d2",), 1), SLOTS, 1.0))
     assert meter.slowdown(0.0) == 1.0
 
 

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from device_agent.complaints import Complaints
 from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus
-from device_agent.inbox import Inbox
 from device_agent.network import Network
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.worker import FrameIn, MessageIn
+from hepti_mqtt.runtime.events import FrameIn, MessageIn
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.transport import Connected, Disconnected, Refused, Subscribed
+from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -53,7 +52,7 @@ def wired():
 
 def tensor(model=MODEL, layer=2, source="d2", kind="tensor"):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    frame = frames.Frame(kind, model, EPOCH, 5, layer, "kv", source, dtype="f32", shape=(2, 3), body=array)
+    frame = frames.Frame(kind, model, EPOCH, 5, layer, 1, source, dtype="f32", shape=(2, 3), body=array)
     return frames.encode(frame)
 
 
@@ -151,6 +150,25 @@ def test_a_full_inbox_drops_and_counts():
         wired.hear(TOPICS.work(MODEL), work())
     assert len(wired.events()) == 2
     assert wired.complaints.counters["inbox_overflow"] == 3
+
+
+def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
+    wired = Wired(limit=0)
+    commands = [
+        messages.Activate(1, MODEL, EPOCH),
+        messages.Release(2, MODEL, EPOCH),
+        messages.Cancel(MODEL, EPOCH, 5),
+        messages.Drain(3),
+    ]
+    status = messages.Status("offline", 8)
+    wired.hear(TOPICS.work(MODEL), work())
+    wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
+    for command in commands:
+        wired.hear(TOPICS.command("d1"), messages.encode(command))
+    wired.hear(TOPICS.planner_status(), messages.encode_status(status))
+    wired.hear(TOPICS.status("d1"), messages.encode_status(status))
+    assert wired.events() == [*map(MessageIn, commands), PlannerStatus(status), OwnStatus(status)]
+    assert wired.complaints.counters == {"inbox_overflow": 2}, "a run that misses one of these is issued again"
 
 
 def test_states_become_events_even_when_the_inbox_is_full():

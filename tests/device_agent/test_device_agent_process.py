@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from device_agent import AgentConfig, memory_budget, run_agent
-from device_agent.__main__ import main, parse_bytes
+from device_agent.__main__ import main
 from device_agent.agent import LOADING_BYTES, WANTED_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -348,19 +348,6 @@ def test_wrong_options_are_usage_errors(tmp_path, capsys, options, word):
     code = main(["--broker", "mqtt://127.0.0.1", "--cache", str(tmp_path), *options])
     assert code == ConfigError.exit_code
     assert word in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("200MiB", 200 << 20), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("1kib", 1024), ("0", 0)]
-)
-def test_sizes(text, value):
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1TiBs", "1e3"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ConfigError, match="size"):
-        parse_bytes(text)
 
 
 def test_the_budget_is_what_is_given_or_most_of_what_is_free():

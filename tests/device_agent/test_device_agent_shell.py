@@ -12,7 +12,6 @@ from device_agent_support import ListTransport
 from device_agent import meter as metering
 from device_agent.complaints import Complaints
 from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus, Stop
-from device_agent.inbox import Inbox
 from device_agent.loader import AskAgain
 from device_agent.meter import Meter
 from device_agent.network import Network
@@ -23,11 +22,13 @@ from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.commands import Load, Unload
+from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn
 from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.runtime.worker import FrameIn, Loaded, MessageIn, WorkerSession
+from hepti_mqtt.runtime.worker import WorkerSession
 from hepti_mqtt.simulate import live_bytes, weight_total
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import largest_shape, program, resident_weights
+from hepti_mqtt.strategies import program, resident_weights
+from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -196,7 +197,8 @@ def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeyp
     expected = models.reference(SPEC, TENSORS, inputs, shape)[1]
     np.testing.assert_allclose(output.array(), expected, atol=sites.TOLERANCE)
     assert (output.kind, done.kind, done.admission) == ("output", "done", 1)
-    assert len(done.numbers) == 3
+    assert len(done.numbers) == 4
+    assert done.numbers[3] == 1  # parts of the answer
     assert len(d.meter.samples) == sum(op.kernel == "linear" for op, _, _ in d.meter.samples) > SPEC.layers
     assert all(seconds > 0 for _, _, seconds in d.meter.samples)
     monkeypatch.setattr(metering, "SHORTEST_S", 0.0)
@@ -370,7 +372,7 @@ BLOCK = replace(sites.plan(SPEC, ("block", {}), (1.0, 1.0)), epoch=Epoch(1, 2))
 
 def needs(*plans):
     refs = {ref for plan in plans for ref in resident_weights(SPEC, plan, "d0")}
-    return weight_total(refs) + 2 * live_bytes(program(SPEC, plans[-1], largest_shape(SPEC), "d0"))
+    return weight_total(refs) + 2 * live_bytes(program(SPEC, plans[-1], models.largest_shape(SPEC), "d0"))
 
 
 @pytest.mark.parametrize("doubted", [True, False])

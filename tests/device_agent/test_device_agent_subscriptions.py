@@ -56,7 +56,7 @@ def test_a_shared_filter_is_subscribed_once(broker, subscriptions):
     subscriptions.release("m", Epoch(1, 2))
     assert broker.held == [("control", WORK), ("data", "a")]
     subscriptions.release("m", Epoch(1, 3))
-    subscriptions.leave(("a",))
+    subscriptions.leave(("a",), ("m",))
     assert broker.held == []
 
 
@@ -100,7 +100,8 @@ def test_what_is_held_is_what_the_epochs_need(operations):
         elif what == "release" and key in wanted:
             gone = wanted.pop(key)
             subscriptions.release(*key)
-            subscriptions.leave(tuple(gone - {f for own in wanted.values() for f in own}))
+            models = () if any(m == model for m, _ in wanted) else (model,)
+            subscriptions.leave(tuple(gone - {f for own in wanted.values() for f in own}), models)
             ready.discard(key)
         elif what == "ack":
             while acked < len(broker.tokens):

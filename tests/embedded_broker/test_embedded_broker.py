@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hepti_mqtt import embedded_broker
-from hepti_mqtt.embedded_broker import KINDS, EmbeddedBroker, process, sources, start_broker
+from hepti_mqtt.embedded_broker import KINDS, EmbeddedBroker, process, sources, start, start_broker
 from hepti_mqtt.embedded_broker.sources import Source, Unavailable
 from hepti_mqtt.errors import ConfigError, NetworkError
 
@@ -71,7 +70,7 @@ def test_it_answers_keeps_its_port_and_leaves_nothing():
 
 @pytest.mark.broker
 def test_the_reason_says_which_and_why_not_the_others(monkeypatch):
-    monkeypatch.setitem(embedded_broker._SOURCES, "unpacked", unavailable("the network is down"))
+    monkeypatch.setitem(start._SOURCES, "unpacked", unavailable("the network is down"))
     with start_broker("unpacked") as broker:
         assert broker.kind in ("mosquitto", "amqtt")
         assert broker.reason.startswith(broker.kind)
@@ -80,7 +79,7 @@ def test_the_reason_says_which_and_why_not_the_others(monkeypatch):
 
 def test_without_any_broker_every_reason_is_told(monkeypatch):
     for kind in KINDS:
-        monkeypatch.setitem(embedded_broker._SOURCES, kind, unavailable(f"no {kind} today"))
+        monkeypatch.setitem(start._SOURCES, kind, unavailable(f"no {kind} today"))
     with pytest.raises(NetworkError, match=r"no mosquitto today.*no unpacked today.*no amqtt today.*HEPTI_BROKER"):
         start_broker()
 
@@ -92,9 +91,9 @@ def test_a_broker_that_nobody_knows_is_a_config_error():
 
 def test_a_program_that_does_not_start_is_told_with_its_last_words(monkeypatch):
     wrong = Source("mosquitto", (sys.executable, "-c", "import sys; sys.exit('out of order')"))
-    monkeypatch.setitem(embedded_broker._SOURCES, "mosquitto", lambda: wrong)
+    monkeypatch.setitem(start._SOURCES, "mosquitto", lambda: wrong)
     for kind in ("unpacked", "amqtt"):
-        monkeypatch.setitem(embedded_broker._SOURCES, kind, unavailable("no"))
+        monkeypatch.setitem(start._SOURCES, kind, unavailable("no"))
     with pytest.raises(NetworkError, match="mosquitto does not start: out of order"):
         start_broker()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, running_site
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -24,9 +25,15 @@ TOLERANCE = 5e-5
 AGENTS = {"a": "100MiB", "b": "100MiB"}
 # With a password once with each family of brokers; the unpacked one is the same program as the installed one.
 CASES = [(kind, "") for kind in KINDS] + [("mosquitto", "someone:se%3Acret"), ("amqtt", "someone:se%3Acret")]
+# One of each family; every other test of processes has the broker that is found first.
+ONCE = (("mosquitto", ""), ("amqtt", "someone:se%3Acret"))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}{'-password' if case[1] else ''}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[] if case in ONCE else pytest.mark.wide) for case in CASES],
+    ids=lambda case: f"{case[0]}{'-password' if case[1] else ''}",
+)
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     kind, login = request.param
     if kind == "amqtt" and importlib.util.find_spec("amqtt") is None:
@@ -54,15 +61,8 @@ def test_two_devices_answer_together(site: Site, hepti: Hepti, strategy: str, va
         hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     options = {"variant": variant} if variant else {}
     for _ in range(5):
-        answer = hepti.infer(
-            "tiny",
-            ids=ids,
-            want="hidden",
-            strategy=strategy,
-            options=options,
-            devices=["a", "b"],
-            timeout_s=PATIENCE_S,
-        )
+        pins = {"strategy": strategy, "options": options, "devices": ["a", "b"]}
+        answer = foretold(partial(hepti.infer, "tiny", ids=ids, want="hidden", **pins, timeout_s=PATIENCE_S))
         np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
         assert set(answer.plan["devices"]) == {"a", "b"}
         assert answer.plan["strategy"] == strategy

@@ -37,7 +37,7 @@ def attention(m: int, heads: int, d: int, lengths: tuple[int, ...]) -> tuple[str
         heads=heads,
         head_dim=d,
         q_rows=range(m),
-        kv_start=0,
+        k_rows=((0, m),),
         lengths=lengths,
         scale=d**-0.5,
     )

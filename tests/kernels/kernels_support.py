@@ -54,6 +54,7 @@ class Case:
     def __init__(
         self,
         kernel: str,
+        /,
         reads: Sequence[Array],
         shapes: Sequence[tuple[int, ...]],
         weights: Sequence[Array] = (),

@@ -38,7 +38,7 @@ def linear(storage: Storage, m: int, gated: bool, workers: Workers) -> Run:
 def attention(rows: int, workers: Workers) -> Run:
     attrs = {
         "q_column": 0, "k_column": 512, "v_column": 1024, "heads": 8, "head_dim": 64,
-        "q_rows": range(rows), "kv_start": 0, "lengths": (rows,), "scale": 0.125,
+        "q_rows": range(rows), "k_rows": ((0, rows),), "lengths": (rows,), "scale": 0.125,
     }  # fmt: skip
     slots = (SlotSpec((rows, 1536)), SlotSpec((rows, 512)))
     return KERNELS["attention"].bind(Compute("attention", (0, 0), (1,), (), attrs), slots, (), workers)

@@ -12,23 +12,25 @@ LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=5).map(tuple)
 
 
 def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, **attrs):
-    """All queries (or `rows`) over all keys, or over the block (first, stop) of them; q and kv are whole arrays."""
+    """All queries (or `rows`) over all keys, or over a block of them: a range, or several; q and kv are whole."""
     m, width = sum(lengths), heads * d
     q = array(m, width + 3) if q is None else q
     kv = array(m, 2 * width + 5) if kv is None else kv
     rows = range(m) if rows is None else rows
-    first, stop = block or (0, m)
+    k_rows = ((0, m),) if block is None else block
+    if block and isinstance(block[0], int):
+        k_rows = (block,)
     return Case(
-        "attention_block" if block else "attention",
-        [np.ascontiguousarray(q[list(rows)]), np.ascontiguousarray(kv[first:stop])],
-        [(len(rows), heads, d + 2) if block else (len(rows), width)],
+        "attention" if block is None else "attention_block",
+        [np.ascontiguousarray(q[list(rows)]), np.concatenate([kv[:0], *(kv[slice(*r)] for r in k_rows)])],
+        [(len(rows), width) if block is None else (len(rows), heads, d + 2)],
         q_column=2,
         k_column=width + 4,
         v_column=1,
         heads=heads,
         head_dim=d,
         q_rows=rows,
-        kv_start=first,
+        k_rows=k_rows,
         lengths=lengths,
         scale=d**-0.5,
         **attrs,
@@ -62,7 +64,7 @@ def test_one_array_may_hold_queries_keys_and_values():
         heads=2,
         head_dim=8,
         q_rows=range(20),
-        kv_start=0,
+        k_rows=((0, 20),),
         lengths=(9, 11),
         scale=0.3,
     )
@@ -78,6 +80,53 @@ def test_a_block_of_keys_equals_the_reference(lengths, data):
     first = data.draw(st.integers(0, m))
     stop = data.draw(st.integers(first, m))
     attention(lengths, 2, 8, block=(first, stop)).check()
+
+
+def ranges_of(m, edges):
+    """Return the ranges between every other pair of edges of 0..m, some of them empty or next to each other."""
+    edges = sorted(edges)
+    return tuple((min(a, m), min(b, m)) for a, b in zip(edges[::2], edges[1::2], strict=False))
+
+
+@given(lengths=LENGTHS, edges=st.lists(st.integers(0, 225), max_size=9), causal=st.booleans(), data=st.data())
+def test_several_ranges_of_keys_equal_the_reference_over_all_with_the_others_left_out(lengths, edges, causal, data):
+    m, d = sum(lengths), 8
+    rows = tuple(data.draw(st.lists(st.integers(0, m - 1), max_size=30))) if m else ()
+    k_rows = ranges_of(m, edges)
+    q, kv = array(m, d + 3), array(m, 2 * d + 5)
+    got = attention(lengths, 1, d, q=q, kv=kv, rows=rows, block=k_rows, causal=causal).check()[0]
+    held = {key for r in k_rows for key in range(*r)}
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for state, row in zip(got[:, 0], rows, strict=True):
+        first = starts[np.searchsorted(starts, row, side="right") - 1]
+        stop = row + 1 if causal else starts[np.searchsorted(starts, row, side="right")]
+        keys = sorted(held & set(range(first, stop)))
+        scores = kv[keys, d + 4 : 2 * d + 4].astype("f8") @ q[row, 2 : d + 2] * d**-0.5
+        top = scores.max(initial=-np.inf)
+        p = np.exp(scores - top)
+        np.testing.assert_allclose(state[d:], [top, p.sum()], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(state[:d], p @ kv[keys, 1 : d + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_attention_over_ranges_of_keys_that_are_all_of_a_sequence():
+    q, kv = array(60, 19), array(60, 37)
+    rows = (*range(5, 20), *range(50, 60))
+    whole = attention((20, 25, 15), 2, 8, q=q, kv=kv, rows=rows).run()[0]
+    case = attention((20, 25, 15), 2, 8, q=q, kv=kv, rows=rows)
+    case.reads[1] = np.concatenate([kv[:20], kv[45:]])
+    for k_rows in (((0, 20), (45, 60)), ((0, 7), (7, 20), (20, 20), (45, 60))):
+        parts = Case("attention", case.reads, [(25, 16)], **{**case.op.attrs, "k_rows": k_rows})
+        np.testing.assert_array_equal(parts.run()[0], whole)
+
+
+@pytest.mark.parametrize(
+    "k_rows", [((0, 2), (1, 2)), ((1, 3), (0, 1)), ((0, 2),), ((0, 4),), ((1, 4),), ((2, 1), (1, 3))]
+)
+def test_keys_that_are_no_rows_in_ascending_order_are_refused(k_rows):
+    case = attention((3,), 1, 4)
+    bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, "k_rows": k_rows})
+    with pytest.raises(ValueError, match="k_rows must be ranges of the 3 packed rows"):
+        bad.run()
 
 
 @given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), cuts=st.lists(st.floats(0, 1), max_size=10))
@@ -223,7 +272,7 @@ def test_heads_that_share_keys_equal_heads_with_copies_of_them(groups, share, le
     q, k, v = array(m, heads * d), array(m, groups, d), array(m, groups, d)
     kv = np.concatenate([k.reshape(m, groups * d), v.reshape(m, groups * d)], axis=1)
     copies = np.concatenate([np.repeat(a, share, axis=1).reshape(m, heads * d) for a in (k, v)], axis=1)
-    common = {"heads": heads, "head_dim": d, "q_rows": range(m), "kv_start": 0, "lengths": lengths, "scale": 0.3}
+    common = {"heads": heads, "head_dim": d, "q_rows": range(m), "k_rows": ((0, m),), "lengths": lengths, "scale": 0.3}
     columns = {"q_column": 0, "k_column": 0, "causal": causal}
     shared = Case("attention", [q, kv], [(m, heads * d)], **common, **columns, v_column=groups * d, kv_heads=groups)
     copied = Case("attention", [q, copies], [(m, heads * d)], **common, **columns, v_column=heads * d)

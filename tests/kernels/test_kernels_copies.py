@@ -4,48 +4,93 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array
+from kernels_support import Case, array, spec
 
-EXTENTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
-
-
-@given(rows=EXTENTS, n=st.integers(0, 5), dtype=st.sampled_from(["f4", "f2", "i1"]))
-def test_concat_rows(rows, n, dtype):
-    parts = [array(m, n, scale=9).astype(dtype) for m in rows]
-    names = {"f4": "f32", "f2": "f16", "i1": "i8"}
-    case = Case("concat_rows", parts, [(sum(rows), n)], dtype=names[dtype])
-    np.testing.assert_array_equal(case.run()[0], np.concatenate(parts))
-    np.testing.assert_array_equal(case.reference()[0], np.concatenate(parts))
+from hepti_mqtt.work import Work
 
 
-@given(columns=EXTENTS, m=st.integers(0, 5))
-def test_concat_columns(columns, m):
-    parts = [array(m, n) for n in columns]
-    case = Case("concat_columns", parts, [(m, sum(columns))])
-    np.testing.assert_array_equal(case.run()[0], np.concatenate(parts, axis=1))
-    np.testing.assert_array_equal(case.reference()[0], np.concatenate(parts, axis=1))
+@st.composite
+def assembled(draw):
+    """Return (reads, copies, what they must make): a result cut into rectangles that lie anywhere in the reads."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)))
+    want = np.arange(np.prod(shape), dtype="f4").reshape(shape)
+    targets = [tuple((0, n) for n in shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        cut = targets.pop(draw(st.integers(0, len(targets) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(*cut[axis]))
+        start, stop = cut[axis]
+        targets += [(*cut[:axis], part, *cut[axis + 1 :]) for part in ((start, at), (at, stop))]
+    reads, copies = [], []
+    for target in draw(st.permutations(targets)):
+        before = [draw(st.integers(0, 3)) for _ in shape]
+        source = tuple((a, a + stop - start) for a, (start, stop) in zip(before, target, strict=True))
+        read = np.full([stop + draw(st.integers(0, 2)) for _, stop in source], -1, "f4")
+        read[tuple(slice(*r) for r in source)] = want[tuple(slice(*r) for r in target)]
+        copies.append((len(reads), source, target))
+        reads.append(read)
+    return reads, tuple(copies), want
 
 
-@given(m=st.integers(1, 9), rest=st.sampled_from([(3,), (2, 4)]), data=st.data())
-def test_take_rows(m, rest, data):
-    rows = data.draw(
-        st.lists(st.integers(0, m - 1), max_size=9)
-        | st.tuples(st.integers(0, m), st.integers(0, m)).map(lambda r: range(min(r), max(r)))
-    )
-    x = array(m, *rest)
-    case = Case("take_rows", [x], [(len(rows), *rest)], rows=rows)
-    np.testing.assert_array_equal(case.run()[0], x[list(rows)])
-    np.testing.assert_array_equal(case.reference()[0], x[list(rows)])
+@given(assembled(), st.sampled_from(["f4", "f2", "i1", "u1", "i4"]))
+def test_assemble(parts, dtype):
+    reads, copies, want = parts
+    reads, want = [(r % 100).astype(dtype) for r in reads], (want % 100).astype(dtype)
+    case = Case("assemble", reads, [want.shape], dtype=spec(want).dtype, copies=copies)
+    np.testing.assert_array_equal(case.run()[0], want)
+    np.testing.assert_array_equal(case.reference()[0], want)
 
 
-def test_ops_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.3"):
-        Case("take_rows", [array(3, 2)], [(1, 2)], rows=(3,)).run()
-    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.3"):
-        Case("take_rows", [array(3, 2)], [(1, 2)], rows=(-1,)).run()
-    with pytest.raises(ValueError, match="differ in another dimension"):
-        Case("concat_rows", [array(3, 2), array(3, 3)], [(6, 2)]).run()
-    with pytest.raises(ValueError, match="should be"):
-        Case("concat_columns", [array(3, 2), array(3, 3)], [(3, 4)]).run()
-    with pytest.raises(ValueError, match="attribute 'rows' is missing"):
-        Case("take_rows", [array(3, 2)], [(1, 2)]).run()
+def rows_to(read, sources, first, columns, target_columns=None):
+    """Return copies of single rows of a read to the rows of the result from `first` on."""
+    target_columns = target_columns or columns
+    return [(read, ((r, r + 1), columns), ((i, i + 1), target_columns)) for i, r in enumerate(sources, first)]
+
+
+@given(sources=st.lists(st.integers(0, 30), max_size=40), others=st.integers(0, 12), data=st.data())
+def test_assemble_of_many_single_rows(sources, others, data):
+    x, y = array(31, 4), array(12, 4)
+    copies = rows_to(0, sources, 0, (0, 4)) + rows_to(1, range(others), len(sources), (0, 4))
+    copies = tuple(data.draw(st.permutations(copies)))
+    case = Case("assemble", [x, y], [(len(sources) + others, 4)], copies=copies)
+    np.testing.assert_array_equal(case.run()[0], np.concatenate([x[sources], y[:others]]))
+
+
+def test_assemble_of_many_parts_of_rows_and_of_rows_in_between():
+    x, sources = array(31, 6), [3, 9, 9, 0, 30, 12, 5, 6, 7, 8, 2, 1]
+    halves = rows_to(0, sources, 0, (0, 3)) + rows_to(0, sources, 0, (2, 5), (3, 6))
+    case = Case("assemble", [x], [(12, 6)], copies=tuple(halves))
+    np.testing.assert_array_equal(case.run()[0], np.hstack([x[sources, :3], x[sources, 2:5]]))
+    every_second = [(0, ((r, r + 1), (0, 6)), ((2 * i, 2 * i + 1), (0, 6))) for i, r in enumerate(sources)]
+    every_second += [(0, ((4, 5), (0, 6)), ((2 * i + 1, 2 * i + 2), (0, 6))) for i in range(12)]
+    case = Case("assemble", [x], [(24, 6)], copies=tuple(every_second))
+    np.testing.assert_array_equal(case.run()[0], case.reference()[0])
+
+
+def test_assemble_refuses_copies_that_do_not_fill_the_result_once():
+    x, whole = array(3, 2), (0, ((0, 3), (0, 2)), ((0, 3), (0, 2)))
+    row = (0, ((0, 1), (0, 2)), ((0, 1), (0, 2)))
+    for copies, message in (
+        ((), "fill each element of the result once"),
+        ((row, row, row), "fill each element of the result once"),
+        ((whole, row), "fill each element of the result once"),
+        (((1, *whole[1:]),), "is of no array that it reads"),
+        (((-1, *whole[1:]),), "is of no array that it reads"),
+        (((0, ((1, 4), (0, 2)), whole[2]),), "does not lie in its arrays"),
+        (((0, ((-1, 2), (0, 2)), whole[2]),), "does not lie in its arrays"),
+        (((0, ((0, 2), (0, 2)), whole[2]),), "changes its shape"),
+        (((0, ((0, 3),), whole[2]),), "does not lie in its arrays"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case("assemble", [x], [(3, 2)], copies=copies).run()
+    with pytest.raises(ValueError, match="one number of dimensions"):
+        Case("assemble", [x], [(6,)], copies=(whole,)).run()
+    with pytest.raises(ValueError, match="one dtype"):
+        Case("assemble", [x], [(3, 2)], dtype="i32", copies=(whole,)).run()
+    with pytest.raises(ValueError, match="attribute 'copies' is missing"):
+        Case("assemble", [x], [(3, 2)]).run()
+
+
+def test_work_of_assemble_is_what_is_read_and_written():
+    case = Case("assemble", [array(9, 2)], [(3, 2)], copies=((0, ((4, 7), (0, 2)), ((0, 3), (0, 2))),))
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=2 * 24)

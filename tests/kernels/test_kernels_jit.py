@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 COUNT_CACHE = """
 from hepti_mqtt.kernels import jit
 del jit.registered[2:]  # two are enough to see, and all take seconds
-print(*jit.compile_all())
+print(*jit.warm_up())
 """
 # A CPU of x86-64 that has neither the name nor the vectors of the machine that runs the tests.
 OLD_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""}
@@ -41,7 +41,9 @@ def python(*arguments, directory=ROOT, **variables):
 def test_the_table_is_complete():
     assert set(KERNELS) == {
         *("linear", "attention", "attention_block", "attention_combine", "layer_norm", "add_norm", "add"),
-        *("concat_rows", "concat_columns", "take_rows", "embed_tokens", "patchify", "prepend_positions"),
+        *("sum", "moments", "normalise", "assemble", "conv2d", "max_pool2d", "mean_pool"),
+        *("embed_at", "append_rows", "attention_at"),
+        *("embed_tokens", "patchify", "prepend_positions"),
         *("softmax", "rms_norm", "add_rms_norm"),
         *("mean_rows", "normalize_rows", "to_f16", "from_f16", "to_i8", "from_i8"),
     }
@@ -116,6 +118,7 @@ def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
     assert counts(kept, package) == (2, 0)
 
 
+@pytest.mark.wide
 @compiled_only
 @uncached
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of x86-64")
@@ -126,12 +129,14 @@ def test_another_cpu_compiles_its_own_and_leaves_the_cache_alone(tmp_path):
     assert counts(tmp_path, **OLD_CPU) == (0, 2)
 
 
+@pytest.mark.wide
 @compiled_only
 def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
     assert counts(tmp_path, HEPTI_KERNELS_ISA="generic") == (2, 0)
     assert not list(tmp_path.rglob("*.nbi"))
 
 
+@pytest.mark.wide
 @compiled_only
 def test_the_kernels_give_the_same_as_plain_python():
     done = python(
@@ -142,6 +147,8 @@ def test_the_kernels_give_the_same_as_plain_python():
         "-p",
         "no:cacheprovider",
         "tests/kernels",
+        "-m",
+        "not wide",
         "-k",
         "not threads and not bits and not more_keys and not any_split and not every_number_of_rows",
         NUMBA_DISABLE_JIT="1",

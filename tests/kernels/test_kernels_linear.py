@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import ALONE, Case, array
 
+from hepti_mqtt.kernels.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.isa import OVERRIDE
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.kernels.linear import ACTIVATIONS, DEPTH, ROWS, SHALLOW
+from hepti_mqtt.kernels.linear import DEPTH, ROWS, SHALLOW
 from hepti_mqtt.program import SlotSpec
 
 
@@ -105,6 +106,7 @@ def test_a_gate_needs_two_weights_of_one_width(widths):
         case.run()
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
 @pytest.mark.parametrize("name", runnable())
 def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):

@@ -225,6 +225,7 @@ def called(tile):
 FORMS = [form("w8a8", dot=d) for d in DOTS.values() if "aarch64" not in d.intrinsic or dot() == "dotprod"]
 FORMS += [form("w8a32", tile=t) for t in TILES.values()]
 FORMS += [form("f16", tile=t, half_in_hardware=hard) for t in TILES.values() for hard in (False, True)]
+HERE = [form(kind) for kind in ("w8a8", "w8a32", "f16")]
 
 
 TILE_OR_STREAM = {"tile": (StorageTileWriter, plain_tile), "stream": (StreamTileWriter, plain_stream)}
@@ -232,7 +233,11 @@ TILE_OR_STREAM = {"tile": (StorageTileWriter, plain_tile), "stream": (StreamTile
 
 @pytest.mark.skipif(not JIT, reason="only compiled code has tiles of an instruction set")
 @pytest.mark.parametrize("kind", TILE_OR_STREAM)
-@pytest.mark.parametrize("shape", FORMS, ids=lambda f: f"{f.kind}-{f.lanes}x{f.rows}x{f.vectors}-{f.half_in_hardware}")
+@pytest.mark.parametrize(
+    "shape",
+    [f if f in HERE else pytest.param(f, marks=pytest.mark.wide) for f in FORMS],
+    ids=lambda f: f"{f.kind}-{f.lanes}x{f.rows}x{f.vectors}-{f.half_in_hardware}",
+)
 def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
     if shape.kind == "f16" and shape.half_in_hardware and form("f16").half_in_hardware is False:
         pytest.skip("this CPU does not convert half precision")

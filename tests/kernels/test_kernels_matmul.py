@@ -30,6 +30,7 @@ def check(call, layout, width, rows, k):
         assert (c[[0, -1]] == 7).all()
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not JIT, reason="only compiled code has tiles of an instruction set")
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("name", TILES)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parents[2]
 BOOT_S = 180.0
 INIT = """#!/bin/sh

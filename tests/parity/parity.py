@@ -20,7 +20,8 @@ from PIL import Image
 from torch_oracle import outputs
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
-from hepti_mqtt.models import reference
+from hepti_mqtt.models import FAMILIES, reference
+from hepti_mqtt.models.config import ACTIVATIONS
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.spec import RequestShape
 
@@ -34,6 +35,8 @@ SMALL_TEXT = {
     "num_attention_heads": 3,
     "intermediate_size": 80,
     "max_position_embeddings": 50,
+    "hidden_dim": 80,  # DistilBERT's intermediate_size
+    "embedding_size": 20,  # of ALBERT and ELECTRA
     "initializer_range": 0.2,
 }
 SMALL_IMAGE = {
@@ -67,18 +70,23 @@ def report(name, off, text):
 
 def made_here(root):
     """Yield a comparison of each kind of `make_model`, with two layers of its real shape."""
-    for kind in KINDS:
+    for kind in (name for name, kind in KINDS.items() if hasattr(transformers, kind.config["architectures"][0])):
         yield compare(f"make_model {kind}", make_model(kind, root / kind, 11, LAYERS))
 
 
 def saved_by_transformers(root):
     """Yield a comparison of directories that transformers wrote: all architectures, activations, dtypes, shards."""
     torch.manual_seed(0)
-    for prefix in ("Bert", "Roberta", "XLMRoberta"):
-        config = getattr(transformers, f"{prefix}Config")
-        for suffix in ("Model", "ForSequenceClassification", "ForMaskedLM"):
-            for activation in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"):
-                yield saved(root, prefix + suffix, config(**SMALL_TEXT, hidden_act=activation, num_labels=3))
+    known = (name for family in FAMILIES.values() for name in family.ARCHITECTURES if hasattr(transformers, name))
+    for architecture in known:
+        config = getattr(transformers, architecture).config_class
+        for activation in () if config is transformers.ViTConfig else ACTIVATIONS:
+            options = {"hidden_act": activation, "activation": activation}  # the second is DistilBERT's
+            yield saved(root, architecture, config(**SMALL_TEXT, **options, num_labels=3))
+    electra = transformers.ElectraConfig(**{**SMALL_TEXT, "embedding_size": SMALL_TEXT["hidden_size"]})
+    yield saved(root, "ElectraForMaskedLM", electra)
+    sinusoidal = transformers.DistilBertConfig(**SMALL_TEXT, sinusoidal_pos_embds=True)
+    yield saved(root, "DistilBertModel", sinusoidal)
     for architecture in ("ViTModel", "ViTForImageClassification"):
         yield saved(root, architecture, transformers.ViTConfig(**SMALL_IMAGE, num_labels=6))
     bert = transformers.BertConfig(**SMALL_TEXT)
@@ -95,7 +103,13 @@ def saved(root, architecture, config, dtype=torch.float32, **options):
             parameter.add_(0.1 * torch.randn_like(parameter))
     path = Path(tempfile.mkdtemp(dir=root))
     model.to(dtype).save_pretrained(path, **options)
-    kind = " ".join([config.hidden_act, str(dtype).rpartition(".")[2], *(f"{k}={v}" for k, v in options.items())])
+    kind = " ".join(
+        [
+            getattr(config, "hidden_act", "gelu"),
+            str(dtype).rpartition(".")[2],
+            *(f"{k}={v}" for k, v in options.items()),
+        ]
+    )
     return compare(f"{architecture} {kind}", path)
 
 

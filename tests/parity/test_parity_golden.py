@@ -5,13 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_cases import CASES, MINILM, TEXTS, checksum, request
+from golden_cases import CASES, GOLDEN, MINILM, TEXTS, checksum, request
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.models import reference
 from hepti_mqtt.service.requests import answer, prepare
 
 TOLERANCE = 2e-4
+
+
+def test_every_golden_file_is_compared():
+    assert {case.file for case in CASES} == set(GOLDEN.glob("*.npz")) - {MINILM}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)

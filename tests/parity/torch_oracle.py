@@ -23,11 +23,17 @@ def outputs(path, architecture, inputs, shape, pooling=None):
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
         if architecture.startswith("ViT"):
             given = {"pixel_values": torch.from_numpy((inputs[i : i + 1] / 255 - 0.5) / 0.5)}
+        elif shape.cache:  # the cached rows, none, and then the ids
+            given = {"input_ids": torch.from_numpy(inputs[1:].astype(np.int64))[None]}
         else:
             given = {"input_ids": torch.from_numpy(inputs[start : start + length].astype(np.int64))[None]}
         with torch.no_grad():
             rows = model.base_model(**given).last_hidden_state[0]
             result = model(**given)
+        if shape.cache:
+            hidden.append(rows.numpy())
+            output.append(result.logits[0, -1:].numpy())
+            continue
         masks = [row - start for row in shape.mask_rows if start <= row < start + length]
         hidden.append(rows.numpy())
         output.append(_task(result, rows, masks, pooling))
@@ -39,6 +45,7 @@ def _task(result, rows, masks, pooling):
         mean = rows.mean(dim=0, keepdim=True)
         return torch.nn.functional.normalize(mean, dim=1).numpy()
     if "logits" not in result:
-        return result.pooler_output.numpy()
+        # A family without a pooler gives the first row as it is.
+        return rows[:1].numpy() if result.get("pooler_output") is None else result.pooler_output.numpy()
     logits = result.logits
     return (logits[0, masks] if logits.ndim == 3 else logits).numpy()

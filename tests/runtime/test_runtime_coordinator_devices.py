@@ -11,9 +11,9 @@ from hepti_mqtt.cluster import Link
 from hepti_mqtt.errors import PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.runtime.coordinator import REFUSALS, RETRY_S
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.membership import CALM_S, SLOWDOWNS
+from hepti_mqtt.runtime.rollout import REFUSALS, RETRY_S
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
@@ -360,7 +360,7 @@ def test_drift_during_a_search_does_not_void_it() -> None:
     assert len(site.solves) == 2, "one search at a time, however long it takes"
     ticket = site.solves[-1].ticket
     site.solve(site.solves[-1])
-    assert site.session._models["m"].solving is None
+    assert site.session._models["m"].plans.searching is None
     assert all(s.ticket == ticket for s in site.solves[1:])
 
 

@@ -12,17 +12,17 @@ from hepti_mqtt.runtime.early import EARLY_S, EarlyFrames
 from hepti_mqtt.wire.frames import Frame
 
 
-def frame(admission: int, nbytes: int = 4, sequence: int = 0) -> Frame:
-    return Frame("tensor", "m", Epoch(1, 1), admission, 0, "kv", "d1", sequence, "u8", (nbytes,), 0, (), bytes(nbytes))
+def frame(admission: int, nbytes: int = 4, part: int = 0) -> Frame:
+    return Frame("tensor", "m", Epoch(1, 1), admission, 0, 1, "d1", part, "u8", (nbytes,), 0, (), bytes(nbytes))
 
 
 def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
     kept = EarlyFrames()
-    for sequence, admission in enumerate((7, 8, 7)):
-        assert kept.keep(frame(admission, sequence=sequence), 0.0) == 0
-    assert [f.sequence for f in kept.take(7)] == [0, 2]
+    for part, admission in enumerate((7, 8, 7)):
+        assert kept.keep(frame(admission, part=part), 0.0) == 0
+    assert [f.part for f in kept.take(7)] == [0, 2]
     assert kept.take(7) == []
-    assert [f.sequence for f in kept.take(8)] == [1]
+    assert [f.part for f in kept.take(8)] == [1]
     assert kept.nbytes == 0
 
 

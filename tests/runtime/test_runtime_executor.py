@@ -16,11 +16,11 @@ X = np.arange(4, dtype=np.float32).reshape(2, 2)
 def two_sources() -> Builder:
     """d = (a + a) and (a + b); b comes from a peer, so the first sum can run before it."""
     b = Builder("me")
-    x = b.recv((2, 2), "planner", "input")
-    y = b.recv((2, 2), "peer", "kv")
+    x = b.recv((2, 2), "planner", 0)
+    y = b.recv((2, 2), "peer", 1)
     late = b.compute("add", (x, y), (2, 2), bias=False)
     early = b.compute("add", (x, x), (2, 2), bias=False)
-    b.send(b.compute("add", (late, early), (2, 2), bias=False), ("planner",), "output")
+    b.send(b.compute("add", (late, early), (2, 2), bias=False), ("planner",), 3)
     return b
 
 
@@ -33,13 +33,13 @@ def started(admission: int = 1, executor: Executor | None = None) -> Executor:
 def test_what_is_ready_runs_while_an_exchange_is_outstanding():
     executor = started()
     assert executor.next() is None
-    executor.deliver(1, (0, "input", "planner"), X)
+    executor.deliver(1, (0, 0, "planner"), X)
     step = executor.next()
     assert step is not None
     assert step.place == 3
     step.run()
     assert executor.next() is None
-    assert executor.deliver(1, (0, "kv", "peer"), 10 * X) == "filled"
+    assert executor.deliver(1, (1, 0, "peer"), 10 * X) == "filled"
     outgoing = None
     while (step := executor.next()) is not None:
         outgoing = step.run()
@@ -52,27 +52,27 @@ def test_the_lower_admission_number_runs_first():
     executor = started(7)
     started(3, executor)
     for admission in (7, 3):
-        executor.deliver(admission, (0, "input", "planner"), X)
+        executor.deliver(admission, (0, 0, "planner"), X)
     assert executor.next().admission == 3
 
 
 def test_duplicates_and_foreign_exchanges_change_nothing():
     executor = started()
-    assert executor.deliver(1, (0, "kv", "peer"), X) == "filled"
-    assert executor.deliver(1, (0, "kv", "peer"), 5 * X) == "duplicate"
-    assert executor.deliver(1, (0, "kv", "stranger"), X) == "unexpected"
-    executor.deliver(1, (0, "input", "planner"), X)
+    assert executor.deliver(1, (1, 0, "peer"), X) == "filled"
+    assert executor.deliver(1, (1, 0, "peer"), 5 * X) == "duplicate"
+    assert executor.deliver(1, (1, 0, "stranger"), X) == "unexpected"
+    executor.deliver(1, (0, 0, "planner"), X)
     while (step := executor.next()) is not None:
         outgoing = step.run()
     np.testing.assert_array_equal(outgoing.array, 4 * X)
-    assert executor.deliver(1, (0, "kv", "peer"), X) == "duplicate"
+    assert executor.deliver(1, (1, 0, "peer"), X) == "duplicate"
 
 
 def test_a_frame_of_another_shape_or_dtype_is_refused():
     executor = started()
     for wrong in (X[:1], X.astype(np.float16)):
         with pytest.raises(ValueError, match="the Program expects"):
-            executor.deliver(1, (0, "kv", "peer"), wrong)
+            executor.deliver(1, (1, 0, "peer"), wrong)
 
 
 def test_the_same_request_cannot_be_admitted_twice():
@@ -82,15 +82,15 @@ def test_the_same_request_cannot_be_admitted_twice():
 
 def test_buffers_are_kept_within_the_programs_own_accounting():
     b = Builder("me")
-    x = b.recv((2, 2), "planner", "input")
+    x = b.recv((2, 2), "planner", 0)
     for _ in range(50):
         x = b.compute("add", (x, x), (2, 2), bias=False)
-    b.send(x, ("planner",), "output")
+    b.send(x, ("planner",), 3)
     program = b.build()
     executor, bound = Executor(), bind(program, {}, Workers(1))
     for admission in range(3):
         executor.admit(admission, bound)
-        executor.deliver(admission, (0, "input", "planner"), np.zeros_like(X))
+        executor.deliver(admission, (0, 0, "planner"), np.zeros_like(X))
         while (step := executor.next()) is not None:
             step.run()
         assert executor.finished(admission)
@@ -99,7 +99,7 @@ def test_buffers_are_kept_within_the_programs_own_accounting():
 
 def test_dropping_a_request_gives_its_buffers_back():
     executor = started()
-    executor.deliver(1, (0, "input", "planner"), X)
+    executor.deliver(1, (0, 0, "planner"), X)
     executor.next().run()
     executor.drop(1)
     assert executor.next() is None

@@ -11,7 +11,8 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.commands import Load, Subscribe
-from hepti_mqtt.runtime.worker import MessageIn, WorkerSession
+from hepti_mqtt.runtime.events import MessageIn
+from hepti_mqtt.runtime.worker import WorkerSession
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.strategies import resident_weights
 from hepti_mqtt.wire import messages

@@ -14,10 +14,11 @@ from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.coordination import Answer, Refuse
+from hepti_mqtt.runtime.coordination import Answer, Refuse, Standing
 from hepti_mqtt.runtime.flight import Job, Pins, Run, RunStats
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
+from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
 from hepti_mqtt.strategies import make_plan, programs
 from hepti_mqtt.wire.topics import Topics
@@ -28,8 +29,22 @@ CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 
 @pytest.fixture
-def desk(checkpoints):
-    return Desk("home", {n: Model(n, c, Pins()) for n, c in checkpoints.items()}, lambda _: None)
+def forecasts(checkpoints):
+    return Forecasts("home", {n: c.spec for n, c in checkpoints.items()})
+
+
+@pytest.fixture
+def desk(checkpoints, forecasts):
+    return Desk("home", {n: Model(n, c, Pins()) for n, c in checkpoints.items()}, forecasts)
+
+
+def foreseen(forecasts, answer):
+    """Return an Answer whose runs' forecasts are made."""
+    made = []
+    forecasts.then(answer.stats, lambda: made.append(True))
+    assert forecasts.step()
+    assert made
+    return answer
 
 
 def ask(desk, data, model="bert", client="me", now=100.0):
@@ -51,7 +66,7 @@ def finish(job, checkpoint, outputs=None, plans=None):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.chunks):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, job, place, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
+        run = Run(place + 1, job, place, chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
         run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
         job.stats.append(run.stats())
@@ -71,10 +86,10 @@ def test_every_request_has_an_end(desk):
     assert ask(desk, {"text": "hello"}).deadline_s == 100.0 + module.DEADLINE_S
 
 
-def test_an_answer_tells_everything(desk, checkpoints):
+def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "id": "q1"})
-    reply = desk.answer(finish(job, checkpoint), now=100.5)
+    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint)), now=100.5)
     assert reply.topic == TOPICS.response("bert", "me", "q1")
     data = told(reply)
     plan, shape = plan_for(checkpoint), job.chunks[0].shape
@@ -95,16 +110,17 @@ def test_an_answer_tells_everything(desk, checkpoints):
     assert data["bytes_on_wire"] == 100 + 70 + 30
     parts = programs(checkpoint.spec, plan, shape)
     assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    assert data["forecast"] == "simulated"
     assert data["latency_ms"] == pytest.approx(500.0)
 
 
-def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkpoints):
+def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     limit = checkpoint.spec.max_tokens
     job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
     assert len(job.chunks) == 2
     plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), weights={"rows": (1.0, 1.0)})]
-    data = told(desk.answer(finish(job, checkpoint, plans=plans), now=101.0))
+    data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
         sent_bytes(Naming("home", "bert"), checkpoint.spec, c.shape, programs(checkpoint.spec, p, c.shape))
         for p, c in zip(plans, job.chunks, strict=True)
@@ -115,13 +131,13 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     assert data["plan"]["id"] == "9.2"
 
 
-def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints):
+def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
     assert not job.computes
     plan, shape = plan_for(checkpoint), job.chunks[0].shape
     answer = Answer(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
-    data = told(desk.answer(answer, now=100.5))
+    data = told(desk.answer(foreseen(forecasts, answer), now=100.5))
     parts = programs(checkpoint.spec, plan, shape)
     assert (
         data["predicted_ms"] == 1e3 * simulate(Naming("home", "bert"), checkpoint.spec, shape, parts, CLUSTER).seconds
@@ -219,16 +235,33 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
     assert data["error"]["code"] == RemoteError.code
 
 
-def test_a_forecast_is_made_while_the_devices_compute(checkpoints, monkeypatch):
+def test_a_forecast_is_made_while_the_devices_compute(desk, checkpoints, forecasts, monkeypatch):
     checkpoint = checkpoints["bert"]
-    desk = Desk("home", {"bert": Model("bert", checkpoint, Pins())}, lambda _: (plan_for(checkpoint), CLUSTER))
+    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
     built = []
     monkeypatch.setattr("hepti_mqtt.service.forecast.programs", lambda *a: built.append(a) or programs(*a))
     job = ask(desk, {"text": "hello"})
     desk.foresee(job)
+    assert not built, "not on the desk's thread"
+    assert forecasts.step()
     assert len(built) == 1
-    desk.answer(finish(job, checkpoint), now=101.0)
+    data = told(desk.answer(finish(job, checkpoint), now=101.0))
     assert len(built) == 1, "the answer found it ready"
+    assert data["forecast"] == "simulated"
+
+
+def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
+    checkpoint = checkpoints["bert"]
+    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
+    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", None)
+    job = ask(desk, {"text": "hello"})
+    desk.foresee(job)
+    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.chunks[0].shape.tokens)
+    data = told(desk.answer(finish(job, checkpoint, plans=[plan]), now=101.0))
+    assert data["forecast"] == "estimated"
+    assert data["predicted_ms"] == pytest.approx(2.0)
+    assert data["predicted_bytes"] == 500
+    assert data["plan"]["devices"] == {"a": 0.75, "b": 0.25}
 
 
 def test_an_unread_request_is_refused_under_its_id(desk):

@@ -7,19 +7,20 @@ from itertools import product
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, foretold, poll, running_site
+from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cli.infer import random_input
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.client.check import random_input
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.strategies import STRATEGIES
 
-pytestmark = [pytest.mark.processes, pytest.mark.broker]
+# The contract suite meets every method and family in one process; test_service_processes every method in several.
+pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
 
 KINDS = ("tiny-bert", "tiny-bert-classifier", "tiny-roberta-mlm", "tiny-vit-classifier")
-METHODS = [(s.name, dict(options)) for s in STRATEGIES.values() for options in s.options]
 TWO, THREE = ["a", "b"], ["a", "b", "tiny"]
 # Every method meets every family; the number of devices alternates so that both meet both.
 CASES = [
@@ -57,7 +58,9 @@ def test_right_answer_same_bits_exact_bytes(site, hepti, method, kind, devices):
         body = random_input(checkpoint.spec, 11 if checkpoint.spec.text else 2, seed=5)
         prepared = prepare(checkpoint, {**body, "want": "hidden"})
         hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
-    first, second = (hepti.infer(kind, **body, **pins, want="hidden", timeout_s=PATIENCE_S) for _ in range(2))
+    first, second = (
+        foretold(lambda: hepti.infer(kind, **body, **pins, want="hidden", timeout_s=PATIENCE_S)) for _ in range(2)
+    )
     np.testing.assert_allclose(first.hidden, hidden, atol=5e-5)
     assert first.hidden.tobytes() == second.hidden.tobytes()
     assert first.plan["epoch"] == second.plan["epoch"]

@@ -8,13 +8,18 @@ import threading
 import uuid
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime.coordination import DeviceStatus, Tick, UpMessage
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.service.desk import Model
+from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
+from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.messages import Status, decode_status, encode_status
 from hepti_mqtt.wire.topics import Topics
 
@@ -204,6 +209,91 @@ def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkey
     run("busy")
     ear.status("online")
     assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "overloaded"
+
+
+@pytest.fixture
+def unconnected(checkpoints, tmp_path, monkeypatch):
+    """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
+    monkeypatch.setattr(planner, "INBOX", 0)
+    checkpoint = checkpoints["bert"]
+    config = PlannerConfig(NOWHERE, "full", {"bert": checkpoint.path}, state_dir=tmp_path)
+    made = planner._Planner(config, 7, {"bert": Model("bert", checkpoint, Pins())})
+    yield made
+    made.control.close()
+    made.bulk.close()
+
+
+def waiting(inbox):
+    found = []
+    while not inbox.empty():
+        found.append(inbox.get())
+    return found
+
+
+def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected):
+    epoch, topics = Epoch(7, 1), unconnected.topics
+    will = Status("offline", 3)
+    output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
+    done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
+    said = [
+        messages.Ready(1, "bert", epoch, 5),
+        messages.Failed(1, "bert", epoch, "memory", "no room", 5),
+        messages.RequestFailed("bert", epoch, 5, "device", "broken"),
+        messages.TileAsk("bert", (b"\0" * 32,)),
+    ]
+    beat = messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    unconnected.heard(topics.heartbeat("a"), messages.encode_heartbeat(beat))
+    unconnected.heard(topics.up("a"), messages.encode(messages.Progress(1, "bert", epoch, 1, 2)))
+    unconnected.heard(topics.status("a"), encode_status(will))
+    for message in said:
+        unconnected.heard(topics.up("a"), messages.encode(message))
+    for frame in (output, done):
+        unconnected.heard(topics.up("a"), frames.encode(frame))
+    unconnected.connection(Connected(4, None))
+    kept = waiting(unconnected.inbox)
+    assert kept[0] == DeviceStatus("a", will)
+    assert kept[1:5] == [UpMessage("a", message) for message in said]
+    assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
+    assert kept[7:] == [unconnected._connected]
+    assert unconnected.decoder.counters == {"inbox_full": 2}, "the next heartbeat says the same"
+
+
+def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, monkeypatch):
+    said = []
+    monkeypatch.setattr(unconnected, "_reply", said.append)
+    unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    (read,) = waiting(unconnected.errands)
+    read()
+    (reply,) = said
+    assert json.loads(reply.payload)["id"] == "q1"
+    assert json.loads(reply.payload)["error"]["code"] == "overloaded"
+
+
+def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, monkeypatch):
+    said = []
+    monkeypatch.setattr(unconnected, "_reply", said.append)
+    monkeypatch.setattr("hepti_mqtt.service.desk.parse", None)
+    unconnected.errands = Inbox(limit=0)
+    unconnected.refusals = Inbox(limit=1)
+    for name in ("q1", "q2"):
+        unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+    assert not said
+    assert unconnected.decoder.counters == {"untold": 1}
+    monkeypatch.undo()
+    monkeypatch.setattr(unconnected, "_reply", said.append)
+    (refuse,) = waiting(unconnected.refusals)
+    refuse()
+    assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
+    stood = []
+    monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)
+    plans = [(), ("one",), ("one",), ("one", "two")]
+    monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
+    for _ in range(4):
+        unconnected._handle(Tick())
+    assert stood == [("one",), ("one", "two")], "only what has changed"
 
 
 @pytest.mark.broker

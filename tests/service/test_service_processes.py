@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, User, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site
+from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import PlanError, RequestError, UnknownModelError
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 
 TOLERANCE = 5e-5
-METHODS = [(s.name, dict(options)) for s in STRATEGIES.values() for options in s.options]
 
 
 def minilm() -> Path:
@@ -91,7 +91,7 @@ def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     devices = ["a"] if strategy == "single" else ["a", "b"]
     pins = {"strategy": strategy, "options": options, "devices": devices}
     hidden, _ = expected(site, "tiny", **request)
-    answer = ready.infer("tiny", **request, **pins, want="hidden", timeout_s=PATIENCE_S)
+    answer = foretold(lambda: ready.infer("tiny", **request, **pins, want="hidden", timeout_s=PATIENCE_S))
     np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
     assert (answer.plan["strategy"], answer.plan["options"]) == (strategy, options)
     assert set(answer.plan["devices"]) == set(devices)
@@ -103,7 +103,7 @@ def test_narrow_wire_is_pinned_and_sends_less(site: Site, ready: Hepti) -> None:
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}
     hidden, _ = expected(site, "tiny", **request)
     wide, narrow = (
-        ready.infer("tiny", **request, **pins, wire=wire, want="hidden", timeout_s=PATIENCE_S)
+        foretold(partial(ready.infer, "tiny", **request, **pins, wire=wire, want="hidden", timeout_s=PATIENCE_S))
         for wire in ("f32", "f16")
     )
     assert narrow.raw["bytes_on_wire"] == narrow.raw["predicted_bytes"] < wide.raw["bytes_on_wire"]
@@ -114,7 +114,7 @@ def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, rea
     limit = ready.plan("tiny")["spec"]["max_tokens"]
     rng = np.random.default_rng(5)
     request = {"ids": [rng.integers(0, 50, n).tolist() for n in (limit - 3, 5, limit, 2, 2, 7)]}
-    answer = ready.infer("tiny", **request, strategy="auto", timeout_s=PATIENCE_S)
+    answer = foretold(lambda: ready.infer("tiny", **request, strategy="auto", timeout_s=PATIENCE_S))
     _, output = expected(site, "tiny", **request)
     np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
     assert answer.raw["runs"] > 1

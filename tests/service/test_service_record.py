@@ -12,7 +12,8 @@ from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.runtime.coordination import Solve
+from hepti_mqtt.runtime.coordination import ShowPlan, Solve
+from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.simulate import Naming
@@ -53,7 +54,7 @@ def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
 def test_record_holds_what_people_and_programs_read():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan = decision.chosen.plan
-    record = msgpack.unpackb(encode_record(SPEC, Path("/models/m"), 9, plan, None, decision))
+    record = msgpack.unpackb(encode_record(SPEC, Path("/models/m"), 9, ShowPlan("m", plan, None, decision)))
     assert Plan.from_dict(record["active"]) == plan
     assert ModelSpec.from_dict(record["spec"]) == SPEC
     assert record["preparing"] is None
@@ -65,6 +66,18 @@ def test_record_holds_what_people_and_programs_read():
 
 
 def test_record_of_a_search_in_vain():
-    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, error=PlanError("too small")))
+    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, ShowPlan("m", None, None, None, PlanError("too small"))))
     assert record["error"] == {"code": "no_plan", "message": "too small"}
     assert record["candidates"] == []
+
+
+def test_record_tells_the_story_in_unix_time():
+    story = Story("plans of m")
+    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    story.tell(Transition(4.0, "m 9.1", "active", "lost", "retiring", "d1 went offline"))
+    shown = ShowPlan("m", None, None, None, story=story.last())
+    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, shown, 1000.0))
+    assert record["story"] == [
+        {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},
+        {"time": 1004.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"},
+    ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
-from hepti_mqtt.ids import ALL, PLANNER
+from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.program import Builder, Program, Send, SlotSpec
 from hepti_mqtt.simulate import Naming, explain, simulate, timeline_svg, timeline_text
 from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
@@ -41,14 +41,15 @@ def relay(devices: int) -> dict[str, Program]:
     """The head sends its input to all, each of them sends it back, the head answers."""
     names = [f"d{i}" for i in range(devices)]
     head = Builder("d0")
-    x = head.recv((4, 8), PLANNER, "input")
-    head.send(x, (ALL,), "scatter")
-    parts = [head.recv((4, 8), n, "gather") for n in names[1:]]
-    head.send(head.compute("concat_rows", parts, (4 * len(parts), 8)), (PLANNER,), "output")
+    x = head.recv((4, 8), PLANNER, 0)
+    head.send(x, tuple(names[1:]), 1)
+    parts = [head.recv((4, 8), n, 2) for n in names[1:]]
+    copies = tuple((i, ((0, 4), (0, 8)), ((4 * i, 4 * i + 4), (0, 8))) for i in range(len(parts)))
+    head.send(head.compute("assemble", parts, (4 * len(parts), 8), copies=copies), (PLANNER,), 3)
     others = {}
     for name in names[1:]:
         b = Builder(name)
-        b.send(b.recv((4, 8), "d0", "scatter"), ("d0",), "gather")
+        b.send(b.recv((4, 8), "d0", 1), ("d0",), 2)
         others[name] = b.build()
     return {"d0": head.build(), **others}
 
@@ -56,8 +57,8 @@ def relay(devices: int) -> dict[str, Program]:
 def arrivals(cluster: Cluster, names: tuple[str, ...]) -> dict[str, list[float]]:
     """Return when each of the others has what the first sends at once, and when the first has what they send."""
     events = simulate(NAMING, SPEC, SHAPE, relay(len(names)), cluster, record=True).events
-    ends = {n: [e.stop for e in events if (e.device, e.lane, e.label) == (n, "down", "scatter")] for n in names[1:]}
-    return {**ends, names[0]: [e.stop for e in events if (e.device, e.lane, e.label) == (names[0], "down", "gather")]}
+    ends = {n: [e.stop for e in events if (e.device, e.lane, e.label) == (n, "down", "1")] for n in names[1:]}
+    return {**ends, names[0]: [e.stop for e in events if (e.device, e.lane, e.label) == (names[0], "down", "2")]}
 
 
 def test_every_copy_goes_over_the_brokers_own_link():
@@ -129,18 +130,18 @@ def test_packets_queue_on_the_heads_downlink():
 
 def test_programs_that_wait_for_each_other_are_named():
     a, b = Builder("d0"), Builder("d1")
-    a.send(a.recv((1, 1), "d1", "kv"), ("d1",), "kv")
-    b.send(b.recv((1, 1), "d0", "kv"), ("d0",), "kv")
+    a.send(a.recv((1, 1), "d1", 1), ("d1",), 1)
+    b.send(b.recv((1, 1), "d0", 1), ("d0",), 1)
     with pytest.raises(ValueError, match="wait for each other"):
         simulate(NAMING, SPEC, SHAPE, {"d0": a.build(), "d1": b.build()}, site("d0", "d1"))
 
 
 def test_live_bytes_frees_after_the_last_reader():
     b = Builder("d0")
-    x = b.recv((4, 8), PLANNER, "input")
+    x = b.recv((4, 8), PLANNER, 0)
     for _ in range(10):
         x = b.compute("add", (x,), (4, 8), bias=False)
-    b.send(x, (PLANNER,), "output")
+    b.send(x, (PLANNER,), 3)
     assert live_bytes(b.build()) == 2 * 4 * 8 * 4  # the one that is read and the one that is written
 
 
@@ -148,8 +149,8 @@ def test_people_can_read_it():
     parts = relay(3)
     result = simulate(NAMING, SPEC, SHAPE, parts, site("d0", "d1", "d2"), record=True)
     lines = explain(parts["d0"])
-    assert any("send" in line and "-> all" in line for line in lines)
-    assert any("concat_rows" in line for line in lines)
+    assert any("send" in line and "-> d1, d2" in line for line in lines)
+    assert any("assemble" in line for line in lines)
     text = timeline_text(result.events, tuple(parts), result.seconds)
     assert len({len(line) for line in text}) == 1
     svg = timeline_svg(result.events, tuple(parts), result.seconds, "a <title>")

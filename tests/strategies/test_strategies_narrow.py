@@ -49,6 +49,7 @@ def test_every_exchange_is_narrow_and_f32_changes_nothing(method):
         check(narrowed)
         assert len(narrowed.sources()) == len(whole.sources())
         for op in narrowed.ops:
-            if isinstance(op, Send | Recv) and "planner" not in (getattr(op, "source", None), *getattr(op, "to", ())):
+            devices = "planner" not in (getattr(op, "source", None), *getattr(op, "to", ()))
+            if isinstance(op, Send | Recv) and devices and not op.exact:
                 assert narrowed.slots[op.slot].dtype == wire
                 assert narrowed.slots[op.slot].nbytes <= size * (np.prod(narrowed.slots[op.slot].shape))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import NetworkError, PacketLimitError
-from hepti_mqtt.transport import BrokerUrl, largest_packet, require_packet
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport import BrokerUrl, largest_packet
 from hepti_mqtt.transport.limits import _payload_bytes
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -40,9 +40,3 @@ def test_without_a_broker_there_is_no_limit_to_find():
 @pytest.mark.parametrize("size", [1024, 16_384 + 3, 16_384 + 4, 2_097_152 + 4, 2_097_152 + 5, 5_000_000])
 def test_a_probe_has_the_size_that_it_should(size):
     assert size - 1 <= publish_bytes(TOPIC, _payload_bytes(TOPIC, size), 0) <= size
-
-
-def test_too_small_a_limit_names_the_setting():
-    require_packet(1000, 1000, "plan", "here")
-    with pytest.raises(PacketLimitError, match=r"the plan of bert needs .*2000000.*here:1.*1000.*max_packet_size"):
-        require_packet(1000, 2_000_000, "the plan of bert", "here:1")

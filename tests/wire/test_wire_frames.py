@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
-from hepti_mqtt.program import NUMPY_DTYPE, POINTS
+from hepti_mqtt.program import NUMPY_DTYPE
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.frames import (
@@ -21,7 +21,9 @@ from hepti_mqtt.wire.frames import (
     HEADER_BYTES,
     KINDS,
     Frame,
+    Session,
     decode,
+    decode_session,
     decode_work,
     encode,
     encode_work,
@@ -45,9 +47,9 @@ def any_frame(draw):
         epoch=Epoch(draw(U63), draw(U63)),
         admission=draw(U63),
         layer=draw(st.integers(0, 32_767)),
-        point=draw(st.sampled_from(POINTS)),
+        node=draw(U32),
         source=draw(NAMES | st.just(PLANNER)),
-        sequence=draw(U32),
+        part=draw(U32),
         dtype=dtype,
         shape=shape,
         row_start=draw(U32),
@@ -77,7 +79,7 @@ WIDEST = Frame(
     Epoch(2**63 - 1, 2**63 - 1),
     2**63 - 1,
     32_767,
-    POINTS[-1],
+    2**32 - 1,
     "s" * 64,
     2**32 - 1,
     "i8",
@@ -113,7 +115,7 @@ GOLDEN = Frame(
     Epoch(1_750_000_000, 7),
     42,
     3,
-    "kv",
+    2,
     "pi-2",
     0,
     "f32",
@@ -122,7 +124,7 @@ GOLDEN = Frame(
     (1500, 20),
     np.arange(4, dtype="<f4").reshape(2, 2),
 )
-GOLDEN_HEADER = b"HPT1\x25\0" + bytes.fromhex(
+GOLDEN_HEADER = b"HPT2\x25\0" + bytes.fromhex(
     "9d 00 a9 62657274 2d62617365 ce684ee180 07 2a 03 02 a4 70692d32 00 00 92 02 02 10 92 cd05dc 14"
 )
 
@@ -132,15 +134,13 @@ def test_golden_bytes():
     assert payload[: len(GOLDEN_HEADER)] == GOLDEN_HEADER
     assert not any(payload[len(GOLDEN_HEADER) : HEADER_BYTES])
     assert payload[HEADER_BYTES:] == bytes.fromhex("000000000000803f0000004000004040")
-    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "fb175c795fabf875"
+    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "eabcd94e280ae5b6"
 
 
 def test_the_indices_on_the_wire_never_change():
     assert KINDS == ("tensor", "work", "output", "done", "tile", "probe")
     assert DTYPES == ("f32", "f16", "i8", "u8", "i32")
     assert frames.WANTS == ("task", "hidden")
-    assert POINTS[:3] == ("input", "scatter", "kv")
-    assert len(POINTS) < 128  # one byte
 
 
 @given(any_frame(), st.data())
@@ -171,7 +171,7 @@ def test_a_changed_header_is_another_frame_or_a_wire_error(frame, data):
 def test_random_bytes_are_a_wire_error(data):
     with pytest.raises(WireError):
         decode(data)
-    header = b"HPT1" + len(data[:200]).to_bytes(2, "little") + data[:200]
+    header = b"HPT2" + len(data[:200]).to_bytes(2, "little") + data[:200]
     with pytest.raises(WireError):
         decode(header.ljust(HEADER_BYTES, b"\0"))
 
@@ -182,7 +182,7 @@ def forged(**changes: object) -> bytes:
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
     packed = msgpack.packb(list(values.values()))
-    return (b"HPT1" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
+    return (b"HPT2" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
 
 
 def test_the_forgery_itself_is_valid():
@@ -196,7 +196,8 @@ def test_the_forgery_itself_is_valid():
         {"kind": -1},
         {"kind": True},
         {"kind": "tensor"},
-        {"point": len(POINTS)},
+        {"node": -1},
+        {"node": 2**32},
         {"dtype": 5},
         {"dtype": [0]},
         {"model": ""},
@@ -212,7 +213,7 @@ def test_the_forgery_itself_is_valid():
         {"layer": -1},
         {"layer": 32_768},
         {"layer": True},
-        {"sequence": 2**32},
+        {"part": 2**32},
         {"row_start": -5},
         {"shape": 4},
         {"shape": [4.0]},
@@ -243,8 +244,8 @@ def test_a_wrong_header_length_is_a_wire_error(length):
 
 
 def test_the_version_is_named_in_the_error():
-    with pytest.raises(WireError, match="HPT1"):
-        decode(b"HPT2" + encode(GOLDEN)[4:])
+    with pytest.raises(WireError, match="HPT2"):
+        decode(b"HPT1" + encode(GOLDEN)[4:])
 
 
 def test_encode_refuses_what_decode_would():
@@ -254,7 +255,7 @@ def test_encode_refuses_what_decode_would():
         Frame("tensor", "m", Epoch(1, 1), 1, dtype="f32", shape=(2,), body=bytes(9)),
         Frame("tensor", "M", Epoch(1, 1), 1, body=b""),
         Frame("tensor", "m", Epoch(1, 1), -1, body=b""),
-        Frame("tensor", "m", Epoch(1, 1), 1, point="nowhere", body=b""),
+        Frame("tensor", "m", Epoch(1, 1), 1, node=-1, body=b""),
         Frame("tensor", "m", Epoch(1, 1), 1, dtype="f64", body=b""),
         Frame("letter", "m", Epoch(1, 1), 1, body=b""),
         Frame("tensor", "", Epoch(1, 1), 1, body=b""),
@@ -310,7 +311,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
 
 def test_golden_request():
     payload = encode_work("m", Epoch(1, 2), 3, RequestShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
-    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 2, 1, 1, *[0] * 10, 7, 8, 9], "<i4").tobytes()
+    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 2, 1, 1, *[0] * 7, 7, 8, 9], "<i4").tobytes()
     assert decode(payload).numbers == (4, 3)
 
 
@@ -339,13 +340,21 @@ def test_a_contradictory_request_is_refused(shape, inputs):
 @pytest.mark.parametrize(
     "head",
     [
-        (2, 1, 0, 3),
-        (0, 0, 0, 3),
-        (0, -1, 0, 3),
-        (0, 1, -1, 3),
-        (0, 2**31 - 1, 0, 3),
-        (0, 1, 2**31 - 1, 3),
-        (0, 1, 0, 4),
+        (2, 1, 0, 0, 0, 0, 3),
+        (0, 0, 0, 0, 0, 0, 3),
+        (0, -1, 0, 0, 0, 0, 3),
+        (0, 1, -1, 0, 0, 0, 3),
+        (0, 2**31 - 1, 0, 0, 0, 0, 3),
+        (0, 1, 2**31 - 1, 0, 0, 0, 3),
+        (0, 1, 0, 0, 0, 0, 4),
+        (0, 1, 0, -1, 0, 0, 3),
+        (0, 1, 0, 1, 0, 0, 2),
+        (0, 1, 0, 2**31 - 1, 0, 0, 2),
+        (0, 1, 0, 64, -1, 0, 2),
+        (0, 1, 0, 64, 1, 2, 2),
+        (0, 1, 0, 0, 1, 0, 3),
+        (0, 1, 0, 0, 0, 1, 3),
+        (0, 2, 0, 64, 1, 0, 1, 1),
     ],
 )
 def test_a_forged_request_is_refused(head):
@@ -368,3 +377,14 @@ def test_what_is_no_request_is_refused():
     ):
         with pytest.raises(WireError):
             decode_work(frame)
+
+
+def test_a_run_of_a_session_comes_back_as_it_was_sent():
+    shape, inputs = RequestShape((2,), cache=64), np.array([5, 7, 8], "<i4")
+    frame = decode(encode_work("m", Epoch(1, 2), 3, shape, inputs, Session(9, final=True)))
+    back_shape, back = decode_work(frame)
+    assert (back_shape, decode_session(frame)) == (shape, Session(9, final=True))
+    np.testing.assert_array_equal(back, inputs)
+    for wrong in (RequestShape((3,), cache=64), RequestShape((2,), cache=1), RequestShape((1, 1), cache=64)):
+        with pytest.raises(WireError):
+            encode_work("m", Epoch(1, 2), 3, wrong, inputs)

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.errors import BenchError
+from hepti_mqtt.models import encoder
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.spec import ModelSpec
 
 Array = NDArray[Any]
+
+FAMILIES: Final = ("bert", "vit")  # whose layers the baselines compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,11 @@ class Made(NamedTuple):
 
 
 def task(checkpoint: Checkpoint, body: Mapping[str, Any]) -> Task:
-    """Return the task of a request as Hepti's own planner reads it; raises RequestError."""
+    """Return the task of a request as Hepti reads it; raises RequestError, BenchError for another family."""
     inputs = prepare(checkpoint, {**body, "want": "hidden"}).inputs
-    spec = checkpoint.spec
+    spec = encoder(checkpoint.spec)
+    if spec.family not in FAMILIES:
+        raise BenchError(f"outside baselines do not compute {spec.architecture}; supported: {', '.join(FAMILIES)}")
     return Task(spec, checkpoint.tensors(), inputs if spec.image is None else _patches(spec, inputs))
 
 

@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from hepti_mqtt.bench.outside import ONNX, common
+from hepti_mqtt.bench.outside import common
+from hepti_mqtt.bench.outside.baselines import ONNX
 from hepti_mqtt.errors import ConfigError
 
 OPSET = 20

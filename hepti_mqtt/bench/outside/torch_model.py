@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hepti_mqtt.bench.outside import TORCH
+from hepti_mqtt.bench.outside.baselines import TORCH
 from hepti_mqtt.bench.outside.common import Options, Task
 from hepti_mqtt.errors import ConfigError
 

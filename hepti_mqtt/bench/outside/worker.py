@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hepti_mqtt.bench.inputs import relative_error
+from hepti_mqtt.bench.accuracy import relative_error
 from hepti_mqtt.bench.outside import common
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError

@@ -1,0 +1,70 @@
+"""How an agent runs, from the options it was started with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from device_agent.loader import Event as LoadEvent
+from hepti_mqtt.config import Settings
+from hepti_mqtt.config.options import AgentOptions
+from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.transport import BrokerUrl
+
+CACHE_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """How an agent runs.
+
+    memory_bytes: budget for weights and live slots, beside what the idle agent takes; None for 80 % of what is free.
+    cache_dir: place of everything the device keeps on disk; None for the user's own directories.
+    cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
+    also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
+    device measures itself.
+    """
+
+    url: BrokerUrl
+    site: str
+    device_id: str
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    memory_bytes: int | None = None
+    cache_dir: Path | None = None
+    cache_bytes: int = CACHE_BYTES
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
+    retry: bool = True
+    watch: Callable[[LoadEvent], None] | None = None
+    hold: Callable[[], None] | None = None
+
+    @classmethod
+    def of(
+        cls, settings: Settings, options: AgentOptions, watch: Callable[[LoadEvent], None] | None = None
+    ) -> AgentConfig:
+        """Return what a command line asks for; raises ConfigError for a missing broker, a bad URL, name or size."""
+        return cls(
+            url=BrokerUrl.parse(settings.require_broker()),
+            site=check_name("site", settings.site),
+            device_id=check_name("device", options.device),
+            threads=options.threads or os.cpu_count() or 1,
+            memory_bytes=None if options.memory is None else parse_size(options.memory),
+            cache_dir=options.cache,
+            cache_bytes=CACHE_BYTES if options.cache_size is None else parse_size(options.cache_size),
+            retry=options.retry,
+            watch=watch,
+            hold=_hold if options.hold else None,
+        )
+
+
+def _hold() -> None:
+    """Say that everything is compiled and wait for a line: a lab slows the host down before it measures itself."""
+    print("compiled", flush=True)
+    if not sys.stdin.readline():
+        raise ConfigError("--hold waits for a line on stdin, which is closed; start the agent without it")

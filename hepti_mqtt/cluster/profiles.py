@@ -1,0 +1,143 @@
+"""Profiles of devices and links, and the cluster that they make."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf, log
+from typing import Any, Final
+
+from hepti_mqtt.plan import Storage
+from hepti_mqtt.work import Work
+
+# Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
+# measured is noise.
+FAST_BYTES_PER_S: Final = 250e6
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured time of a matmul [rows, k] x [k, n] over rows: points of (rows, seconds), rows ascending."""
+
+    k: int
+    n: int
+    points: tuple[tuple[int, float], ...]
+    storage: Storage = "f32"
+
+    def seconds(self, rows: int) -> float:
+        """Return the time for `rows`, linear between the points and proportional beyond the last two."""
+        xs = [p[0] for p in self.points]
+        at = min(max(bisect_left(xs, rows), 1), len(xs) - 1)
+        if len(xs) == 1:
+            return self.points[0][1] * rows / xs[0]
+        (x0, y0), (x1, y1) = self.points[at - 1], self.points[at]
+        if rows <= xs[0]:
+            return self.points[0][1] if rows else 0.0
+        return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), y0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """One device as it measured itself.
+
+    linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
+    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
+    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame.
+    """
+
+    name: str
+    linear: tuple[Curve, ...]
+    attention_flops_per_s: float
+    rowwise_bytes_per_s: float
+    op_overhead_s: float = 10e-6
+    memory_bytes: float = inf
+    slowdown: float = 1.0
+    frame_s: float = 100e-6
+    copy_bytes_per_s: float = 2e9
+
+    def seconds(self, work: Work) -> float:
+        """Return the predicted time of one op."""
+        if work.kind == "linear":
+            area = work.k * work.n
+            if not area or not work.rows:
+                return self.op_overhead_s
+            curve = min(
+                self._curves(work.storage),
+                key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
+            )
+            return self.op_overhead_s + self.slowdown * curve.seconds(work.rows) * area / (curve.k * curve.n)
+        if work.kind == "attention":
+            return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
+        return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s
+
+    def frame_seconds(self, frames: int, nbytes: int) -> float:
+        """Return the predicted time of sending so many frames with one body, or of receiving one."""
+        return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
+
+    def speed(self, rows: int) -> float:
+        """Return FLOP/s of large matmuls at `rows` rows: what shares start from."""
+        curve = max(self._curves("f32"), key=lambda c: c.k * c.n)
+        return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
+
+    def _curves(self, storage: Storage) -> tuple[Curve, ...]:
+        """Return the curves of a storage, or all where that was not measured (an agent of an older version)."""
+        return tuple(c for c in self.linear if c.storage == storage) or self.linear
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A device's connection to the broker: one-way latency and the rate in each direction."""
+
+    latency_s: float = 0.2e-3
+    up_bytes_per_s: float = 1e9
+    down_bytes_per_s: float = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The devices of a site with their links; the planner process has a link too.
+
+    broker_bytes_per_s: what the broker's own link carries each way; every copy of a message goes over it, except those
+    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`).
+    """
+
+    devices: Mapping[str, DeviceProfile]
+    links: Mapping[str, Link]
+    planner_link: Link = field(default_factory=Link)
+    broker_bytes_per_s: float = inf
+
+
+def cluster_of(
+    devices: Mapping[str, DeviceProfile], links: Mapping[str, Link], broker_bytes_per_s: float | None = None
+) -> Cluster:
+    """Return the cluster of devices with measured links.
+
+    broker_bytes_per_s: None takes the broker's link to be as fast as the fastest device's. Nobody can measure it alone,
+    but it is no slower than that, and what is faster than any network is not on one.
+    """
+    if broker_bytes_per_s is None:
+        rates = (min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links.values())
+        broker_bytes_per_s = max((r for r in rates if r < FAST_BYTES_PER_S), default=inf)
+    return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
+
+
+def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:
+    """Return the profile that an agent's caps describe; raises KeyError, TypeError or ValueError on other data."""
+    linear = tuple(
+        Curve(int(c["k"]), int(c["n"]), tuple((int(r), float(s)) for r, s in c["points"]), c.get("storage", "f32"))
+        for c in curves["linear"]
+    )
+    if not linear or any(not c.points for c in linear):
+        raise ValueError("caps without time curves")
+    return DeviceProfile(
+        name,
+        linear,
+        attention_flops_per_s=float(curves["attention_flops_per_s"]),
+        rowwise_bytes_per_s=float(curves["rowwise_bytes_per_s"]),
+        op_overhead_s=float(curves["op_overhead_s"]),
+        frame_s=float(curves["frame_s"]),
+        copy_bytes_per_s=float(curves["copy_bytes_per_s"]),
+        memory_bytes=memory_bytes,
+        slowdown=slowdown,
+    )

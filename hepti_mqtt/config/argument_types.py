@@ -1,0 +1,77 @@
+"""Types of arguments for argparse: each returns a value, or raises ArgumentTypeError with what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.errors import ConfigError
+
+
+def size(text: str) -> str:
+    """Return the text of a size such as "400MiB", "2GB" or a plain number, which `parse_size` takes."""
+    try:
+        parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def named_directory(text: str) -> tuple[str, Path]:
+    """Return (name, directory) from NAME=DIR."""
+    name, sep, path = text.partition("=")
+    if not sep or not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIRECTORY")
+    return name, Path(path)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def natural_range(text: str) -> range:
+    """Return the numbers of N, or of A:B without B."""
+    first, sep, stop = text.partition(":")
+    if not first.isdigit() or (sep and not stop.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a range A:B")
+    numbers = range(int(first), int(stop) if sep else int(first) + 1)
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"the range {text!r} is empty")
+    return numbers
+
+
+def positive(text: str) -> int:
+    """Return a whole number above zero."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """Return a whole number from zero."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return a time above zero."""
+    return _above_zero(text, "seconds")
+
+
+def mbit(text: str) -> float:
+    """Return a rate above zero."""
+    return _above_zero(text, "Mbit/s")
+
+
+def _above_zero(text: str, unit: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above zero")
+    return value

@@ -1,0 +1,209 @@
+"""The options of an agent, a planner and their site: added to a parser, read from it, written as arguments again.
+
+Whoever starts one of them, from a command line or as a child process, goes by these tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+
+from hepti_mqtt.config.argument_types import mbit, named_directory, names, positive, size
+from hepti_mqtt.config.settings import Settings
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.plan import Storage, WireDtype
+
+if TYPE_CHECKING:
+    from hepti_mqtt.runtime.flight import Pins
+
+
+class _Option(NamedTuple):
+    """One option: the name of its value, its flag, and what `add_argument` takes besides."""
+
+    name: str
+    flag: str
+    more: Mapping[str, Any]
+
+    def written(self, value: Any) -> list[str]:
+        """Return the arguments that give the option a value; none for what it is without them."""
+        action = self.more.get("action")
+        if action in ("store_true", "store_false"):
+            return [self.flag] if value == (action == "store_true") else []
+        if value == self.more.get("default"):
+            return []
+        return [self.flag, ",".join(value) if isinstance(value, tuple) else str(value)]
+
+
+_SITE: Final = (
+    _Option(
+        "broker", "--broker", {"metavar": "URL", "help": "mqtt[s]://user:password@host:port (default: HEPTI_BROKER)"}
+    ),
+    _Option("site", "--site", {"help": "name of the site (default: HEPTI_SITE, else home)"}),
+)
+_PINS: Final = (
+    _Option("strategy", "--strategy", {"metavar": "NAME", "help": "pin the strategy (auto: let the planner choose)"}),
+    _Option("variant", "--variant", {"metavar": "NAME", "help": "pin the strategy's variant, e.g. kv or heads of row"}),
+    _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
+    _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
+    _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
+)
+_AGENT: Final = (
+    _Option("device", "--id", {"required": True, "metavar": "NAME", "help": "name of this device in topics"}),
+    _Option("threads", "--threads", {"type": positive, "help": "threads that compute (default: all cores)"}),
+    _Option(
+        "memory",
+        "--memory",
+        {"type": size, "metavar": "SIZE", "help": "budget for weights and activations (default: 80 %% of free)"},
+    ),
+    _Option("cache", "--cache", {"type": Path, "metavar": "DIR", "help": "where tiles of weights are kept"}),
+    _Option(
+        "cache_size",
+        "--cache-size",
+        {"type": size, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
+    ),
+    _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
+    _Option("hold", "--hold", {"action": "store_true", "help": "print `compiled`, and measure after a line on stdin"}),
+)
+_MODEL: Final = _Option(
+    "models",
+    "--model",
+    {"type": named_directory, "action": "append", "required": True, "metavar": "NAME=DIR", "help": "serve a model"},
+)
+_PLANNER: Final = (
+    _Option(
+        "in_flight",
+        "--in-flight",
+        {"type": positive, "default": 2, "help": "requests that run at once per model (default 2)"},
+    ),
+    _Option(
+        "broker_mbit",
+        "--broker-mbit",
+        {
+            "type": mbit,
+            "metavar": "MBIT",
+            "help": "rate of the broker's own link, which carries a copy for each receiver (default: as the fastest "
+            "device's)",
+        },
+    ),
+)
+
+
+def _add(parser: argparse.ArgumentParser, options: Iterable[_Option]) -> None:
+    for option in options:
+        parser.add_argument(option.flag, dest=option.name, **option.more)
+
+
+def _read(args: argparse.Namespace, options: Iterable[_Option]) -> dict[str, Any]:
+    return {option.name: getattr(args, option.name) for option in options}
+
+
+def _write(values: object, options: Iterable[_Option]) -> list[str]:
+    return [word for option in options for word in option.written(getattr(values, option.name))]
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes: the broker and the site."""
+    _add(parser, _SITE)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Return broker and site from parsed arguments, else from the environment."""
+    return Settings.of(args.broker, args.site)
+
+
+def site_arguments(settings: Settings) -> list[str]:
+    """Return the arguments that name a broker and a site."""
+    return _write(settings, _SITE)
+
+
+def add_pins(parser: argparse.ArgumentParser) -> None:
+    """Add what a user can fix of a plan."""
+    _add(parser, _PINS)
+
+
+@dataclass(frozen=True, slots=True)
+class PinOptions:
+    """What a user fixed of a plan; None is the planner's choice. weights: how the layers' matrices are kept."""
+
+    strategy: str | None = None
+    variant: str | None = None
+    devices: tuple[str, ...] | None = None
+    wire: WireDtype | None = None
+    weights: Storage | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> PinOptions:
+        """Return what the arguments of `add_pins` say."""
+        return cls(**_read(args, _PINS))
+
+    def arguments(self) -> list[str]:
+        """Return the arguments that say the same."""
+        return _write(self, _PINS)
+
+    def pins(self) -> Pins:
+        """Return them as the planner takes them."""
+        from hepti_mqtt.runtime.flight import Pins  # not at the top: `hepti --help` needs no NumPy
+
+        options = {"variant": self.variant} if self.variant else {}
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How an agent is started; None is its own default. memory, cache_size: as people write them, such as 400MiB."""
+
+    device: str
+    threads: int | None = None
+    memory: str | None = None
+    cache: Path | None = None
+    cache_size: str | None = None
+    retry: bool = True
+    hold: bool = False
+
+    @staticmethod
+    def add(parser: argparse.ArgumentParser) -> None:
+        """Add the options to a parser."""
+        _add(parser, _AGENT)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> AgentOptions:
+        """Return what the arguments of `add` say."""
+        return cls(**_read(args, _AGENT))
+
+    def arguments(self) -> list[str]:
+        """Return the arguments that say the same."""
+        return _write(self, _AGENT)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """How a planner is started. models: directory by name; pins: of all of them."""
+
+    models: Mapping[str, str | Path]
+    pins: PinOptions = field(default_factory=PinOptions)
+    in_flight: int = 2
+    broker_mbit: float | None = None
+
+    @staticmethod
+    def add(parser: argparse.ArgumentParser) -> None:
+        """Add the options to a parser."""
+        _add(parser, (_MODEL, *_PLANNER, *_PINS))
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> PlannerOptions:
+        """Return what the arguments of `add` say; raises ConfigError for a model that is named twice."""
+        models: dict[str, str | Path] = {}
+        for name, directory in getattr(args, _MODEL.name):
+            if check_name("model", name) in models:
+                raise ConfigError(f"--model {name} is given twice")
+            models[name] = directory
+        return cls(models, PinOptions.of(args), **_read(args, _PLANNER))
+
+    def arguments(self) -> list[str]:
+        """Return the arguments that say the same."""
+        models = [word for entry in self.models.items() for word in _MODEL.written("=".join(map(str, entry)))]
+        return [*models, *_write(self, _PLANNER), *self.pins.arguments()]

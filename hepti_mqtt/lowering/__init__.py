@@ -1,0 +1,31 @@
+"""Layouts: a family's graph and a method's table make the Programs of all devices."""
+
+from __future__ import annotations
+
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece, Rule, Table, box, on, split, tile
+from hepti_mqtt.lowering.lowered import Lowered
+from hepti_mqtt.lowering.net import Net
+from hepti_mqtt.lowering.regions import Region, Set, both, shift, span, union
+
+__all__ = [
+    "PLANNER_PLACE",
+    "Graph",
+    "Lowered",
+    "Net",
+    "Piece",
+    "Region",
+    "Rule",
+    "Set",
+    "Table",
+    "both",
+    "box",
+    "on",
+    "roles",
+    "shift",
+    "span",
+    "split",
+    "tile",
+    "union",
+]

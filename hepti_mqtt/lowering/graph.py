@@ -1,0 +1,114 @@
+"""A family's computation as a graph: tensor ops in topological order, in blocks of which many are alike.
+
+The last op is the answer. Blocks are what a family repeats (its layers), with what stands before and behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from hepti_mqtt.lowering.ops import Op
+
+KEPT: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
+TEMPLATE: Final = 2  # the place of the repeated one among them
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks first..stop of a graph are alike: equal ops, that read each other and the block before in one way."""
+
+    first: int
+    stop: int
+
+    @property
+    def repeats(self) -> int:
+        """Return how many blocks the repeated one stands for when the run is cut short."""
+        return self.stop - self.first - KEPT + 1
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in topological order; blocks: the first op of each block."""
+
+    ops: tuple[Op, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def answer(self) -> Op:
+        """Return the op whose result is the answer."""
+        return self.ops[-1]
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        """Return the ops by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """Return the roles of all tensors."""
+        return frozenset(op.role for op in self.ops)
+
+    def first(self, role: str) -> Op:
+        """Return the first op of a role; raises ValueError if there is none."""
+        for op in self.ops:
+            if op.role == role:
+                return op
+        raise ValueError(f"no tensor has the role {role!r}; there are {', '.join(sorted(self.roles))}")
+
+    def layers(self) -> int:
+        """Return the number of layers."""
+        return max(op.layer for op in self.ops) + 1
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return the ops first..stop of a block."""
+        return self.blocks[block], (*self.blocks[1:], len(self.ops))[block]
+
+    @cached_property
+    def run(self) -> Run | None:
+        """Return the longest run of equal blocks that is worth cutting short, None if there is none."""
+        best = Run(0, 0)
+        first = 0
+        for block in range(1, len(self.blocks) + 1):
+            if block == len(self.blocks) or not self._alike(block - 1, block):
+                if block - first > best.stop - best.first:
+                    best = Run(first, block)
+                first = block
+        return best if best.stop - best.first > KEPT else None
+
+    def _alike(self, a: int, b: int) -> bool:
+        (a0, a1), (b0, b1) = self.span(a), self.span(b)
+        if a1 - a0 != b1 - b0:
+            return False
+        ops = zip(self.ops[a0:a1], self.ops[b0:b1], strict=True)
+        return all(x == y and x.role == y.role and self._sources(x, a) == self._sources(y, b) for x, y in ops)
+
+    def _sources(self, op: Op, block: int) -> list[tuple[bool, int]]:
+        """Return where an op's inputs stand: counted from its block, or in the graph if they are of no neighbour."""
+        start, near = self.blocks[block], self.blocks[max(block - 1, 0)]
+        places = [self.by_name[name].index for name in op.inputs]
+        return [(True, at - start) if at >= near else (False, at) for at in places]
+
+    def short(self) -> Graph:
+        """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
+
+        Ops keep their index in the whole graph.
+        """
+        run = self.run
+        if run is None:
+            return self
+        behind = run.stop - (KEPT - TEMPLATE - 1)
+        kept = [*range(run.first + TEMPLATE + 1), *range(behind, len(self.blocks))]
+        template = self.blocks[run.first + TEMPLATE]
+        names = {}  # of the block before the first one kept behind: the repeated block's
+        for op in self.ops[slice(*self.span(behind - 1))]:
+            names[op.name] = self.ops[op.index - self.blocks[behind - 1] + template].name
+        ops: list[Op] = []
+        blocks = []
+        for block in kept:
+            blocks.append(len(ops))
+            for op in self.ops[slice(*self.span(block))]:
+                moved = block == behind and any(name in names for name in op.inputs)
+                ops.append(replace(op, inputs=tuple(names.get(n, n) for n in op.inputs)) if moved else op)
+        return Graph(tuple(ops), tuple(blocks))

@@ -1,0 +1,372 @@
+"""The forward walk: one device's Program from the tiles of all devices.
+
+What was promised is received, inputs are put together, tiles are computed and sent. An input that lies in one slot is a
+view of it; else one op assembles it, in the order of the table, so that the bits do not depend on what arrives when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece
+from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
+from hepti_mqtt.lowering.regions import Region, count, disjoint, inside, meet, minus, place, rectangles, span, text
+from hepti_mqtt.lowering.tiles import Tile, Tiles, cover
+from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec
+from hepti_mqtt.program import Op as ProgramOp
+
+_ADD: Final = "add"
+
+
+class Held(NamedTuple):
+    """A region that a device has in a slot; state: as a partial result in a format of its own."""
+
+    slot: Slot
+    region: Region
+    state: bool
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Program in blocks: ops with their turn and block, and the first slot of each block."""
+
+    slots: list[SlotSpec] = field(default_factory=list)
+    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def program(self, device: str, nodes: tuple[str, ...]) -> Program:
+        """Return the Program, ops of a lower turn first."""
+        ordered = sorted(self.ops, key=lambda entry: entry[0])
+        return Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
+
+
+def lower(graph: Graph, tiles: Tiles, device: int, names: Sequence[str]) -> Draft:
+    """Return one device's Program from the tiles of all devices; raises ValueError for what no kernel computes."""
+    return _Walk(graph, tiles, device, names).draft()
+
+
+class _Walk:
+    def __init__(self, graph: Graph, tiles: Tiles, device: int, names: Sequence[str]) -> None:
+        self.graph, self.tiles, self.device, self.names = graph, tiles, device, names
+        self.out = Draft()
+        self.turns: list[int] = []  # of each slot
+        self.have: dict[str, list[Held]] = {op.name: [] for op in graph.ops}
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self.together: dict[tuple[str, Region], Operand] = {}
+        self.views: dict[tuple[Slot, int, tuple[int, ...]], Slot] = {}
+        self.adds: dict[Slot, int] = {}  # slot -> the `add` that fills it
+        self.turn, self.block, self.op = 0, 0, graph.ops[0]
+
+    def draft(self) -> Draft:
+        starts = iter((*self.graph.blocks[1:], -1))
+        next_block = next(starts)
+        self.out.starts.append(0)
+        for at, op in enumerate(self.graph.ops):
+            if at == next_block:
+                self.block += 1
+                self.out.starts.append(len(self.out.slots))
+                next_block = next(starts)
+            self.op = op
+            for tile in self.tiles[op.name]:
+                if tile.device != self.device and not any(self.device in m.to for m in tile.messages):
+                    continue
+                self.turn = tile.turn
+                state = op.is_state(tile.region)
+                if tile.device != self.device:
+                    self.receive(op, tile, state)
+                elif (slot := self.fill(op, tile, state)) is not None:
+                    self.have[op.name].append(Held(slot, tile.region, state))
+                    self.send(op, tile, slot, state)
+        self._drop_unread_sums()
+        return self.out
+
+    # -- tiles --------------------------------------------------------------------------------------------------------
+
+    def receive(self, op: Op, tile: Tile, state: bool) -> None:
+        """Take what a tile of another device, or of the planner, sends here."""
+        for message in tile.messages:
+            if self.device in message.to:
+                slot = self.slot(op.shape(message.region, state), op.dtype)
+                source = PLANNER if tile.device == PLANNER_PLACE else self.names[tile.device]
+                self.emit(Recv(slot, source, op.index, message.part, op.layer, op.exact), self.turn)
+                self.turns[slot] = self.turn
+                self.have[op.name].append(Held(slot, message.region, state))
+
+    def fill(self, op: Op, tile: Tile, state: bool) -> Slot | None:
+        """Compute, relay or view a tile of this device; return its slot."""
+        if isinstance(op, Input):
+            raise ValueError(f"{op.name}: only the planner has what a request brings")  # noqa: TRY004
+        if tile.relay:
+            if state:
+                raise ValueError(f"{op.name}: partial results in a format of their own cannot be relayed")
+            return self.whole(op, tile.region).slot
+        if op.session and not op.inputs:
+            return self.kept(op, tile.region)
+        needs = [(self.graph.by_name[name], r) for name, r in zip(op.inputs, op.need(tile.region), strict=True)]
+        wanted = [(n, source, region) for n, (source, r) in enumerate(needs) if (region := source.of(r)) is not None]
+        if op.is_view:
+            return self.side_by_side(op, tile.region, needs)
+        operands: list[Operand] = []
+        for n, source, region in wanted:
+            if n == op.summands:
+                operands += self.parts(source, region)
+            else:
+                others = [r for _, other, r in wanted if other is source]
+                joint = disjoint(others) if len(others) > 1 else ()
+                operands.append(self.operand(op, n, source, needs[n][1], region, joint))
+        slot = self.compute(op, op.call(tile.region, operands), operands, op.shape(tile.region, state))
+        if op.session:
+            self.out.slots[slot] = replace(self.out.slots[slot], state=op.tensors[0])
+        return slot
+
+    def kept(self, op: Op, region: Region) -> Slot:
+        """Return the slot of what the session has kept."""
+        slot = self.slot(op.shape(region, False), op.dtype)
+        self.out.slots[slot] = replace(self.out.slots[slot], state=op.tensors[0])
+        return slot
+
+    def send(self, op: Op, tile: Tile, slot: Slot, state: bool) -> None:
+        """Send what of a tile others asked for."""
+        cells = op.cells(tile.region, state)
+        for message in tile.messages:
+            inner = op.cells(message.region, state)
+            part = self.rectangle(slot, cells, inner)
+            devices = tuple(self.names[d] for d in message.to if d != PLANNER_PLACE)
+            if devices:
+                send = Send(part, devices, op.index, message.part, op.layer, 0, op.exact)
+                self.emit(send, self.turns[part])
+            if PLANNER_PLACE in message.to:
+                rows, *rest = inner
+                if len(rows) != 1 or tuple(rest) != op.full[1 : op.rank]:
+                    raise ValueError(f"{op.name}: an answer is given in whole rows, not in {text(inner)}")
+                self.emit(Send(part, (PLANNER,), op.index, message.part, op.layer, rows[0][0]), self.turns[part])
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def picks(self, source: Op, region: Region) -> list[tuple[Held, Region]]:
+        """Return what this device has of a region, every index once: (where, part)."""
+        held = self.have[source.name]
+        for h in reversed(held):
+            if h.region == region:
+                return [(h, region)]
+        pieces = self.pieces.get(source.name, ())
+        if len(pieces) < len(held):  # a relay reads what stands before it
+            pieces = self.pieces[source.name] = tuple(Piece(self.device, h.region) for h in held)
+        return [(held[i], part) for i, part in cover(source, region, pieces, self.device)]
+
+    def operand(
+        self, op: Op, number: int, source: Op, need: Region, region: Region, joint: Sequence[Region]
+    ) -> Operand:
+        """Return an input as a view of one slot where the kernel can take it so, else put together.
+
+        region: of the source's space that yields `need`. joint: all that the op needs of the source where that is more,
+        so that what is put together is so once.
+        """
+        picks = self.picks(source, region)
+        if len(picks) == 1 and not picks[0][0].state:
+            held, _ = picks[0]
+            found = self.within(op, number, held.slot, source.cells(held.region, False), need)
+            if found is not None:
+                return found
+        for wider in joint:
+            if wider != region and inside(region, wider):
+                whole = self.whole(source, wider)
+                found = self.within(op, number, whole.slot, whole.cells, need)
+                if found is not None:
+                    return found
+        whole = self.whole(source, region)
+        found = self.within(op, number, whole.slot, whole.cells, need)
+        return found or Operand(self.rectangle(whole.slot, whole.cells, need), need)
+
+    def within(self, op: Op, number: int, slot: Slot, cells: Region, need: Region) -> Operand | None:
+        """Return `need` as rows of a slot, with all of its columns or those that the kernel finds by itself."""
+        rows = place(need[0], cells[0])
+        if len(rows) != 1:
+            return None
+        if need[1:] == cells[1:]:
+            return Operand(self.rows(slot, rows[0][0], count(need[0])), need)
+        if len(need) == 2 and op.takes(number, need, cells):
+            return Operand(self.rows(slot, rows[0][0], count(need[0])), (need[0], cells[1]))
+        return None
+
+    def parts(self, source: Op, region: Region) -> list[Operand]:
+        """Return an input as its summands where all are of one region, else as the sum."""
+        picks = self.picks(source, region)
+        n = source.rank
+        if all(part[:n] == region[:n] for _, part in picks):
+            return [
+                Operand(self.rectangle(h.slot, source.cells(h.region, False), region[:n]), region[:n], part)
+                for h, part in picks
+            ]
+        whole = self.whole(source, region)
+        return [Operand(whole.slot, whole.cells, region)]
+
+    def whole(self, source: Op, region: Region) -> Operand:
+        """Return a region in one slot: its parts side by side, and added where they overlap."""
+        key = (source.name, region)
+        if key not in self.together:
+            cells = region[: source.rank]
+            pieces = [
+                (self.cell(source, region, cell, group), cell)
+                for cell, group in _cells(source, region, self.picks(source, region))
+            ]
+            slot = pieces[0][0] if len(pieces) == 1 else self.assemble(pieces, cells, source.dtype)
+            self.together[key] = Operand(slot, cells, region)
+        return self.together[key]
+
+    def cell(self, source: Op, region: Region, cell: Region, group: Sequence[tuple[Held, Region]]) -> Slot:
+        """Return the value of some result indices from all parts that hold them."""
+        slots = []
+        for held, part in group:
+            cells = source.cells(held.region, held.state)
+            inner = source.cells((*cell, *part[source.rank :]), held.state)
+            slots.append(self.rectangle(held.slot, cells, inner))
+        if len(group) == 1 and not group[0][0].state:
+            return slots[0]
+        call = source.combine((*cell, *region[source.rank :]))
+        return self.compute(source, call, [Operand(s, cell) for s in slots], tuple(map(count, cell)))
+
+    def side_by_side(self, op: Op, region: Region, needs: Sequence[tuple[Op, Region]]) -> Slot:
+        """Return the slot of an op whose result is pieces of its inputs: the input itself where it is one."""
+        found = []
+        for n, (source, need) in enumerate(needs):
+            if (wider := source.of(need)) is None:
+                continue
+            whole = self.whole(source, wider)
+            found.append((self.rectangle(whole.slot, whole.cells, need), op.filled(n, region)))
+        if len(found) > 1:
+            return self.assemble(found, region[: op.rank], op.dtype)
+        return self.reshaped(found[0][0], op.shape(region, False))
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def slot(self, shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        self.out.slots.append(SlotSpec(shape, dtype))
+        self.turns.append(self.turn)
+        return len(self.out.slots) - 1
+
+    def rows(self, slot: Slot, start: int, height: int) -> Slot:
+        """Return rows start..start + height of a slot: itself, or a view."""
+        shape = self.out.slots[slot].shape
+        return self.viewed(slot, start, (height, *shape[1:]))
+
+    def reshaped(self, slot: Slot, shape: tuple[int, ...]) -> Slot:
+        """Return a slot in another shape."""
+        return slot if self.out.slots[slot].shape == shape else self.viewed(slot, 0, shape)
+
+    def viewed(self, slot: Slot, start: int, shape: tuple[int, ...]) -> Slot:
+        spec = self.out.slots[slot]
+        if start == 0 and spec.shape == shape:
+            return slot
+        base, first = slot, start
+        if spec.base is not None:  # whose rows may be longer than those of what it is a view of
+            base, longer = spec.base, prod(spec.shape[1:]) // max(prod(self.out.slots[spec.base].shape[1:]), 1)
+            first = spec.start + start * longer
+        key = (base, first, shape)
+        if key not in self.views:
+            self.out.slots.append(SlotSpec(shape, spec.dtype, base, first))
+            self.turns.append(self.turns[slot])
+            self.views[key] = len(self.out.slots) - 1
+        return self.views[key]
+
+    def rectangle(self, slot: Slot, cells: Region, inner: Region) -> Slot:
+        """Return a part of a slot: a view where it is rows of it, else a copy."""
+        if inner == cells:
+            return slot
+        rows = place(inner[0], cells[0])
+        if len(rows) == 1 and inner[1:] == cells[1:]:
+            return self.rows(slot, rows[0][0], count(inner[0]))
+        spec = self.out.slots[slot]
+        rest = tuple(span(0, n) for n in spec.shape[len(cells) :])
+        at = (*map(place, inner, cells), *rest)
+        shape = tuple(map(count, (*inner, *rest)))
+        target = tuple(span(0, n) for n in shape)
+        copies = tuple((0, a, b) for a, b in rectangles(at, target))
+        return self.kernel(Call("assemble", (), {"copies": copies}), (slot,), shape, spec.dtype)
+
+    def assemble(self, pieces: Sequence[tuple[Slot, Region]], cells: Region, dtype: SlotDtype) -> Slot:
+        """Return a new slot with the pieces, each a slot of the given cells, in their places."""
+        copies = []
+        for n, (_, inner) in enumerate(pieces):
+            source = tuple(span(0, count(s)) for s in inner)
+            copies += [(n, a, b) for a, b in rectangles(source, tuple(map(place, inner, cells)))]
+        reads = tuple(slot for slot, _ in pieces)
+        return self.kernel(Call("assemble", (), {"copies": tuple(copies)}), reads, tuple(map(count, cells)), dtype)
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def compute(self, op: Op, call: Call, operands: Sequence[Operand], shape: tuple[int, ...]) -> Slot:
+        """Append a kernel; a layer norm of what an `add` has just filled becomes a part of that."""
+        reads = tuple(o.slot for o in operands)
+        if call.kernel == "layer_norm" and self._may_join(reads[0]):
+            return self._add_norm(self.adds.pop(reads[0]), call, reads[0], op)
+        slot = self.kernel(call, reads, shape, op.dtype)
+        if call.kernel == _ADD:
+            self.adds[slot] = len(self.out.ops) - 1
+        return slot
+
+    def kernel(self, call: Call, reads: tuple[Slot, ...], shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        turn = max([self.turn, *(self.turns[s] for s in reads)])
+        slot = self.slot(shape, dtype)
+        self.turns[slot] = turn
+        op = Compute(call.kernel, reads, (slot,), call.weights, call.attrs, self.op.layer, self.op.index)
+        self.emit(op, turn)
+        return slot
+
+    def emit(self, op: ProgramOp, turn: int) -> None:
+        self.out.ops.append((turn, self.block, op))
+
+    def _may_join(self, total: Slot) -> bool:
+        """Return whether an `add` of this block has filled a slot: blocks are repeated, so each is for itself."""
+        return total in self.adds and self.out.ops[self.adds[total]][1] == self.block
+
+    def _add_norm(self, at: int, norm: Call, total: Slot, op: Op) -> Slot:
+        turn, block, add = self.out.ops[at]
+        assert isinstance(add, Compute)
+        spec = self.out.slots[total]
+        slot = self.slot(spec.shape, spec.dtype)
+        self.turns[slot] = turn
+        attrs: dict[str, Any] = {"bias": False, "eps": norm.attrs["eps"], "keep_sum": True}
+        joint = replace(
+            add,
+            kernel="add_norm",
+            writes=(total, slot),
+            weights=norm.weights,
+            attrs=attrs,
+            layer=op.layer,
+            node=op.index,
+        )
+        self.out.ops[at] = (turn, block, joint)
+        return slot
+
+    def _drop_unread_sums(self) -> None:
+        """Let a sum that nobody reads be normalised in place."""
+        bases = [i if s.base is None else s.base for i, s in enumerate(self.out.slots)]
+        read = {bases[s] for _, _, op in self.out.ops for s in _reads(op)}
+        for at, (turn, block, op) in enumerate(self.out.ops):
+            if isinstance(op, Compute) and op.kernel == "add_norm" and op.writes[0] not in read:
+                attrs = {**op.attrs, "keep_sum": False}
+                self.out.ops[at] = (turn, block, replace(op, writes=op.writes[1:], attrs=attrs))
+
+
+def _reads(op: ProgramOp) -> tuple[Slot, ...]:
+    return op.reads if isinstance(op, Compute) else (op.slot,) if isinstance(op, Send) else ()
+
+
+def _cells(
+    op: Op, region: Region, picks: Sequence[tuple[Held, Region]]
+) -> list[tuple[Region, list[tuple[Held, Region]]]]:
+    """Return disjoint rectangles of the result, each with all parts that hold it, in the order of the table."""
+    n = op.rank
+    cells = list(dict.fromkeys(part[:n] for _, part in picks))
+    if len(cells) > 1 and any(meet(a, b) for i, a in enumerate(cells) for b in cells[:i]):
+        cut = [region[:n]]
+        for key in cells:
+            cut = [c for r in cut for c in (*filter(None, (meet(r, key),)), *minus(r, key))]
+        cells = cut
+    return [(cell, [(h, p) for h, p in picks if inside(cell, p[:n])]) for cell in cells]

@@ -1,0 +1,90 @@
+"""A graph under a table: the Programs of all devices, equal blocks worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import sha256
+
+from hepti_mqtt.lowering.fuse import fuse
+from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
+from hepti_mqtt.lowering.layouts import Table, pieces_of
+from hepti_mqtt.lowering.lower import Draft, lower
+from hepti_mqtt.lowering.stretch import repeatable, repeated_refs, stretch
+from hepti_mqtt.lowering.tiles import Tiles, analyse
+from hepti_mqtt.program import Compute, Program, WeightRef
+
+
+class Lowered:
+    """What a graph becomes under a table, for devices in source order.
+
+    run: the equal blocks of which one stands for several in `short`, None if all are worked out. Raises ValueError for
+    a table that does not fit the graph, with the tensor, region and device.
+    """
+
+    def __init__(self, graph: Graph, table: Table, names: Sequence[str]) -> None:
+        table.check(graph)
+        self.whole, self.table, self.names = graph, table, tuple(names)
+        self.run: Run | None = graph.run if table.uniform else None
+        self.graph, self.tiles = self._analyse(graph.short() if self.run else graph)
+        if self.run and not repeatable(self.graph, self.run, self.tiles):
+            self.run = None
+            self.graph, self.tiles = self._analyse(graph)
+        self._drafts: dict[str, Draft] = {}
+
+    def _analyse(self, graph: Graph) -> tuple[Graph, Tiles]:
+        placed = {}
+        for op in graph.ops:
+            rule = self.table.rule(op)
+            layout = None if rule is None else rule(op)
+            if layout is not None:
+                placed[op.name] = pieces_of(op, layout, len(self.names))
+        fused, pieces = fuse(graph, placed)
+        return fused, analyse(fused, pieces, self.names)
+
+    def draft(self, device: str) -> Draft:
+        """Return a device's ops with equal blocks once, by block."""
+        if device not in self._drafts:
+            self._drafts[device] = lower(self.graph, self.tiles, self.names.index(device), self.names)
+        return self._drafts[device]
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the names of all tensors, by number."""
+        return tuple(op.name for op in self.whole.ops)
+
+    def short(self, device: str) -> Program:
+        """Return a device's Program with equal blocks once."""
+        return self.draft(device).program(device, self.nodes)
+
+    def program(self, device: str) -> Program:
+        """Return a device's whole Program."""
+        draft = self.draft(device)
+        if self.run:
+            draft = stretch(draft, self.whole, self.run)
+        return draft.program(device, self.nodes)
+
+    def holds(self, device: str, role: str) -> bool:
+        """Return whether a device computes tensors of a role."""
+        number = self.names.index(device)
+        return any(t.device == number for op in self.graph.ops if op.role == role for t in self.tiles[op.name])
+
+    def refs(self, device: str) -> tuple[WeightRef, ...]:
+        """Return the distinct weight ranges of a device's whole Program."""
+        draft = self.draft(device)
+        found = dict.fromkeys(ref for _, _, op in draft.ops if isinstance(op, Compute) for ref in op.weights)
+        return tuple(found) if self.run is None else repeated_refs(draft, found, self.whole, self.run)
+
+    @property
+    def repeated(self) -> tuple[int, int] | None:
+        """Return (layer, times): the layer of `short` that stands for several, None if none does."""
+        if self.run is None:
+            return None
+        op = self.whole.ops[self.whole.blocks[self.run.first + TEMPLATE]]
+        return op.layer, self.run.repeats
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return 8 bytes that are equal where two versions of this package make the same Programs."""
+        text = repr([(op.name, self.tiles[op.name]) for op in self.graph.ops]) + repr(self.nodes)
+        return sha256(text.encode()).digest()[:8]

@@ -1,0 +1,473 @@
+"""Tensor ops: each knows which regions of its inputs and weights a region of its result needs, and which kernel it is.
+
+An op computes an array over an iteration space: the dimensions of its result, then those that it reduces over (rows of
+the weight in a linear, keys in attention, columns in a norm's moments). A region that holds only a part of a reduced
+dimension is a partial result. Letters: r rows, c columns, k reduced indices, d columns of one attention head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+
+from hepti_mqtt.lowering.regions import (
+    Region,
+    Set,
+    both,
+    count,
+    indices,
+    place,
+    shift,
+    span,
+    to_set,
+    union,
+    whole_units,
+)
+from hepti_mqtt.program import Slot, SlotDtype, WeightRef
+
+T = TypeVar("T")
+
+PANEL: Final = 32  # columns of a matrix that kernels keep side by side
+NARROW: Final = 256  # a matrix with fewer columns may be cut anywhere
+
+
+class Operand(NamedTuple):
+    """What an op reads: a slot, the indices that its array holds, by dimension, and the region that it is a part of."""
+
+    slot: Slot
+    cells: Region
+    region: Region = ()
+
+
+class Call(NamedTuple):
+    """A kernel with its weights and attributes, for one region of one op."""
+
+    kernel: str
+    weights: tuple[WeightRef, ...] = ()
+    attrs: Mapping[str, Any] = {}
+
+
+class lazy(Generic[T]):  # noqa: N801
+    """A value of an object that is worked out once, when it is first asked for; `cached_property` without its lock."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function, self._name = function, function.__name__
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        value = self._function(instance)
+        instance.__dict__[self._name] = value  # found before this descriptor from now on
+        return value
+
+
+_COMPARED: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {}
+
+
+def _compared(kind: type[Op]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what takes the compared fields out of an op of a kind."""
+    if kind not in _COMPARED:
+        _COMPARED[kind] = attrgetter(*(f.name for f in fields(kind) if f.compare))
+    return _COMPARED[kind]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Op:
+    """One tensor of a graph; ops that differ only in what they are called are equal.
+
+    space: dimensions of the result, then those reduced over; `rank` of them are the result's. role: what the tensor is
+    in its family, by which methods name it. layer, branch: where it stands, for topics, people and methods that go by
+    layers. tensors: stored tensors that it reads, in an order of its own. index: its place in the graph.
+    """
+
+    name: str = field(compare=False)
+    inputs: tuple[str, ...] = field(compare=False, default=())
+    role: str = field(compare=False, default="")
+    layer: int = field(compare=False, default=0)
+    branch: int = field(compare=False, default=-1)
+    tensors: tuple[str, ...] = field(compare=False, default=())
+    index: int = field(compare=False, default=-1)
+    space: tuple[int, ...]
+    rank: int = 2
+    dtype: SlotDtype = "f32"
+
+    kind: ClassVar[str] = "op"
+    summands: ClassVar[int] = -1  # the input that the kernel takes as several parts and adds
+    is_view: ClassVar[bool] = False  # the result is made of pieces of the inputs as they are
+    exact: ClassVar[bool] = False  # narrower numbers on the wire would spoil it
+    session: ClassVar[bool] = False  # an array that outlives the run where it lies; `tensors` is its name
+
+    def __post_init__(self) -> None:
+        # What an op is, apart from what it is called: worked out once, since ops are the keys of every cache.
+        key = (type(self), *_compared(type(self))(self))
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Op) and self._key == other._key)  # type: ignore[attr-defined]
+
+    @lazy
+    def full(self) -> Region:
+        """Return the whole iteration space."""
+        return tuple(span(0, n) for n in self.space)
+
+    def of(self, result: Region) -> Region | None:
+        """Return the region of the space that yields a region of the result, in whole grains; None if it is empty."""
+        if not all(result):
+            return None
+        units = self._units
+        if units:
+            result = tuple(s if unit == 1 else whole_units(s, unit) for s, unit in zip(result, units, strict=False))
+        return self.trim(result + self._reduced)
+
+    @lazy
+    def _units(self) -> tuple[int, ...]:
+        """The grain within the op's own size; empty where it is 1 everywhere."""
+        units = tuple(map(min, self.grain(), self.space))
+        return units if any(unit != 1 for unit in units) else ()
+
+    @lazy
+    def _reduced(self) -> Region:
+        return self.full[self.rank :]
+
+    def grain(self) -> tuple[int, ...]:
+        """Return, per dimension, in which units regions can be asked for and shared out."""
+        return (1,) * len(self.space)
+
+    def extent(self, region: Region) -> Region:
+        """Return what is computed where a region is asked for: more, where the kernel knows no less."""
+        return region
+
+    def split(self, region: Region) -> tuple[Region, ...]:
+        """Return a region in parts that the kernel computes one by one."""
+        return (region,)
+
+    def unit(self, dim: int) -> int:
+        """Return the units in which shares of a dimension are best made: at least its grain."""
+        return self.grain()[dim]
+
+    def trim(self, region: Region) -> Region | None:
+        """Return the part of a region that contributes anything; None if nothing does."""
+        return region if all(region) else None
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        """Return what a region needs of each input's result; a region with an empty Set: nothing."""
+        return tuple(region[: self.rank] for _ in self.inputs)
+
+    def filled(self, number: int, region: Region) -> Region:
+        """Return what of a region an input fills, of an op that is a view."""
+        return region[: self.rank]
+
+    def is_state(self, region: Region) -> bool:
+        """Return whether the array of a region is a partial result in a format of its own."""
+        return False
+
+    def cells(self, region: Region, state: bool) -> Region:
+        """Return the index sets of the array's leading dimensions."""
+        return region[: self.rank]
+
+    def shape(self, region: Region, state: bool) -> tuple[int, ...]:
+        """Return the shape of the array of a region."""
+        return tuple(map(count, region[: self.rank]))
+
+    def takes(self, number: int, need: Region, cells: Region) -> bool:
+        """Return whether the kernel finds what it needs of an input among more columns of a slot."""
+        return False
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        """Return the kernel that computes a region from what `need` asked for."""
+        raise NotImplementedError(self.kind)
+
+    def combine(self, region: Region) -> Call:
+        """Return the kernel that makes a region's result of its partial results."""
+        return Call("sum", (), {"activation": None})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Input(Op):
+    """What a request brings, from the planner to every device: token ids, pixels."""
+
+    kind = "input"
+
+    def grain(self) -> tuple[int, ...]:
+        return self.space  # the planner sends all of it to everyone
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Linear(Op):
+    """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then activation and residual where they are fused.
+
+    widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
+    the bias, so that partial sums add it once.
+    """
+
+    widths: tuple[int, ...]
+    bias: bool = True
+    activation: str | None = None
+    residual: bool = False
+
+    kind = "linear"
+
+    def unit(self, dim: int) -> int:
+        return PANEL if dim > 0 and self.space[dim] >= NARROW else 1
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        r, c, k = region
+        return ((r, k), (r, c)) if self.residual else ((r, k),)
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        _, c, k = region
+        if len(k) != 1:
+            raise ValueError(f"{self.name}: rows {k} of a matrix are several ranges; give each device one")
+        n = len(self.widths)
+        ends = (0, *accumulate(self.widths))
+        cut = [[(a - first, z - first) for a, z in both(c, ((first, stop),))] for first, stop in pairwise(ends)]
+        refs = [WeightRef(t, k[0], columns) for t, ranges in zip(self.tensors, cut, strict=False) for columns in ranges]
+        bias = self.bias and k[0][0] == 0
+        if bias:
+            biases = zip(self.tensors[n:], cut, strict=True)
+            refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]
+        attrs = {"bias": bias, "activation": self.activation, "residual": self.residual}
+        return Call("linear", tuple(refs), attrs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Activation(Op):
+    """An elementwise function of one input, which may come as several summands."""
+
+    function: str
+
+    kind = "activation"
+    summands = 0
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("sum", (), {"activation": self.function})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Add(Op):
+    """x + y, where y may come as several summands."""
+
+    kind = "add"
+    summands = 1
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("add", (), {"bias": False}) if self.rank == 2 else Call("sum", (), {"activation": None})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerNorm(Op):
+    """Layer norm over (r, c); `tensors` are gamma and beta."""
+
+    eps: float
+
+    kind = "norm"
+
+    def extent(self, region: Region) -> Region:
+        return region[0], self.full[1]
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("layer_norm", _vectors(self.tensors, region[1]), {"eps": self.eps})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Moments(Op):
+    """Mean and sum of squared distances from it over (r, 2, k): partial where columns lie on several devices."""
+
+    kind = "moments"
+    exact = True
+
+    def grain(self) -> tuple[int, ...]:
+        return 1, 2, 1
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        return ((region[0], region[2]),)
+
+    def is_state(self, region: Region) -> bool:
+        return region[2] != self.full[2]
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("moments")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Normalise(Op):
+    """(x - mean) / deviation * gamma + beta over (r, c), from x and its moments; `tensors` are gamma and beta."""
+
+    eps: float
+
+    kind = "normalise"
+    summands = 1
+
+    def split(self, region: Region) -> tuple[Region, ...]:
+        return tuple((region[0], (columns,)) for columns in region[1])
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        return region, (region[0], span(0, 2))
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        counts = tuple(count(part.region[2]) for part in operands[1:])
+        return Call("normalise", _vectors(self.tensors, region[1]), {"eps": self.eps, "counts": counts})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Attention(Op):
+    """Attention over (r, c = heads x d, k = keys) of packed sequences, which do not see each other.
+
+    inputs: the tensor of the queries, and that of keys and values; columns: where q, k and v begin there. lengths: of
+    the sequences. causal: a row sees the keys up to its own. A part over some of a row's keys is a state
+    [r, heads, d + 2]: the sum, not normalised, the running maximum and the sum of weights.
+    """
+
+    d: int
+    columns: tuple[int, int, int]
+    lengths: tuple[int, ...]
+    causal: bool = False
+
+    kind = "attention"
+
+    def grain(self) -> tuple[int, ...]:
+        return 1, self.d, 1
+
+    @lazy
+    def _sequences(self) -> tuple[Set, ...]:
+        return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
+
+    def _keys(self, r: Set) -> Set:
+        """Return the keys that any of the rows sees."""
+        alone = len(self.lengths) == 1
+        seen = self.full[2] if alone else union(*(s for s in self._sequences if both(s, r)))
+        return both(seen, span(0, r[-1][1])) if self.causal else seen
+
+    def trim(self, region: Region) -> Region | None:
+        """Keep all rows and of the keys those that some row sees: a row without any is nothing to the kernel."""
+        r, c, k = region
+        if not (r and c and k):
+            return None
+        keys = both(k, self._keys(r))
+        return (r, c, keys) if keys else None
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        r, c, k = region
+        q, key, value = self.columns
+        return (r, shift(c, q)), (k, union(shift(c, key), shift(c, value)))
+
+    def is_state(self, region: Region) -> bool:
+        return region[2] != self._keys(region[0])
+
+    def cells(self, region: Region, state: bool) -> Region:
+        r, c, _ = region
+        return (r, tuple((a // self.d, z // self.d) for a, z in c)) if state else (r, c)
+
+    def shape(self, region: Region, state: bool) -> tuple[int, ...]:
+        r, c = count(region[0]), count(region[1])
+        return (r, c // self.d, self.d + 2) if state else (r, c)
+
+    def takes(self, number: int, need: Region, cells: Region) -> bool:
+        if number == 0:
+            return len(place(need[1], cells[1])) == 1
+        c = shift(both(need[1], span(self.columns[1], self.columns[1] + self.space[1])), -self.columns[1])
+        return all(len(place(shift(c, first), cells[1])) == 1 for first in self.columns[1:])
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        r, c, k = region
+        q, key, value = (
+            place(shift(c, first), operand.cells[1])
+            for first, operand in zip(self.columns, (operands[0], operands[1], operands[1]), strict=True)
+        )
+        attrs = {
+            "q_column": q[0][0],
+            "k_column": key[0][0],
+            "v_column": value[0][0],
+            "heads": count(c) // self.d,
+            "head_dim": self.d,
+            "q_rows": tuple(indices(r)),
+            "k_rows": k,
+            "lengths": self.lengths,
+            "scale": self.d**-0.5,
+        } | ({"causal": True} if self.causal else {})
+        return Call("attention_block" if self.is_state(region) else "attention", (), attrs)
+
+    def combine(self, region: Region) -> Call:
+        return Call("attention_combine", (), {"heads": count(region[1]) // self.d, "head_dim": self.d})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rows(Op):
+    """Some rows of a tensor, in order: what a task reads of the last layer. None: all of them."""
+
+    rows: tuple[int, ...] | None = None
+
+    kind = "rows"
+    is_view = True
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        r, c = region
+        return ((r if self.rows is None else to_set(self.rows[i] for i in indices(r)), c),)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Columns(Op):
+    """A range of the columns of a tensor, from `start`."""
+
+    start: int
+
+    kind = "columns"
+    is_view = True
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        return ((region[0], shift(region[1], self.start)),)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Join(Op):
+    """Tensors side by side along their columns; starts: the first column of each."""
+
+    starts: tuple[int, ...]
+
+    kind = "join"
+    is_view = True
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        r, c = region
+        ends = (*self.starts, self.space[1])
+        return tuple((r, shift(both(c, span(a, z)), -a)) for a, z in pairwise(ends))
+
+    def filled(self, number: int, region: Region) -> Region:
+        a, z = (*self.starts, self.space[1])[number : number + 2]
+        return region[0], both(region[1], span(a, z))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Whole(Op):
+    """A kernel that computes all of its result from all of its inputs: embeddings, pooling over sequences.
+
+    attrs: the kernel's, as pairs. refs: its weights, in its order.
+    """
+
+    kernel: str
+    attrs: tuple[tuple[str, Any], ...] = ()
+    refs: tuple[WeightRef, ...] = field(compare=False, default=())
+    sources: tuple[tuple[int, ...], ...] = ()  # shapes of the inputs
+
+    kind = "whole"
+
+    def extent(self, region: Region) -> Region:
+        return self.full
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        return tuple(tuple(span(0, n) for n in shape) for shape in self.sources)
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call(self.kernel, self.refs, dict(self.attrs))
+
+
+def _vectors(tensors: Sequence[str], c: Set) -> tuple[WeightRef, ...]:
+    if len(c) != 1:
+        raise ValueError(f"{tensors}: columns {c} are several ranges; give each device one")
+    return tuple(WeightRef(name, (0, 1), c[0], "plain") for name in tensors)

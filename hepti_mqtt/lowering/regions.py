@@ -1,0 +1,193 @@
+"""Sets of indices and regions of tensors, as half-open ranges, and what can be done with them.
+
+A `Set` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one Set per dimension:
+rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from hepti_mqtt.plan import Range
+
+Set = tuple[Range, ...]
+Region = tuple[Set, ...]
+
+
+def span(start: int, stop: int) -> Set:
+    """Return start..stop; empty unless start < stop."""
+    return ((start, stop),) if stop > start else ()
+
+
+def union(*sets: Set) -> Set:
+    """Return the indices of any of the sets."""
+    out: list[Range] = []
+    for a, z in sorted(r for s in sets for r in s):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(z, out[-1][1]))
+        else:
+            out.append((a, z))
+    return tuple(out)
+
+
+def both(s: Set, t: Set) -> Set:
+    """Return the indices of both sets."""
+    if s == t:
+        return s
+    if len(s) == len(t) == 1:
+        (a, b), (c, d) = s[0], t[0]
+        low, high = max(a, c), min(b, d)
+        return ((low, high),) if low < high else ()
+    return tuple((max(a, c), min(b, d)) for a, b in s for c, d in t if max(a, c) < min(b, d))
+
+
+def without(s: Set, t: Set) -> Set:
+    """Return the indices of `s` that are not in `t`."""
+    if len(s) == len(t) == 1:
+        (a, b), (c, d) = s[0], t[0]
+        if c <= a and b <= d:
+            return ()
+    for c, d in t:
+        s = tuple((low, high) for a, b in s for low, high in ((a, min(b, c)), (max(a, d), b)) if low < high)
+    return s
+
+
+def shift(s: Set, by: int) -> Set:
+    """Return every index moved by `by`."""
+    return tuple((a + by, z + by) for a, z in s) if by else s
+
+
+def whole_units(s: Set, unit: int) -> Set:
+    """Return the set extended to whole units of `unit` indices."""
+    if all(a % unit == 0 and z % unit == 0 for a, z in s):
+        return s
+    return union(*(((a // unit * unit, -(-z // unit) * unit),) for a, z in s))
+
+
+def count(s: Set) -> int:
+    """Return how many indices a set has."""
+    return s[0][1] - s[0][0] if len(s) == 1 else sum(z - a for a, z in s)
+
+
+def indices(s: Set) -> Iterator[int]:
+    """Yield the indices of a set in order."""
+    for a, z in s:
+        yield from range(a, z)
+
+
+def to_set(values: Iterable[int]) -> Set:
+    """Return the set of the given indices, in any order."""
+    return union(*(((v, v + 1),) for v in values))
+
+
+def volume(r: Region) -> int:
+    """Return how many elements a region has."""
+    return prod(map(count, r))
+
+
+def meet(r: Region, q: Region) -> Region | None:
+    """Return what two regions have in common, None if nothing."""
+    if r == q:
+        return r if all(r) else None
+    out = []
+    for s, t in zip(r, q, strict=True):
+        common = s if s == t else both(s, t)
+        if not common:
+            return None
+        out.append(common)
+    return tuple(out)
+
+
+def inside(r: Region, q: Region) -> bool:
+    """Return whether every element of `r` is in `q`."""
+    return r == q or all(s == t or not without(s, t) for s, t in zip(r, q, strict=True))
+
+
+def minus(r: Region, q: Region) -> list[Region]:
+    """Return `r` without `q` as disjoint regions, at most one per dimension."""
+    common = meet(r, q)
+    if common is None:
+        return [r]
+    rests = [without(s, t) for s, t in zip(r, q, strict=True)]
+    return [(*common[:i], rest, *r[i + 1 :]) for i, rest in enumerate(rests) if rest]
+
+
+def disjoint(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Return a union of regions as few disjoint ones, sorted."""
+    given = tuple(regions)
+    if len(given) < 2:
+        return given
+    unique = tuple(dict.fromkeys(given))
+    return _disjoint(unique) if len(unique) > 1 else unique
+
+
+@lru_cache(maxsize=4096)
+def _disjoint(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Cut overlaps, the largest region first, then join pairs that differ in one dimension."""
+    out: list[Region] = []
+    for region in sorted(regions, key=volume, reverse=True):
+        left = [region]
+        for q in out:
+            left = [p for r in left for p in minus(r, q)]
+        out += left
+    joined = True
+    while joined:
+        joined = _join(out)
+    return tuple(sorted(out))
+
+
+def _join(regions: list[Region]) -> bool:
+    """Join the first pair that differs in one dimension; return whether there was one."""
+    for i, r in enumerate(regions):
+        for j in range(i + 1, len(regions)):
+            q = regions[j]
+            differ = [n for n, (s, t) in enumerate(zip(r, q, strict=True)) if s != t]
+            if len(differ) == 1:
+                n = differ[0]
+                regions[i] = (*r[:n], union(r[n], q[n]), *r[n + 1 :])
+                del regions[j]
+                return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def place(inner: Set, outer: Set) -> Set:
+    """Return where `inner` lies in an array that holds the indices of `outer` one behind the other."""
+    at, out = 0, []
+    for a, z in outer:
+        out += [(low - a + at, high - a + at) for low, high in both(inner, ((a, z),))]
+        at += z - a
+    return union(tuple(out))
+
+
+def rectangles(source: Sequence[Set], target: Sequence[Set]) -> Iterator[tuple[tuple[Range, ...], tuple[Range, ...]]]:
+    """Yield the copies of plain rectangles, (source ranges, target ranges), that bring one region to another.
+
+    Both have as many indices in each dimension, taken in order.
+    """
+    yield from (
+        (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+        for pairs in product(*(tuple(_pairs(s, t)) for s, t in zip(source, target, strict=True)))
+    )
+
+
+def _pairs(s: Set, t: Set) -> Iterator[tuple[Range, Range]]:
+    """Yield ranges of `s` beside the equally long ranges of `t` that take them."""
+    here, there = list(s), list(t)
+    while here:
+        (a, b), (c, d) = here[0], there[0]
+        n = min(b - a, d - c)
+        yield (a, a + n), (c, c + n)
+        here[0], there[0] = (a + n, b), (c + n, d)
+        if a + n == b:
+            del here[0]
+        if c + n == d:
+            del there[0]
+
+
+def text(region: Region) -> str:
+    """Return a region as people write it: [0:32, 5:7+9:12]."""
+    return "[" + ", ".join("+".join(f"{a}:{z}" for a, z in s) or "none" for s in region) + "]"

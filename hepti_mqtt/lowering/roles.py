@@ -1,0 +1,39 @@
+"""What a tensor is in its family: the words by which methods place tensors, and families name them.
+
+An encoder layer, post-norm (BERT):  x -> qkv -> attention -> attention_out -> + x = attention_sum -> norm =
+after_attention -> mlp_up -> activation = mlp_hidden -> mlp_down -> + = mlp_sum -> norm = after_mlp.
+Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attention and after_mlp the residual sums.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+INPUT: Final = "input"  # what the request brings
+STEM: Final = "stem"  # before the layers
+TASK: Final = "task"  # behind the layers
+
+BEFORE_ATTENTION: Final = "before_attention"
+QKV: Final = "qkv"
+ATTENTION: Final = "attention"
+ATTENTION_OUT: Final = "attention_out"
+ATTENTION_SUM: Final = "attention_sum"
+AFTER_ATTENTION: Final = "after_attention"
+BEFORE_MLP: Final = "before_mlp"
+MLP_UP: Final = "mlp_up"
+MLP_HIDDEN: Final = "mlp_hidden"
+MLP_DOWN: Final = "mlp_down"
+MLP_SUM: Final = "mlp_sum"
+AFTER_MLP: Final = "after_mlp"
+MOMENTS: Final = "moments"  # of every norm of a layer
+TASK_MOMENTS: Final = "task_moments"  # of a norm behind the layers; that no line places it lets both be one kernel
+
+SLICE: Final = "slice"  # a part of a tensor, by which branches of a layer part
+JOIN: Final = "join"  # branches side by side again
+
+CACHE: Final = "cache"  # keys and values of earlier tokens, which sessions keep
+
+MAP: Final = "map"  # a feature map of a convolutional net
+MAP_SUM: Final = "map_sum"  # before its activation
+FLAT: Final = "flat"  # a feature map as one row
+DENSE: Final = "dense"  # a fully connected layer

@@ -1,0 +1,211 @@
+"""The backward walk: from the answer to every tile that somebody computes and every message that somebody needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece
+from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.regions import Region, both, disjoint, inside, meet, minus, text, volume
+
+CACHED: Final = 2048
+
+
+class Message(NamedTuple):
+    """What of a tile goes to a group of devices; `part` numbers the messages of one (node, source)."""
+
+    region: Region
+    to: tuple[int, ...]
+    part: int
+
+
+class Tile(NamedTuple):
+    """A region that a device computes or relays by one op, and what of it is sent."""
+
+    device: int
+    region: Region
+    relay: bool
+    turn: int
+    messages: tuple[Message, ...]
+
+
+Asked = tuple[tuple[int, tuple[Region, ...]], ...]  # (device, disjoint regions)
+Needs = tuple[tuple[int, int, Region], ...]  # (input, device, region)
+
+
+class UncoveredError(ValueError):
+    """No device holds a region that another one needs."""
+
+    def __init__(self, device: int, missing: Sequence[Region], overlapping: bool) -> None:
+        super().__init__(device, missing, overlapping)
+        self.device, self.missing, self.overlapping = device, missing, overlapping
+
+
+@lru_cache(maxsize=CACHED)
+def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> tuple[tuple[int, Region], ...]:
+    """Return (piece, part) so that the parts are `need`, every index once; a partial sum is taken whole or not at all.
+
+    Preferred are pieces that leave the fewest summands, then own ones, then later ones (relays stand behind sources).
+    Raises UncoveredError.
+    """
+    n = op.rank
+    left, out = [need], []
+    common = {i: both_reduced(p.region[n:], need[n:]) for i, p in enumerate(pieces) if meet(p.region, need)}
+    order = sorted(common, key=lambda i: (-common[i], pieces[i].device != device, -i))
+    refused = False
+    for i in order:
+        region = pieces[i].region
+        rest: list[Region] = []
+        for r in left:
+            top = meet(r[:n], region[:n])
+            part = op.trim(top + region[n:]) if top else None
+            if part and inside(part, r):
+                out.append((i, part))
+                rest += minus(r, part)
+            else:
+                refused |= part is not None and meet(part, r) is not None
+                rest.append(r)
+        left = [t for r in rest if (t := op.trim(r))]
+        if not left:
+            return tuple(sorted(out))
+    raise UncoveredError(device, left, refused)
+
+
+def both_reduced(a: Region, b: Region) -> int:
+    """Return how much two regions of reduced dimensions have in common."""
+    return volume(tuple(map(both, a, b)))
+
+
+@lru_cache(maxsize=CACHED)
+def tiles_of(op: Op, asked: Asked, pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], Needs]:
+    """Return the tiles that serve what is asked, and what they need."""
+    demand: list[dict[int, list[Region]]] = [defaultdict(list) for _ in pieces]
+
+    def ask(device: int, region: Region, before: int) -> None:
+        for i, part in cover(op, region, pieces[:before], device):
+            demand[i][device].append(part)
+
+    for device, regions in asked:
+        for region in regions:
+            ask(device, region, len(pieces))
+    found: list[tuple[int, Region]] = []
+    needs: list[tuple[int, int, Region]] = []
+    for i in reversed(range(len(pieces))):  # a relay asks the pieces before it
+        device = pieces[i].device
+        for region in reversed(_tiles(op, pieces[i], demand[i])):
+            found.append((i, region))
+            if pieces[i].relay:
+                ask(device, region, i)
+            elif device != PLANNER_PLACE:
+                needs += [(n, device, r) for n, r in enumerate(op.need(region)) if all(r)]
+    found.reverse()
+    return _with_messages(found, demand, pieces), tuple(needs)
+
+
+def _tiles(op: Op, piece: Piece, demand: Mapping[int, list[Region]]) -> tuple[Region, ...]:
+    """Return what of a piece is computed, or relayed, for all that is asked of it.
+
+    Of the reduced dimensions each part has what matters to it; what is joined has what matters to any.
+    """
+    n = op.rank
+    asked = disjoint(r[:n] + piece.region[n:] for regions in demand.values() for r in regions)
+    whole = tuple(t for r in asked if (t := op.trim(r)))
+    return whole if piece.relay else computed(op, whole)
+
+
+def computed(op: Op, asked: Iterable[Region]) -> tuple[Region, ...]:
+    """Return what is computed where regions are asked for, each by one kernel."""
+    return tuple(part for region in disjoint(map(op.extent, asked)) for part in op.split(region))
+
+
+def _with_messages(
+    found: Sequence[tuple[int, Region]], demand: Sequence[Mapping[int, list[Region]]], pieces: Sequence[Piece]
+) -> tuple[Tile, ...]:
+    """Return the tiles with what of each goes to whom: the same region for several devices is one message."""
+    tiles = []
+    numbers: dict[int, int] = defaultdict(int)
+    for i, region in found:
+        device, _, relay, turn = pieces[i]
+        to: dict[Region, list[int]] = {}
+        for d in sorted(demand[i].keys() - {device}):
+            for r in disjoint(demand[i][d]):
+                if (part := meet(r, region)) is not None:
+                    to.setdefault(part, []).append(d)
+        messages = []
+        for part, group in _merged(to).items():
+            messages.append(Message(part, tuple(sorted(set(group))), numbers[device]))
+            numbers[device] += 1
+        tiles.append(Tile(device, region, relay, turn, tuple(messages)))
+    return tuple(tiles)
+
+
+def _merged(to: Mapping[Region, list[int]]) -> dict[Region, list[int]]:
+    """Return messages without those that lie inside another one: what several devices need is one publish to all.
+
+    An answer goes to the planner alone.
+    """
+    out: dict[Region, list[int]] = {}
+    for part, group in to.items():
+        wider = next((q for q in to if q != part and PLANNER_PLACE not in (*to[q], *group) and inside(part, q)), part)
+        out.setdefault(wider, []).extend(group)
+    return out
+
+
+Tiles = Mapping[str, tuple[Tile, ...]]
+
+
+def analyse(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> Tiles:
+    """Return the tiles of every tensor, with their messages, so that the planner gets the answer.
+
+    pieces: of the tensors that the table places. names: of the devices, for errors. Raises ValueError if a tensor's
+    layout leaves out what somebody needs of it.
+    """
+    want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
+    answer = graph.answer
+    want[answer.name][PLANNER_PLACE] = [answer.full[: answer.rank]]
+    out: dict[str, tuple[Tile, ...]] = {}
+    for op in reversed(graph.ops):
+        asked = tuple(
+            (d, tuple(r for r in map(op.of, disjoint(filter(all, regions))) if r is not None))
+            for d, regions in sorted(want[op.name].items())
+        )
+        placed = pieces.get(op.name)
+        if placed is None:
+            placed = tuple(Piece(d, r) for d, regions in asked for r in computed(op, regions))
+        try:
+            out[op.name], needs = tiles_of(op, asked, placed)
+        except UncoveredError as error:
+            raise ValueError(_uncovered(op, error, names)) from None
+        if op.session:
+            _check_session(op, out[op.name], names)
+        for i, device, region in needs:
+            want[op.inputs[i]].setdefault(device, []).append(region)
+    return out
+
+
+def _check_session(op: Op, tiles: Sequence[Tile], names: Sequence[str]) -> None:
+    """Raise ValueError unless what a session keeps stays where it is, in one array per device."""
+    held: dict[int, Region] = {}
+    for device, region, relay, _, messages in tiles:
+        if relay or messages:
+            who = " and ".join(names[d] for m in messages for d in m.to if d != PLANNER_PLACE) or names[device]
+            raise ValueError(
+                f"{op.name}: {who} would be sent {text(region)} of what sessions keep on {names[device]}, and it is "
+                "too much to send; compute what reads it where it is"
+            )
+        if device in held:
+            both_text = f"{text(held[device])} and {text(region)}"
+            raise ValueError(f"{op.name}: {names[device]} would keep {both_text} of a session; give it one region")
+        held[device] = region
+
+
+def _uncovered(op: Op, error: UncoveredError, names: Sequence[str]) -> str:
+    who = "the planner" if error.device == PLANNER_PLACE else names[error.device]
+    what = " and ".join(map(text, error.missing))
+    if error.overlapping:
+        return f"{op.name}: partial results that {who} needs of {what} overlap, so that they cannot be added up"
+    return f"{op.name}: no device holds {what}, which {who} needs"

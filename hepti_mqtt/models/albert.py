@@ -1,0 +1,95 @@
+"""ALBERT (Lan et al., 2020): one layer's weights used by all layers, and word embeddings of few columns.
+
+A device holds the layer once, whatever the number of layers. m tokens, e columns of the tables, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models.blocks import Layer, post_norm
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import BASE, TINY, kind
+from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import ModelSpec, RequestShape, Task
+
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "AlbertModel": "embedding",
+    "AlbertForSequenceClassification": "classification",
+    "AlbertForMaskedLM": "masked_token",
+}
+SHARED: Final = "layers.shared."
+LAYER: Final = {
+    "query": "attention.query",
+    "key": "attention.key",
+    "value": "attention.value",
+    "attention_out": "attention.dense",
+    "attention_norm": "attention.LayerNorm",
+    "mlp_up": "ffn",
+    "mlp_down": "ffn_output",
+    "mlp_norm": "full_layer_layer_norm",
+}
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of an ALBERT; raises ModelError, UnsupportedModelError."""
+    config.only("num_hidden_groups", 1, 1)
+    config.only("inner_group_num", 1, 1)
+    task, fill = ARCHITECTURES[architecture], config.activation()
+    head = text.task_head(task, config, extras, pooler=True, fill=fill)
+    types, width = config.positive("type_vocab_size", 2), config.positive("embedding_size", 128)
+    return text.encoder_spec("albert", architecture, config, extras, head, types=types, width=width)
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of an ALBERT, from the stem to the head; those of a layer once."""
+    base, h = ("albert.", ""), spec.hidden
+    yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in")
+    yield from text.layer_tensors(spec, SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)
+    if spec.head.pooler:
+        yield from dense("head.pooler", base, "pooler", h, h)
+    if spec.head.task == "classification":
+        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+    elif spec.head.task == "masked_token":
+        parts = (f"predictions.{part}" for part in ("dense", "LayerNorm", "decoder", "bias"))
+        yield from text.mask_tensors(spec, base, *parts)
+
+
+def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
+    """Return the graph of one packed batch: ids i32 [m] -> the task's output."""
+    net = Net()
+    x = text.embed(net, spec, shape, refs)  # [m, e] -> [m, h]
+    n = Layer.of(spec, shape)
+    for i in range(spec.layers):
+        net.layer(i)
+        net.block()
+        x = post_norm(net, f"{i}.", SHARED, x, n)  # [m, h]
+    net.block()
+    heads.add(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+    return net.graph()
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
+    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    for _ in range(spec.layers):
+        x = plain.post_norm(tensors, SHARED, x, Layer.of(spec, shape))  # [m, h]
+    return heads.plain(spec, tensors, x, shape)
+
+
+_ALBERT: Final = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
+_TINY: Final = TINY | _ALBERT | {"embedding_size": 24, "num_hidden_layers": 7}
+KINDS: Final = {
+    "albert-base": kind(
+        "AlbertModel", "albert", BASE, _ALBERT, embedding_size=128, vocab_size=30000, max_position_embeddings=512
+    ),
+    "tiny-albert": kind("AlbertModel", "albert", _TINY),
+    "tiny-albert-classifier": kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
+    "tiny-albert-mlm": kind("AlbertForMaskedLM", "albert", _TINY),
+}

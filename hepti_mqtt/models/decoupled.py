@@ -1,0 +1,125 @@
+"""The decoupled transformer (DeTransformer, DATE 2024): groups of layers that are parted into independent sub-blocks.
+
+A group is L / groups - 1 decoupled layers and then one original layer. Sub-block i sees columns i of h / parts alone
+and is a whole transformer block on them: its query, key and value have all h columns, its MLP all f. Between a group's
+beginning and its original layer nothing is exchanged. It is a model of its own, to be trained as such.
+
+m tokens, h hidden, f MLP width, w = h / parts columns of a sub-block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hepti_mqtt.errors import ModelError
+from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering.roles import JOIN, SLICE
+from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models.blocks import Layer, post_norm
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
+from hepti_mqtt.models.tensors import TensorSource, dense, norm
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import ModelSpec, RequestShape
+
+ARCHITECTURES: Final = {"DecoupledBertModel": "embedding"}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoupledSpec(ModelSpec):
+    """A text encoder in `groups` groups, whose decoupled layers have `parts` sub-blocks."""
+
+    groups: int = 1
+    parts: int = 1
+
+
+SPEC: Final = DecoupledSpec
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> DecoupledSpec:
+    """Return the spec of a decoupled text encoder; raises ModelError, UnsupportedModelError."""
+    head = text.task_head("embedding", config, extras, pooler=False)
+    types = config.positive("type_vocab_size", 2)
+    made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
+    groups, parts = config.positive("num_groups"), config.positive("num_parts")
+    if made.layers % groups or made.layers == groups:
+        raise ModelError(f"config.json: num_groups {groups} must divide num_hidden_layers {made.layers} and be less")
+    if made.hidden % parts:
+        raise ModelError(f"config.json: num_parts {parts} does not divide hidden_size {made.hidden}")
+    fields = {name: getattr(made, name) for name in ModelSpec.__dataclass_fields__}
+    return DecoupledSpec(**fields, groups=groups, parts=parts)
+
+
+def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of a decoupled text encoder, from the stem to the last layer."""
+    h, f = spec.hidden, spec.mlp
+    yield from text.stem_tensors(spec, ("",))
+    for here, columns in _layers(spec):
+        for part in ("query", "key", "value"):
+            yield from dense(f"{here}{part}", ("",), f"{here}{part}", columns, h)
+        yield from dense(f"{here}attention_out", ("",), f"{here}attention_out", h, columns)
+        yield from norm(f"{here}attention_norm", ("",), f"{here}attention_norm", columns)
+        yield from dense(f"{here}mlp_up", ("",), f"{here}mlp_up", columns, f)
+        yield from dense(f"{here}mlp_down", ("",), f"{here}mlp_down", f, columns)
+        yield from norm(f"{here}mlp_norm", ("",), f"{here}mlp_norm", columns)
+
+
+def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
+    """Yield (prefix of its tensors, columns) of every sub-block and original layer."""
+    depth = spec.layers // spec.groups
+    for group in range(spec.groups):
+        for j in range(depth - 1):
+            for part in range(spec.parts):
+                yield f"layers.{group * depth + j}.part.{part}.", spec.hidden // spec.parts
+        yield f"layers.{group * depth + depth - 1}.", spec.hidden
+
+
+def graph(spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
+    """Return the graph of one packed batch: ids i32 [m] -> the task's output."""
+    net = Net()
+    x = text.embed(net, spec, shape, refs)  # [m, h]
+    n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
+    for first in range(0, spec.layers, depth):
+        net.block()
+        ends = []
+        for part in range(spec.parts):
+            net.layer(first, part)
+            z = net.columns(f"{first}.{part}.in", x, SLICE, part * w, (part + 1) * w)  # [m, w]
+            for i in range(first, first + depth - 1):
+                net.layer(i, part)
+                z = post_norm(net, f"{i}.{part}.", f"layers.{i}.part.{part}.", z, n)  # [m, w]
+            ends.append(z)
+        last = first + depth - 1
+        net.layer(last)
+        x = post_norm(net, f"{last}.", f"layers.{last}.", net.join(f"{last}.in", ends, JOIN), n)  # [m, h]
+    net.block()
+    heads.add(net, spec, shape, x, refs)  # [m, h] or [B, h]
+    return net.graph()
+
+
+def reference(
+    spec: DecoupledSpec, tensors: plain.Tensors, ids: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
+    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    n, depth = Layer.of(spec, shape), spec.layers // spec.groups
+    for first in range(0, spec.layers, depth):
+        slices = np.split(x, spec.parts, axis=1)  # [m, w] each
+        for i in range(first, first + depth - 1):
+            slices = [plain.post_norm(tensors, f"layers.{i}.part.{p}.", z, n) for p, z in enumerate(slices)]
+        x = plain.post_norm(tensors, f"layers.{first + depth - 1}.", np.concatenate(slices, axis=1), n)  # [m, h]
+    return heads.plain(spec, tensors, x, shape)
+
+
+_WORDS: Final = {"hidden_act": "gelu", "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
+_SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_vocab_size": 2}
+
+KINDS: Final = {
+    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=2, num_parts=4),
+    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=2, num_parts=4),
+    "tiny-debert": kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
+}

@@ -1,0 +1,64 @@
+"""DistilBERT (Sanh et al., 2019): BERT's layers, half as many, without token types and without a pooler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from hepti_mqtt.models import text
+from hepti_mqtt.models.bert import graph, reference
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import kind
+from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.spec import ModelSpec, Task
+
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "DistilBertModel": "embedding",
+    "DistilBertForSequenceClassification": "classification",
+    "DistilBertForMaskedLM": "masked_token",
+}
+LAYER: Final = {
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "attention_out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "mlp_up": "ffn.lin1",
+    "mlp_down": "ffn.lin2",
+    "mlp_norm": "output_layer_norm",
+}
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a DistilBERT; raises ModelError, UnsupportedModelError."""
+    fill = config.activation("activation")
+    head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=False, classify="relu", fill=fill)
+    keys = text.Keys("n_layers", "dim", "n_heads", "hidden_dim", "activation")
+    return text.encoder_spec("distilbert", architecture, config, extras, head, keys=keys)
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of a DistilBERT, from the stem to the head."""
+    base, h = ("distilbert.", ""), spec.hidden
+    yield from text.stem_tensors(spec, base)
+    for i in range(spec.layers):
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"transformer.layer.{i}.", LAYER)
+    if spec.head.task == "classification":
+        yield from dense("head.pooler", ("",), "pre_classifier", h, h)
+        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+    elif spec.head.task == "masked_token":
+        yield from text.mask_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
+
+
+_TINY: Final = {"activation": "gelu", "dim": 32, "hidden_dim": 72, "initializer_range": 0.15} | {
+    "n_heads": 4, "n_layers": 3, "vocab_size": 211, "max_position_embeddings": 40,
+}  # fmt: skip
+KINDS: Final = {
+    "tiny-distilbert": kind("DistilBertModel", "distilbert", _TINY, depth="n_layers"),
+    "tiny-distilbert-classifier": kind(
+        "DistilBertForSequenceClassification", "distilbert", _TINY, depth="n_layers", labels=3
+    ),
+    "tiny-distilbert-mlm": kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
+}
+
+__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

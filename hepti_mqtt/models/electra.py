@@ -1,0 +1,53 @@
+"""ELECTRA (Clark et al., 2020): BERT's layers behind embeddings that may have fewer columns, without a pooler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from hepti_mqtt.models import text
+from hepti_mqtt.models.bert import LAYER, graph, reference
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import TINY, kind
+from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.spec import ModelSpec, Task
+
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "ElectraModel": "embedding",
+    "ElectraForSequenceClassification": "classification",
+    "ElectraForMaskedLM": "masked_token",
+}
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of an ELECTRA; raises ModelError, UnsupportedModelError."""
+    task = ARCHITECTURES[architecture]
+    # Both dense layers of its heads have gelu, whatever its layers use.
+    head = text.task_head(task, config, extras, pooler=False, classify="gelu", fill="gelu")
+    types, width = config.positive("type_vocab_size", 2), config.positive("embedding_size", 128)
+    width *= width != config.positive("hidden_size")  # no projection where they are the same
+    return text.encoder_spec("electra", architecture, config, extras, head, types=types, width=width)
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of an ELECTRA, from the stem to the head."""
+    base, h = ("electra.", ""), spec.hidden
+    yield from text.stem_tensors(spec, base, "embeddings_project")
+    for i in range(spec.layers):
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
+    if spec.head.task == "classification":
+        yield from dense("head.pooler", ("classifier.",), "dense", h, h)
+        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
+    elif spec.head.task == "masked_token":
+        parts = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
+        yield from text.mask_tensors(spec, base, *parts)
+
+
+_TINY: Final = TINY | {"embedding_size": 24, "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
+KINDS: Final = {
+    "tiny-electra": kind("ElectraModel", "electra", _TINY),
+    "tiny-electra-classifier": kind("ElectraForSequenceClassification", "electra", _TINY, embedding_size=32, labels=3),
+    "tiny-electra-mlm": kind("ElectraForMaskedLM", "electra", _TINY),
+}
+
+__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

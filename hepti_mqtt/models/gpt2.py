@@ -1,0 +1,159 @@
+"""GPT-2 (Radford et al., 2019): a decoder that norms before each block and attends to earlier tokens only.
+
+m new tokens, C rows of the cache, h hidden, a heads, d = h / a, f MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.lowering import Graph, Net, roles
+from hepti_mqtt.models import plain
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.kinds import TINY_SPREAD, kind
+from hepti_mqtt.models.tensors import TensorSource, conv1d, names, norm, table, weight
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem, needed_rows
+
+ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a GPT-2 model; raises ModelError, UnsupportedModelError."""
+    del extras
+    for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        config.only(key, value, value)
+    for key in ("add_cross_attention", "reorder_and_upcast_attn"):
+        config.only(key, False, False)
+    config.only("tie_word_embeddings", True, True)
+    hidden = config.positive("n_embd")
+    vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
+    return ModelSpec(
+        family="gpt2",
+        architecture=architecture,
+        layers=config.positive("n_layer"),
+        hidden=hidden,
+        heads=config.heads(hidden, "n_head", "n_embd"),
+        mlp=config.positive("n_inner", 4 * hidden),
+        norm_first=True,
+        activation=config.activation("activation_function"),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        max_tokens=positions,
+        head=TaskHead("generation", "last", outputs=vocab),
+        text=TextStem(vocab, positions, types=1),
+    )
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of a GPT-2 model, from the stem to the head; matrices of the layers are stored as [in, out]."""
+    assert spec.text is not None
+    h, f = spec.hidden, spec.mlp
+    base = ("transformer.", "")
+    yield table("stem.word", names(base, "wte.weight"), spec.text.vocab, h)
+    yield table("stem.position", names(base, "wpe.weight"), spec.text.positions, h)
+    for i in range(spec.layers):
+        here, stored = f"layers.{i}", f"h.{i}"
+        yield from norm(f"{here}.attention_norm", base, f"{stored}.ln_1", h)
+        yield from conv1d(f"{here}.qkv", base, f"{stored}.attn.c_attn", h, 3 * h)
+        yield from conv1d(f"{here}.attention_out", base, f"{stored}.attn.c_proj", h, h)
+        yield from norm(f"{here}.mlp_norm", base, f"{stored}.ln_2", h)
+        yield from conv1d(f"{here}.mlp_up", base, f"{stored}.mlp.c_fc", h, f)
+        yield from conv1d(f"{here}.mlp_down", base, f"{stored}.mlp.c_proj", f, h)
+    yield from norm("final_norm", base, "ln_f", h)
+    # Tied: the word embeddings are the matrix of the logits too.
+    yield weight("head.decoder.weight", ("lm_head.weight", *names(base, "wte.weight")), h, spec.text.vocab)
+
+
+def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
+    """Return the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
+    m, h, eps = shape.tokens, spec.hidden, spec.norm_eps
+    net = Net()
+    tokens = net.input("tokens", (1 + m,), "i32")
+    at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
+    ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)  # [m]
+    tables = [refs["stem.word"], refs["stem.position"]]
+    x = net.whole("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables)  # [m, h]
+    for i in range(spec.layers):
+        net.layer(i)
+        stored = f"layers.{i}."
+        u = net.norm(f"{i}.u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", eps)  # [m, h]
+        net.block()
+        qkv = net.linear(f"{i}.qkv", u, roles.QKV, {f"{stored}qkv": 3 * h})  # [m, 3h]
+        kv = net.cached(f"{i}.kv", f"{stored}kv", qkv, at, rows=shape.cache, start=h)  # [C, 2h]
+        attention = net.attention_at(f"{i}.attention", qkv, kv, at, heads=spec.heads, columns=(0, 0, h))  # [m, h]
+        out = net.linear(f"{i}.o", attention, roles.ATTENTION_OUT, {f"{stored}attention_out": h})  # [m, h]
+        y = net.add(f"{i}.y", x, out, roles.AFTER_ATTENTION)  # [m, h]
+        v = net.norm(f"{i}.v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", eps)  # [m, h]
+        up = net.linear(f"{i}.up", v, roles.MLP_UP, {f"{stored}mlp_up": spec.mlp})  # [m, f]
+        hidden = net.activation(f"{i}.g", up, roles.MLP_HIDDEN, spec.activation)  # [m, f]
+        down = net.linear(f"{i}.down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": h})  # [m, h]
+        x = net.add(f"{i}.x", y, down, roles.AFTER_MLP)  # [m, h]
+    net.block()
+    x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [1, h], or [m, h] for all hidden states
+    x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
+    if shape.want == "task":
+        net.linear("logits", x, roles.TASK, {"head.decoder": spec.head.outputs}, bias=False)  # [1, V]
+    return net.graph()
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], logits [1, V] of the next token, or the states where they are wanted).
+
+    The whole causal pass in plain NumPy, without a cache; inputs: 0, then the ids [m].
+    """
+    if inputs[0] != 0:
+        raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
+    m, eps = len(inputs) - 1, spec.norm_eps
+    x = tensors["stem.word"][inputs[1:]] + tensors["stem.position"][:m]  # [m, h]
+    for i in range(spec.layers):
+        here = f"layers.{i}."
+        u = plain.norm(tensors, f"{here}attention_norm", x, eps)  # [m, h]
+        q, k, v = np.split(plain.linear(tensors, f"{here}qkv", u), 3, axis=1)  # [m, h] each
+        attention = plain.attention(q, k, v, spec.heads, (m,), causal=True)  # [m, h]
+        x = x + plain.linear(tensors, f"{here}attention_out", attention)  # [m, h]
+        u = plain.norm(tensors, f"{here}mlp_norm", x, eps)  # [m, h]
+        hidden = plain.activate(spec.activation, plain.linear(tensors, f"{here}mlp_up", u))  # [m, f]
+        x = x + plain.linear(tensors, f"{here}mlp_down", hidden)  # [m, h]
+    x = plain.norm(tensors, "final_norm", x, eps)  # [m, h]
+    return x, x if shape.want == "hidden" else x[-1:] @ tensors["head.decoder.weight"]  # [1, V]
+
+
+_BASE: Final = {
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": 3072,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "initializer_range": 0.02,
+}
+_TINY: Final = {
+    "n_layer": 3,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_inner": 72,
+    "vocab_size": 211,
+    "n_positions": 96,
+    "initializer_range": TINY_SPREAD,
+}
+
+
+# The ends of a text are the tokenizer's [CLS] and [SEP].
+_GPT2: Final = {
+    "activation_function": "gelu_new",
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+KINDS: Final = {
+    "gpt2": kind("GPT2LMHeadModel", "gpt2", _BASE, _GPT2, depth="n_layer"),
+    "tiny-gpt2": kind("GPT2LMHeadModel", "gpt2", _TINY, _GPT2, depth="n_layer"),
+}

@@ -1,0 +1,205 @@
+"""What encoders of text share: token embeddings, names of a layer's tensors, sentence-transformers directories.
+
+m tokens, e columns of the embedding tables, h hidden, f MLP width. A spec's `text.width` is e where a dense layer takes
+embeddings to h columns, 0 where the tables have h columns themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering.roles import STEM
+from hepti_mqtt.models import plain
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import HeadActivation, ModelSpec, RequestShape, Task, TaskHead, TextStem
+
+
+class Keys(NamedTuple):
+    """What config.json calls the sizes of a family."""
+
+    layers: str = "num_hidden_layers"
+    hidden: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    mlp: str = "intermediate_size"
+    activation: str = "hidden_act"
+
+
+HUGGING_FACE: Final = Keys()  # what most families call them
+WORDS: Final = "embeddings.word_embeddings.weight"
+
+
+def encoder_spec(
+    family: str,
+    architecture: str,
+    config: Config,
+    extras: Mapping[str, Any],
+    head: TaskHead,
+    *,
+    keys: Keys = HUGGING_FACE,
+    types: int = 0,
+    offset: int = 0,
+    width: int = 0,
+) -> ModelSpec:
+    """Return the spec of an encoder of text that norms after each residual; raises ModelError, UnsupportedModelError.
+
+    types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem.
+    """
+    config.only("position_embedding_type", "absolute", "absolute")
+    config.only("is_decoder", False, False)
+    positions = config.positive("max_position_embeddings")
+    if positions <= offset:
+        raise ModelError(f"config.json: max_position_embeddings {positions} leaves no position behind offset {offset}")
+    hidden = config.positive(keys.hidden)
+    return ModelSpec(
+        family=family,
+        architecture=architecture,
+        layers=config.positive(keys.layers),
+        hidden=hidden,
+        heads=config.heads(hidden, keys.heads, keys.hidden),
+        mlp=config.positive(keys.mlp),
+        norm_first=False,
+        activation=config.activation(keys.activation),
+        norm_eps=config.number("layer_norm_eps", 1e-12),
+        max_tokens=_max_tokens(positions - offset, extras),
+        head=head,
+        text=TextStem(config.positive("vocab_size"), positions, types, offset, width),
+    )
+
+
+def stem_of(spec: ModelSpec) -> TextStem:
+    """Return the stem of a text model."""
+    assert spec.text is not None
+    return spec.text
+
+
+def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> str:
+    """Add the stem of a packed batch: ids i32 [m] -> [m, h]."""
+    stem = stem_of(spec)
+    ids = net.input("ids", (shape.tokens,), "i32")
+    parts = ("word", "position", *(("type",) if stem.types else ()), "norm.weight", "norm.bias")
+    x = net.whole(
+        "embedded",
+        (ids,),
+        STEM,
+        "embed_tokens",
+        (shape.tokens, stem.width or spec.hidden),
+        [refs[f"stem.{part}"] for part in parts],
+        lengths=shape.lengths,
+        position_offset=stem.position_offset,
+        eps=spec.norm_eps,
+    )  # [m, e]
+    return net.linear("projected", x, STEM, {"stem.projection": spec.hidden}) if stem.width else x
+
+
+def plain_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: RequestShape) -> plain.Array:
+    """Return the embeddings of token ids [m]: [m, h]."""
+    stem = stem_of(spec)
+    places = plain.places(shape.lengths) + stem.position_offset  # [m]
+    x = t["stem.word"][ids] + t["stem.position"][places]  # [m, e]
+    if stem.types:
+        x = x + t["stem.type"][0]
+    x = plain.norm(t, "stem.norm", x, spec.norm_eps)
+    return plain.linear(t, "stem.projection", x) if stem.width else x
+
+
+def stem_tensors(spec: ModelSpec, base: tuple[str, ...], projection: str = "") -> Iterator[TensorSource]:
+    """Yield the tensors of the stem; projection: what a checkpoint calls the dense layer from e to h columns."""
+    stem, e = stem_of(spec), stem_of(spec).width or spec.hidden
+    yield table("stem.word", names(base, WORDS), stem.vocab, e)
+    yield table("stem.position", names(base, "embeddings.position_embeddings.weight"), stem.positions, e)
+    if stem.types:
+        yield table("stem.type", names(base, "embeddings.token_type_embeddings.weight"), stem.types, e)
+    yield from norm("stem.norm", base, "embeddings.LayerNorm", e)
+    if stem.width:
+        yield from dense("stem.projection", base, projection, e, spec.hidden)
+
+
+def layer_tensors(
+    spec: ModelSpec, here: str, base: tuple[str, ...], stored: str, called: Mapping[str, str]
+) -> Iterator[TensorSource]:
+    """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`."""
+    h, f = spec.hidden, spec.mlp
+    sizes = {"mlp_up": (h, f), "mlp_down": (f, h)}
+    for part, name in called.items():
+        if part.endswith("_norm"):
+            yield from norm(f"{here}{part}", base, stored + name, h)
+        else:
+            yield from dense(f"{here}{part}", base, stored + name, *sizes.get(part, (h, h)))
+
+
+def mask_tensors(
+    spec: ModelSpec, base: tuple[str, ...], transform: str, transform_norm: str, decoder: str, *bias: str
+) -> Iterator[TensorSource]:
+    """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
+
+    decoder: what a checkpoint calls it; bias: other names of its bias, that go before. Tied: a checkpoint without a
+    decoder of its own uses the word embeddings, stored [V, e] like it.
+    """
+    e, vocab = stem_of(spec).width or spec.hidden, spec.head.outputs
+    yield from dense("head.transform", ("",), transform, spec.hidden, e)
+    yield from norm("head.transform_norm", ("",), transform_norm, e)
+    yield weight("head.decoder.weight", (f"{decoder}.weight", *names(base, WORDS)), e, vocab)
+    yield vector("head.decoder.bias", (*bias, f"{decoder}.bias"), vocab)
+
+
+def task_head(
+    task: Task,
+    config: Config,
+    extras: Mapping[str, Any],
+    *,
+    pooler: bool,
+    classify: HeadActivation = "tanh",
+    fill: HeadActivation = "gelu",
+) -> TaskHead:
+    """Return the head of a task.
+
+    pooler: whether the plain model has a dense layer with tanh on the first row. classify, fill: the activation of the
+    dense layer before the labels, and before the vocabulary.
+    """
+    if task == "masked_token":
+        return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill)
+    if task == "classification":
+        labels = config.labels()
+        return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels, activation=classify)
+    return _sentence_head(extras) if "modules.json" in extras else TaskHead(task, "cls", pooler=pooler)
+
+
+def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
+    """Return the positions, or what sentence-transformers cuts texts to where that is less."""
+    file = "sentence_bert_config.json"
+    if file not in extras:
+        return positions
+    return min(positions, Config(file, extras[file]).positive("max_seq_length", positions))
+
+
+def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
+    """Return the head of a sentence-transformers directory: Transformer, Pooling, and perhaps Normalize."""
+    modules = extras["modules.json"]
+    if not isinstance(modules, list) or not all(isinstance(m, Mapping) for m in modules):
+        raise ModelError("modules.json: expected a JSON list of modules; restore the file")
+    types = [str(m.get("type", "")).rpartition(".")[2] for m in modules]
+    if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0].get("path"):
+        raise UnsupportedModelError(
+            f"modules.json: modules {types} are not supported; supported: Transformer (in the directory itself), "
+            "Pooling, and then Normalize or nothing"
+        )
+    file = f"{modules[1].get('path', '')}/config.json"
+    if file not in extras:
+        raise ModelError(
+            f"{file} is missing, though modules.json names it; restore the file as the model was published"
+        )
+    pooling = Config(file, extras[file])
+    modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
+    normalize = types[-1] == "Normalize"
+    if modes == ["pooling_mode_mean_tokens"]:
+        return TaskHead("embedding", "mean", normalize=normalize)
+    if modes == ["pooling_mode_cls_token"]:
+        return TaskHead("embedding", "cls", normalize=normalize)
+    raise UnsupportedModelError(
+        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, pooling_mode_cls_token"
+    )

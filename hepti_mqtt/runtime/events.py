@@ -1,0 +1,80 @@
+"""What a device's session is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import Weight
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.frames import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class MessageIn:
+    """A control message from the planner."""
+
+    message: messages.Message
+
+
+@dataclass(frozen=True, slots=True)
+class FrameIn:
+    """A frame: a request from the planner, or activations from a peer."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The shell has made the weights of an epoch resident."""
+
+    model: str
+    epoch: Epoch
+    weights: Mapping[WeightRef, Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """The shell has some of the tiles."""
+
+    model: str
+    epoch: Epoch
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The shell could not make the weights resident."""
+
+    model: str
+    epoch: Epoch
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    """Every SUBACK of an epoch's filters is in."""
+
+    model: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLost:
+    """The planner restarted: its boot counter changed, so everything of the earlier boot is void."""
+
+    boot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What the planner said may have passed us by: the connection was away, or the broker has published our will."""
+
+    why: str
+
+
+WorkerEvent = MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | PlannerLost | Doubt

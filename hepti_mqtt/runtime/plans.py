@@ -1,0 +1,297 @@
+"""A model's plans: one table of states, from the wish for a search to the release of what it found.
+
+    wanted -> searching -> preparing -> active -> retiring -> gone
+
+A plan that does not fit beside the old one is `swapping` until that one is gone. A plan under which a run never ended
+is `suspect`: it gets no more requests, but its weights stay until another plan takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision
+from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.states import Machine, Story, Table
+
+PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
+PlanEvent = Literal[
+    "want",  # a device came or went, a measurement drifted, somebody pinned something, ...
+    "search",
+    "found",
+    "kept",  # what runs is as good
+    "no plan",
+    "outdated",  # something changed while the search ran
+    "ready",  # on every device
+    "lacks memory",  # beside the old plan
+    "room",  # the old plan is gone
+    "refused",
+    "silent",
+    "lost",  # one of its devices
+    "overdue",
+    "replaced",
+    "make room",  # for a plan that does not fit beside it
+    "idle",  # its last run has ended
+]
+
+PLANS: Final[Table[PlanState, PlanEvent]] = Table(
+    name="plan",
+    states=get_args(PlanState),
+    first=("want", "wanted"),
+    steps={
+        "wanted": {"want": "wanted", "search": "searching"},
+        "searching": {"found": "preparing", "kept": "gone", "no plan": "gone", "outdated": "gone"},
+        "preparing": {
+            "ready": "active",
+            "lacks memory": "swapping",
+            "refused": "gone",
+            "silent": "gone",
+            "lost": "gone",
+        },
+        "swapping": {"room": "preparing", "lost": "gone"},
+        "active": {"overdue": "suspect", "replaced": "retiring", "make room": "retiring", "lost": "retiring"},
+        "suspect": {"no plan": "retiring", "replaced": "retiring", "make room": "retiring", "lost": "retiring"},
+        "retiring": {"idle": "gone"},
+        "gone": {},
+    },
+    safe={
+        "wanted": "gone",
+        "searching": "gone",
+        "preparing": "retiring",  # devices may hold something of it, so it is released
+        "swapping": "retiring",
+        "active": "retiring",
+        "suspect": "retiring",
+        "retiring": "retiring",
+        "gone": "gone",
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A search that is wanted or runs.
+
+    pins: what the plan must keep to. due_s: when it may begin. forced: what it finds is taken even if it is no faster
+    than what runs. ticket: of the running search.
+    """
+
+    pins: Pins
+    due_s: float
+    forced: bool
+    state: PlanState
+    ticket: int = 0
+    epoch: Epoch | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PlanRecord:
+    """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
+
+    decision: the search's, from which it came. pins: those of the search; a plan that a later search found as good
+    takes over that search's. txn: of its Prepare. waiting: devices that are not ready. progress: (bytes there, bytes in
+    all) of the weights, by device; shown_s: when that was last published.
+    """
+
+    plan: Plan
+    decision: Decision
+    pins: Pins
+    txn: int
+    progress_s: float
+    state: PlanState
+    waiting: set[str] = field(default_factory=set)
+    asked_s: float = float("-inf")
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shown_s: float = float("-inf")
+
+    @property
+    def epoch(self) -> Epoch:
+        """Return the epoch under which its requests run."""
+        return self.plan.epoch
+
+    def heard_s(self) -> float:
+        """Return when there was last an exchange with the devices."""
+        return max(self.asked_s, self.progress_s)
+
+
+class Plans:
+    """All plans of one model, and the only place where their states change.
+
+    pinned: what the planner's user fixed; searches keep to it until a request asks for something else. At most one plan
+    each is wanted, searching, on its way (preparing or swapping), and in use (active or suspect).
+    """
+
+    def __init__(self, model: str, pinned: Pins, counters: Counter[str]) -> None:
+        self.model, self.pinned = model, pinned
+        self.story = Story(f"plans of {model}")
+        self._machine = Machine(PLANS, self.story, counters)
+        self._searches: list[Search] = []
+        self._records: list[PlanRecord] = []
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> Search | None:
+        """Return the search that has not begun."""
+        return next((s for s in self._searches if s.state == "wanted"), None)
+
+    @property
+    def searching(self) -> Search | None:
+        """Return the search that runs."""
+        return next((s for s in self._searches if s.state == "searching"), None)
+
+    @property
+    def preparing(self) -> PlanRecord | None:
+        """Return the plan on its way, also one that waits until the old plan is gone."""
+        return self._first("preparing", "swapping")
+
+    @property
+    def active(self) -> PlanRecord | None:
+        """Return the plan that requests are dispatched under."""
+        return self._first("active")
+
+    @property
+    def standing(self) -> PlanRecord | None:
+        """Return the plan that the next one takes the place of: active or suspect."""
+        return self._first("active", "suspect")
+
+    @property
+    def retiring(self) -> list[PlanRecord]:
+        """Return the plans that end with their last run, in the order of their epochs."""
+        return [r for r in self._records if r.state == "retiring"]
+
+    @property
+    def pins(self) -> Pins:
+        """Return what plans must keep to now: the pins of the latest search or plan, else the planner's user's."""
+        latest = self.wanted or self.searching or self.preparing or self.standing
+        return self.pinned if latest is None else latest.pins
+
+    @property
+    def serving(self) -> list[PlanRecord]:
+        """Return the plans that may have runs: the standing one, then those that end with their last run."""
+        standing = self.standing
+        return [*([] if standing is None else [standing]), *self.retiring]
+
+    def busy(self) -> bool:
+        """Return whether a plan is wanted, searched for or on its way."""
+        return bool(self._searches) or self.preparing is not None
+
+    def hopeful(self) -> bool:
+        """Return whether there is a plan, or will be an answer whether there is one."""
+        return self.busy() or self.active is not None
+
+    # -- searches -------------------------------------------------------------------------------------------------
+
+    def want(self, due_s: float, now: float, why: str, *, pins: Pins | None = None, forced: bool = False) -> None:
+        """Want a search from a time on; one that runs already is outdated by it."""
+        wanted, running = self.wanted, self.searching
+        if wanted is None:
+            state = self._machine.begin(self.model, now, why)
+            wanted = Search(self.pins, due_s, running is not None and running.forced, state)
+            self._searches.append(wanted)
+        else:
+            self._step_search(wanted, "want", now, why)
+        wanted.due_s, wanted.forced = due_s, wanted.forced or forced
+        if pins is not None:
+            wanted.pins = pins
+
+    def search(self, ticket: int, epoch: Epoch, now: float) -> None:
+        """The wanted search begins, for a plan of this epoch."""
+        search = self.wanted
+        assert search is not None
+        search.ticket, search.epoch = ticket, epoch
+        self._step_search(search, "search", now, "")
+
+    def ended(self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = "") -> None:
+        """A search ends without a new plan; one that found what runs as good leaves it its pins."""
+        if event == "kept" and (active := self.active) is not None:
+            active.pins = search.pins
+        self._step_search(search, event, now, why)
+
+    def found(self, search: Search, decision: Decision, txn: int, now: float) -> None:
+        """A search has found a plan, which is to be prepared under this transaction."""
+        plan = decision.chosen.plan
+        self._step_search(search, "found", now, plan.reason)
+        if search.state != "preparing":
+            return
+        self._searches.remove(search)
+        waiting = set(plan.devices)
+        self._records.append(PlanRecord(plan, decision, search.pins, txn, now, search.state, waiting))
+
+    # -- plans ----------------------------------------------------------------------------------------------------
+
+    def ready(self, record: PlanRecord, now: float) -> None:
+        """Every device is ready: the plan becomes active and takes the place of the one before."""
+        old = self.standing
+        self._step(record, "ready", now)
+        if old is not None and record.state == "active":
+            self._step(old, "replaced", now, f"by {record.epoch}")
+
+    def lacks_memory(self, record: PlanRecord, plan: Plan, txn: int, now: float, why: str) -> None:
+        """A plan does not fit beside the old one, which retires; then this one is prepared again, as a new epoch."""
+        self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.epoch}")
+        if record.state != "swapping":
+            return
+        record.plan, record.txn, record.waiting, record.progress_s = plan, txn, set(plan.devices), now
+        record.progress, record.asked_s = {}, float("-inf")
+        if (old := self.standing) is not None:
+            self._step(old, "make room", now, f"for {plan.epoch}")
+
+    def room(self, record: PlanRecord, now: float) -> None:
+        """The old plan is gone, so a plan that was swapping may be prepared."""
+        self._step(record, "room", now)
+        record.progress_s = now
+
+    def give_up(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
+        """A plan on its way will not come."""
+        self._step(record, event, now, why)
+
+    def suspect(self, record: PlanRecord, now: float, why: str) -> None:
+        """A run under the active plan never ended."""
+        self._step(record, "overdue", now, why)
+
+    def retire(self, record: PlanRecord, event: Literal["lost", "no plan"], now: float, why: str) -> None:
+        """A plan ends as soon as its runs have; one that is retiring already goes on with that."""
+        if record.state != "retiring":
+            self._step(record, event, now, why)
+
+    def idle(self, record: PlanRecord, now: float) -> None:
+        """The last run of a retiring plan has ended."""
+        self._step(record, "idle", now)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        states = Counter[str](s.state for s in self._searches) + Counter[str](r.state for r in self._records)
+        assert states["wanted"] <= 1
+        assert states["searching"] + states["preparing"] + states["swapping"] <= 1
+        assert states["active"] + states["suspect"] <= 1
+        assert not states["gone"]
+        assert len({r.epoch for r in self._records}) == len(self._records)
+        assert all(r.state != "preparing" or r.waiting for r in self._records)
+
+    def _first(self, *states: PlanState) -> PlanRecord | None:
+        return next((r for r in self._records if r.state in states), None)
+
+    def _step_search(self, search: Search, event: PlanEvent, now: float, why: str) -> None:
+        subject = self.model if search.epoch is None else f"{self.model} {search.epoch}"
+        legal = PLANS.after(search.state, event) is not None
+        search.state = self._machine.step(subject, search.state, event, now, why)
+        if search.state == "gone":
+            self._searches.remove(search)
+        if not legal:
+            self._recover(now)
+
+    def _step(self, record: PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
+        legal = PLANS.after(record.state, event) is not None
+        record.state = self._machine.step(f"{self.model} {record.epoch}", record.state, event, now, why)
+        if record.state == "gone":
+            self._records.remove(record)
+        if not legal:
+            self._recover(now)
+
+    def _recover(self, now: float) -> None:
+        """Look for a new plan after an illegal step, which has put one aside that may have been the only one."""
+        self.want(now, now, "after an illegal step", forced=True)

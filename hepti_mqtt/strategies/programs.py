@@ -1,0 +1,137 @@
+"""Plans to Programs: the table of a plan's method over the graph of a request, then the passes over its Programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.lowering import Lowered
+from hepti_mqtt.lowering.roles import TASK
+from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.method import Division, frame
+from hepti_mqtt.strategies.narrow import narrow
+from hepti_mqtt.strategies.registry import STRATEGIES
+from hepti_mqtt.strategies.storage import store, stored
+
+LOWERED: Final = 32  # graphs under tables that are kept
+
+
+class _Divided:
+    """A plan as a key of what it divides: only what its Programs depend on."""
+
+    __slots__ = ("key", "plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.key = (
+            plan.strategy,
+            tuple(plan.options.items()),
+            plan.devices,
+            plan.head,
+            tuple(plan.weights.items()),
+            tuple(plan.ranges.items()),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Divided) and self.key == other.key
+
+
+def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
+    """Return what a request becomes under a plan, for all of its devices; the last ones are kept.
+
+    Raises KeyError for an unknown strategy, ValueError for shares that do not fit the model.
+    """
+    return _lowered(spec, _Divided(plan), shape)
+
+
+@lru_cache(maxsize=LOWERED)
+def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
+    division = Division(graph(spec, shape), divided.plan)
+    table = STRATEGIES[divided.plan.strategy].table(division).over(frame(division))
+    return Lowered(division.graph, table, divided.plan.devices)
+
+
+def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
+    """Return the Program of one device under `plan`; raises as `lowered` does."""
+    return passes(lowered(spec, plan, shape).program(device), plan)
+
+
+def passes(program: Program, plan: Plan) -> Program:
+    """Return a Program with the plan's wire and storage."""
+    narrowed = narrow(program, plan.wire)
+    return narrowed if plan.storage == "f32" else store(narrowed, plan.storage)
+
+
+def programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
+    """Return the Programs of all devices of `plan`."""
+    return {device: program(spec, plan, shape, device) for device in plan.devices}
+
+
+def short_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
+    """Return the Programs of all devices with equal layers once; `Lowered.repeated` says for how many one stands."""
+    made = lowered(spec, plan, shape)
+    return {device: passes(made.short(device), plan) for device in plan.devices}
+
+
+def make_plan(spec: Spec, template: Plan, strategy: str, options: Mapping[str, str], weights: Sequence[float]) -> Plan:
+    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `weights`."""
+    by_length, ranges = STRATEGIES[strategy].divide(graph(spec, largest_shape(spec)), options, weights)
+    return Plan(
+        model=template.model,
+        epoch=template.epoch,
+        strategy=strategy,
+        devices=template.devices,
+        head=template.head,
+        options=options,
+        weights=by_length,
+        ranges=ranges,
+        wire=template.wire,
+        storage=template.storage,
+        route=template.route,
+    )
+
+
+def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
+    """Yield the Programs of the longest request: for all hidden states, and for the task where the device has a part.
+
+    What else a device does for the task it does for all hidden states too.
+    """
+    task, hidden = (lowered(spec, plan, shape) for shape in largest_shapes(spec))
+    if task.holds(device, TASK):
+        yield task
+    yield hidden
+
+
+def widest(plan: Plan) -> Plan:
+    """Return the plan whose Programs use every weight and hear every peer that any request's Programs do.
+
+    Shares by length are equal wherever a device has one, so that rounding cannot hide a device's part.
+    """
+    return replace(plan, weights={k: tuple(float(w > 0) for w in weights) for k, weights in plan.weights.items()})
+
+
+def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
+    """Return every weight range that any request's Program of this device uses: what the loader must hold."""
+    refs = dict.fromkeys(ref for made in largest(spec, widest(plan), device) for ref in made.refs(device))
+    return tuple(stored(ref, plan.storage) for ref in refs)
+
+
+def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
+    """Return every device that any request's Program of this device hears."""
+    found = (made.short(device).sources() for made in largest(spec, widest(plan), device))
+    return frozenset(source for sources in found for source in sources) - {PLANNER}
+
+
+def largest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:
+    """Return the longest request, for the task and for all hidden states."""
+    shape = largest_shape(spec)
+    return shape, replace(shape, want="hidden")

@@ -1,0 +1,102 @@
+"""Options of agents and planners: what is written is what is read, whoever reads it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.cli.parser import build
+from hepti_mqtt.config import Settings
+from hepti_mqtt.config.options import (
+    AgentOptions,
+    PinOptions,
+    PlannerOptions,
+    add_site,
+    settings_of,
+    site_arguments,
+)
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.plan import Storage, WireDtype
+
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
+SIZES = st.sampled_from(["400MiB", "2GB", "123", "0"])
+PATHS = st.sampled_from([Path("/models/x"), Path("here"), Path("with space/a=b")])
+AGENTS = st.builds(
+    AgentOptions,
+    device=NAMES,
+    threads=st.none() | st.integers(1, 64),
+    memory=st.none() | SIZES,
+    cache=st.none() | PATHS,
+    cache_size=st.none() | SIZES,
+    retry=st.booleans(),
+    hold=st.booleans(),
+)
+PINS = st.builds(
+    PinOptions,
+    strategy=st.none() | NAMES,
+    variant=st.none() | NAMES,
+    devices=st.none() | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
+    wire=st.none() | st.sampled_from(get_args(WireDtype)),
+    weights=st.none() | st.sampled_from(get_args(Storage)),
+)
+PLANNERS = st.builds(
+    PlannerOptions,
+    models=st.dictionaries(NAMES, PATHS, min_size=1, max_size=3),
+    pins=PINS,
+    in_flight=st.integers(1, 9),
+    broker_mbit=st.none() | st.floats(0.5, 1e4),
+)
+
+
+def parsed(kind, arguments):
+    """Return what the short parser of `python -m` and that of `hepti` read; they agree."""
+    parser = argparse.ArgumentParser()
+    kind.add(parser)
+    command = "agent" if kind is AgentOptions else "planner"
+    one, other = kind.of(parser.parse_args(arguments)), kind.of(build().parse_args([command, *arguments]))
+    assert one == other
+    return one
+
+
+@given(AGENTS)
+def test_an_agents_options_come_back_from_their_arguments(options):
+    assert parsed(AgentOptions, options.arguments()) == options
+
+
+@given(PLANNERS)
+def test_a_planners_options_come_back_from_their_arguments(options):
+    assert parsed(PlannerOptions, options.arguments()) == options
+
+
+def test_what_is_not_said_is_left_to_the_program():
+    assert AgentOptions("a").arguments() == ["--id", "a"]
+    assert PlannerOptions({"m": "d"}).arguments() == ["--model", "m=d"]
+    assert site_arguments(Settings(None)) == ["--site", "home"]
+
+
+def test_broker_and_site_come_back_from_their_arguments():
+    parser = argparse.ArgumentParser()
+    add_site(parser)
+    settings = Settings("mqtt://somewhere:1", "attic")
+    assert settings_of(parser.parse_args(site_arguments(settings))) == settings
+
+
+def test_pins_are_those_that_the_planner_takes():
+    pins = PinOptions("row", "kv", ("a", "b"), None, "f16").pins()
+    assert (pins.strategy, pins.options, pins.devices) == ("row", {"variant": "kv"}, ("a", "b"))
+    assert (pins.wire, pins.storage) == ("f32", "f16")
+
+
+def test_a_model_that_is_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="m is given twice"):
+        parsed(PlannerOptions, ["--model", "m=a", "--model", "m=b"])
+
+
+def test_without_a_broker_the_error_says_how_to_name_one():
+    with pytest.raises(ConfigError, match="HEPTI_BROKER"):
+        Settings(None).require_broker()

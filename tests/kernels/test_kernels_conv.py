@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_support import Case, array
+
+from hepti_mqtt.kernels import conv
+from hepti_mqtt.work import Work
+
+WINDOWS = {
+    "height": st.integers(0, 9),
+    "width": st.integers(0, 9),
+    "kernel": st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    "stride": st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    "pad": st.tuples(*[st.integers(0, 5)] * 4),
+}
+
+
+def patches(height, width, kernel, stride, pad):
+    """Return how many patches fit in (rows, columns)."""
+    (ky, kx), (sy, sx), (top, left, bottom, right) = kernel, stride, pad
+    return max(0, (height + top + bottom - ky) // sy + 1), max(0, (width + left + right - kx) // sx + 1)
+
+
+def conv2d(x, weight, *, kernel, stride=(1, 1), pad=(0, 0, 0, 0), activation=None, bias=None, residual=False):
+    y, across = patches(*x.shape[:2], kernel, stride, pad)
+    out = (y, across, weight.shape[1])
+    weights = [weight] if bias is None else [weight, bias]
+    attrs = {"kernel": kernel, "stride": stride, "pad": pad, "activation": activation, "bias": bias is not None}
+    reads = [x, array(*out)] if residual else [x]
+    return Case("conv2d", reads, [out], weights, packed=1, residual=residual, **attrs)
+
+
+def pool2d(x, kernel, stride, pad):
+    out = (*patches(*x.shape[:2], kernel, stride, pad), x.shape[2])
+    return Case("max_pool2d", [x], [out], kernel=kernel, stride=stride, pad=pad)
+
+
+@given(**WINDOWS, channels=st.integers(0, 5), n=st.integers(0, 40), bias=st.booleans(), residual=st.booleans())
+def test_conv2d(height, width, kernel, stride, pad, channels, n, bias, residual):
+    x, weight = array(height, width, channels), array(kernel[0] * kernel[1] * channels, n)
+    bias = array(n) if bias else None
+    conv2d(x, weight, kernel=kernel, stride=stride, pad=pad, bias=bias, residual=residual).check()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu", "tanh", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_is_fused_is_what_linear_fuses(activation, residual):
+    x, weight, bias = array(7, 9, 6), array(54, 40), array(40)
+    case = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4, activation=activation, bias=bias, residual=residual)
+    got = case.check()[0]
+    plain = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4, bias=bias).run()[0].reshape(63, 40)
+    eye = Case(
+        "linear",
+        [plain, *(r.reshape(63, 40) for r in case.reads[1:])],
+        [(63, 40)],
+        [np.eye(40, dtype="f4")],
+        packed=1,
+        activation=activation,
+        bias=False,
+        residual=residual,
+    )
+    np.testing.assert_array_equal(got.reshape(63, 40), eye.run()[0])
+
+
+def test_conv2d_is_the_sum_over_a_window_written_out():
+    x, weight, (top, left, bottom, right), (sy, sx) = array(6, 5, 3), array(2 * 3 * 3, 4), (1, 2, 0, 1), (2, 1)
+    got = conv2d(x, weight, kernel=(2, 3), stride=(sy, sx), pad=(top, left, bottom, right)).run()[0]
+    want = np.zeros((3, 6, 4))
+    for y, column, i, j, c in np.ndindex(3, 6, 2, 3, 3):
+        row, at = y * sy + i - top, column * sx + j - left
+        if 0 <= row < 6 and 0 <= at < 5:
+            want[y, column] += np.float64(x[row, at, c]) * weight[(i * 3 + j) * 3 + c]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
+def test_rows_of_a_map_with_their_halo_have_the_bits_of_the_whole(kernel):
+    x, weight = array(30, 11, 16), array(kernel[0] * kernel[1] * 16, 40)
+    pad = (kernel[0] // 2, 0, kernel[0] // 2, 1)
+    whole = conv2d(x, weight, kernel=kernel, pad=pad).run()[0]
+    for first, stop in ((0, 7), (7, 29), (29, 30)):
+        top, bottom = max(first - pad[0], 0), min(stop + pad[2], 30)
+        halo = (top - (first - pad[0]), 0, (stop + pad[2]) - bottom, 1)
+        part = conv2d(np.ascontiguousarray(x[top:bottom]), weight, kernel=kernel, pad=halo).run()[0]
+        np.testing.assert_array_equal(part, whole[first:stop])
+
+
+@pytest.mark.parametrize("limit", [1, 60, 4000, 1 << 20])
+def test_blocks_of_any_size_give_the_same_bits(limit, monkeypatch):
+    x, weight, bias = array(13, 17, 8), array(72, 33), array(33)
+    case = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4, activation="relu", bias=bias, residual=True)
+    whole = case.check()[0]
+    monkeypatch.setattr(conv, "_PATCHES", limit)
+    monkeypatch.setattr(conv, "_LEAST_PIXELS", 1)
+    np.testing.assert_array_equal(case.run()[0], whole)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
+def test_any_number_of_threads_gives_the_same_bits(kernel):
+    x, weight = array(40, 40, 32), array(kernel[0] * kernel[1] * 32, 70)
+    case = conv2d(x, weight, kernel=kernel, pad=(0, 0, 0, 0), activation="relu", residual=True)
+    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+    case = pool2d(x, (5, 5), (1, 1), (2,) * 4)
+    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_the_patches_that_have_it(value):
+    x, weight = array(8, 8, 3), np.abs(array(27, 5))
+    x[4, 4, 1] = value
+    got = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4).check()[0]
+    hit = ~np.isfinite(got).all(axis=2)
+    assert hit[3:6, 3:6].all()
+    assert hit.sum() == 9
+
+
+@given(**WINDOWS, channels=st.integers(0, 40))
+def test_max_pool2d(height, width, kernel, stride, pad, channels):
+    case = pool2d(array(height, width, channels), kernel, stride, pad)
+    got = case.run()[0]
+    if got.size:
+        np.testing.assert_array_equal(got, case.reference()[0])
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_nan_is_the_largest_value_and_infinity_the_next(place):
+    x = array(3, 3, 20)
+    x[place // 3, place % 3] = np.nan
+    x[1, 1, 0] = np.inf
+    case = pool2d(x, (2, 2), (1, 1), (1,) * 4)
+    np.testing.assert_array_equal(case.run()[0], case.reference()[0])
+
+
+@given(height=st.integers(0, 9), width=st.integers(0, 9), channels=st.integers(0, 40))
+def test_mean_pool(height, width, channels):
+    Case("mean_pool", [array(height, width, channels)], [(1, channels)]).check()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_mean_does_not_hide_what_is_not_finite(value):
+    x = array(4, 4, 3)
+    x[2, 1, 1] = value
+    got = Case("mean_pool", [x], [(1, 3)]).check()[0]
+    assert np.isfinite(got[0, [0, 2]]).all()
+
+
+def test_ops_that_do_not_fit_are_refused():
+    x, weight = array(6, 5, 3), array(27, 4)
+    good = {"kernel": (3, 3), "stride": (1, 1), "pad": (0,) * 4, "activation": None, "bias": False, "residual": False}
+    for change, message in (
+        ({"kernel": (3, 0)}, "must be >= 1"),
+        ({"stride": (0, 1)}, "must be >= 1"),
+        ({"pad": (0, -1, 0, 0)}, "must be >= 0"),
+        ({"pad": (1, 0, 0, 0)}, "should be"),
+        ({"kernel": (3, 2), "pad": (0, 0, 0, -1)}, "must be >= 0"),
+        ({"activation": "silu_gate"}, "activation 'silu_gate' is not in"),
+        ({"bias": True}, "needs 2 weights, got 1"),
+        ({"residual": True}, "must read 2 slots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case("conv2d", [x], [(4, 3, 4)], [weight], packed=1, **{**good, **change}).run()
+    with pytest.raises(ValueError, match=r"weight \(27, 4\) should be \(27, 5\)"):
+        Case("conv2d", [x], [(4, 3, 5)], [weight], packed=1, **good).run()
+    with pytest.raises(ValueError, match="needs a packed f32 matrix"):
+        Case("conv2d", [x], [(4, 3, 4)], [weight], **good).run()
+    with pytest.raises(ValueError, match="3 dimensions"):
+        Case("conv2d", [array(30, 3)], [(4, 3, 4)], [weight], packed=1, **good).run()
+    window = {"kernel": (2, 2), "stride": (2, 2), "pad": (0,) * 4}
+    with pytest.raises(ValueError, match="as many channels as it reads, 3"):
+        Case("max_pool2d", [x], [(3, 2, 4)], **window).run()
+    with pytest.raises(ValueError, match="3 dimensions"):
+        Case("mean_pool", [array(6, 5)], [(1, 5)]).run()
+
+
+def test_work_is_that_of_the_product():
+    case = conv2d(array(6, 5, 3), array(27, 4), kernel=(3, 3))
+    assert case.kernel.work(case.op, case.slots) == Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4)
+    case = pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4)
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 3 * (24 + 6))

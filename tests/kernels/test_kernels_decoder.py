@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_support import Case, array, poisoned, pool
+
+from hepti_mqtt.work import Work
+
+
+def at(value):
+    return np.asarray([value], np.int32)
+
+
+def embed_at(ids, first, word, position):
+    return Case("embed_at", [np.asarray(ids, np.int32), at(first)], [(len(ids), word.shape[-1])], [word, position])
+
+
+def append_rows(state, new, first):
+    return Case("append_rows", [state, new, at(first)], [state.shape])
+
+
+def attention_at(q, kv, first, heads, d, **attrs):
+    columns = {"q_column": 2, "k_column": kv.shape[1] // 2, "v_column": 1}
+    attrs = {**columns, "heads": heads, "head_dim": d, "scale": d**-0.5, **attrs}
+    return Case("attention_at", [q, kv, at(first)], [(len(q), heads * d)], **attrs)
+
+
+def queries_and_cache(m, capacity, heads, d):
+    return array(m, heads * d + 3), array(capacity, 2 * heads * d + 5)
+
+
+@given(m=st.integers(0, 9), h=st.integers(0, 70), places=st.integers(9, 20), data=st.data())
+def test_embed_at(m, h, places, data):
+    ids = data.draw(st.lists(st.integers(0, 6), min_size=m, max_size=m))
+    first = data.draw(st.integers(0, places - m))
+    word, position = array(7, h), array(places, h)
+    got = embed_at(ids, first, word, position).check()[0]
+    np.testing.assert_array_equal(got, word[ids] + position[first : first + m])
+
+
+def test_tables_of_one_row():
+    word, position = array(1, 5), array(1, 5)
+    np.testing.assert_array_equal(embed_at([0], 0, word, position).check()[0], word + position)
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "message"),
+    [
+        ([3, 7], 0, r"token id 7 is outside the vocabulary 0\.\.6"),
+        ([-1], 0, r"token id -1 is outside the vocabulary 0\.\.6"),
+        ([1, 2], 8, r"rows 8\.\.10 do not lie in the 9 positions of the model"),
+        ([1], -1, r"rows -1\.\.0 do not lie in the 9 positions of the model"),
+    ],
+)
+def test_ids_and_positions_that_the_model_has_not_are_refused_before_anything_is_written(ids, first, message):
+    case = embed_at(ids, first, array(7, 4), array(9, 4))
+    with pool(1) as workers:
+        run, out = case.kernel.checked(case.op, case.slots, case.weights, workers), poisoned(case.slots[2])
+        with pytest.raises(ValueError, match=message):
+            run(case.reads, [out])
+    np.testing.assert_array_equal(out, poisoned(case.slots[2]))
+
+
+@given(m=st.integers(0, 9), w=st.integers(0, 20), capacity=st.integers(9, 20), data=st.data())
+def test_append_rows(m, w, capacity, data):
+    state, new = array(capacity, w), array(m, w)
+    first = data.draw(st.integers(0, capacity - m))
+    case = append_rows(state, new, first)
+    want = np.concatenate([state[:first], new, state[first + m :]])
+    np.testing.assert_array_equal(case.run()[0], want)
+    np.testing.assert_array_equal(case.reference()[0], want)
+
+
+def run_in_place(case, writes):
+    with pool(1) as workers:
+        case.kernel.checked(case.op, case.slots, case.weights, workers)(case.reads, writes)
+
+
+def test_rows_are_appended_in_place_and_others_are_not_touched():
+    state, new = np.full((9, 4), np.nan, np.float32), array(2, 4)
+    address = state.ctypes.data
+    for writes in ([state], [state[:]]):
+        run_in_place(append_rows(state, new, 5), writes)
+        np.testing.assert_array_equal(state[5:7], new)
+        assert np.isnan(np.delete(state, (5, 6), axis=0)).all()
+    assert state.ctypes.data == address
+
+
+def test_what_overlaps_the_state_without_being_it_is_refused():
+    memory, new = array(12, 4), array(2, 4)
+    with pytest.raises(ValueError, match="overlaps another array"):
+        run_in_place(append_rows(memory[:9], new, 0), [memory[1:10]])
+    case = append_rows(array(2, 4), new, 0)
+    with pytest.raises(ValueError, match="overlaps another array"):
+        run_in_place(case, [new])
+    alias = append_rows(new, new, 0)
+    with pytest.raises(ValueError, match="overlaps another array"):
+        run_in_place(alias, [new])
+
+
+@pytest.mark.parametrize("first", [-1, 8, 9, 1 << 30])
+def test_rows_that_do_not_fit_into_the_cache_are_refused(first):
+    state = array(9, 4)
+    before = state.copy()
+    with pytest.raises(ValueError, match="do not lie in the 9 rows of the cache"):
+        run_in_place(append_rows(state, array(2, 4), first), [state])
+    np.testing.assert_array_equal(state, before)
+    q, kv = queries_and_cache(2, 9, 1, 4)
+    with pytest.raises(ValueError, match="do not lie in the 9 rows of the cache"):
+        attention_at(q, kv, first, 1, 4).run()
+
+
+@given(
+    m=st.integers(0, 40),
+    heads=st.integers(0, 3),
+    d=st.sampled_from([1, 2, 7, 16, 32, 64]),
+    before=st.integers(0, 50),
+    after=st.integers(0, 5),
+)
+def test_attention_at(m, heads, d, before, after):
+    q, kv = queries_and_cache(m, before + m + after, heads, d)
+    attention_at(q, kv, before, heads, d).check()
+
+
+@pytest.mark.parametrize("first", [0, 1, 255, 256, 300])
+@pytest.mark.parametrize("m", [1, 2, 7, 130])
+def test_many_queries_and_blocks_of_keys(m, first):
+    q, kv = queries_and_cache(m, 430, 2, 32)
+    attention_at(q, kv, first, 2, 32).check()
+
+
+def test_one_binding_serves_every_position():
+    q, kv = queries_and_cache(3, 60, 2, 8)
+    case = attention_at(q, kv, 0, 2, 8)
+    with pool(2) as workers:
+        run = case.kernel.checked(case.op, case.slots, (), workers)
+        for first in (0, 57, 3, 30, 0):
+            case.reads[2][0] = first
+            out = poisoned(case.slots[3])
+            run(case.reads, [out])
+            np.testing.assert_allclose(out, case.reference()[0], rtol=2e-5, atol=2e-5)
+
+
+def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():
+    q, kv = queries_and_cache(70, 70, 2, 16)
+    whole = attention_at(q, kv, 0, 2, 16).run()[0]
+    for first, stop in ((0, 1), (1, 2), (2, 40), (40, 69), (69, 70)):
+        part = attention_at(q[first:stop], kv, first, 2, 16).run()[0]
+        np.testing.assert_allclose(part, whole[first:stop], rtol=2e-5, atol=2e-5)
+    attrs = attention_at(q, kv, 0, 2, 16).op.attrs
+    rows = {"q_rows": range(70), "k_rows": ((0, 70),), "lengths": (70,), "causal": True}
+    np.testing.assert_array_equal(Case("attention", [q, kv], [(70, 32)], **attrs, **rows).run()[0], whole)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("m", [1, 20])
+def test_rows_that_are_not_in_the_cache_yet_are_not_seen(m, value):
+    q, kv = queries_and_cache(m, 60, 2, 8)
+    kv[30 + m :] = value
+    got = attention_at(q, kv, 30, 2, 8).check()[0]
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("column", [3, 22])
+def test_a_query_does_not_see_what_is_not_finite_after_it(column):
+    q, kv = queries_and_cache(20, 60, 2, 8)
+    kv[40, column] = np.nan
+    got = attention_at(q, kv, 30, 2, 8).check()[0]
+    assert np.isfinite(got[:10]).all()
+    assert np.isnan(got[10:]).any(axis=1).all()
+
+
+def test_heads_that_share_keys():
+    d, share, groups = 8, 3, 2
+    q, kv = array(5, share * groups * d + 3), array(30, 2 * groups * d + 5)
+    case = attention_at(q, kv, 20, share * groups, d, kv_heads=groups)
+    case.check()
+
+
+@pytest.mark.parametrize("m", [1, 200])
+def test_any_number_of_threads_gives_the_same_bits(m):
+    q, kv = queries_and_cache(m, 1200, 8, 64)
+    case = attention_at(q, kv, 1000, 8, 64)
+    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+def test_ops_that_do_not_fit_are_refused():
+    q, kv = queries_and_cache(2, 9, 1, 4)
+    with pytest.raises(ValueError, match="k_column leaves no room"):
+        attention_at(q, kv, 0, 1, 4, k_column=10).run()
+    with pytest.raises(ValueError, match="cannot share"):
+        attention_at(array(2, 15), array(9, 30), 0, 3, 4, kv_heads=2).run()
+    with pytest.raises(ValueError, match="must read"):
+        Case("append_rows", [kv, kv, array(1)], [kv.shape]).run()
+    with pytest.raises(ValueError, match="should be"):
+        Case("append_rows", [kv, kv, np.zeros(2, np.int32)], [kv.shape]).run()
+    with pytest.raises(ValueError, match="should be"):
+        append_rows(kv, q, 0).run()
+    with pytest.raises(ValueError, match="must read 3 slots"):
+        Case("append_rows", [kv, at(0)], [kv.shape]).run()
+    with pytest.raises(ValueError, match="slots must be matrices, ids a vector"):
+        Case("append_rows", [array(9), array(2), at(0)], [(9,)]).run()
+
+
+def test_work():
+    q, kv = queries_and_cache(2, 9, 3, 4)
+    case = attention_at(q, kv, 0, 3, 4)
+    assert case.kernel.work(case.op, case.slots) == Work("attention", flops=4 * 4 * 3 * 2 * 5)
+    case = append_rows(kv, kv[:2], 0)
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=2 * 2 * 29 * 4)
+    case = embed_at([1, 2], 0, array(7, 4), array(9, 4))
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=3 * 2 * 4 * 4)

@@ -1,0 +1,149 @@
+"""Forecasts: made on a thread of their own, told at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from swarm import profile_curve
+
+from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.coordination import Standing
+from hepti_mqtt.runtime.flight import RunStats
+from hepti_mqtt.service import forecast as module
+from hepti_mqtt.service.forecast import Forecast, Forecasts, shares
+from hepti_mqtt.simulate import Naming, sent_bytes
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.strategies import make_plan, programs
+
+PATIENCE_S = 20.0
+_PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
+CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
+SHAPES = [RequestShape((n,)) for n in (5, 6, 7)]
+
+
+@pytest.fixture(scope="module")
+def spec(checkpoints):
+    return checkpoints["bert"].spec
+
+
+@pytest.fixture
+def forecasts(spec):
+    return Forecasts("home", {"bert": spec})
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The (epoch, shape) of every forecast, in the order in which they are made."""
+    keys = []
+    monkeypatch.setattr(module, "programs", lambda *a: keys.append((a[1].epoch.number, a[2])) or programs(*a))
+    return keys
+
+
+def standing(spec, number=1):
+    template = Plan("bert", Epoch(9, number), "row", ("a", "b"), "a")
+    plan = make_plan(spec, template, "row", {"variant": "kv"}, (3.0, 1.0))
+    return Standing(replace(plan, predicted_s=0.004, predicted_bytes=1000, predicted_tokens=10), CLUSTER)
+
+
+def run_of(one, shape):
+    return RunStats(one.plan, one.cluster, shape, {}, {}, {}, 0)
+
+
+def make_all(forecasts):
+    while forecasts.step():
+        continue
+
+
+def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, made):
+    one = standing(spec)
+    forecasts.stand((one,))
+    for shape in SHAPES:
+        forecasts.begin("bert", [shape])
+    forecasts.begin("bert", SHAPES[:1])
+    make_all(forecasts)
+    assert made == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
+    exact = sent_bytes(Naming("home", "bert"), spec, SHAPES[1], programs(spec, one.plan, SHAPES[1]))
+    told = forecasts.told(one.plan, SHAPES[1])
+    assert (told.nbytes, told.tokens, told.simulated) == (exact, 6, True)
+
+
+def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
+    forecasts.begin("bert", SHAPES)
+    assert not forecasts.step(), "there is no plan yet"
+    forecasts.stand((standing(spec, 1),))
+    make_all(forecasts)
+    forecasts.stand((standing(spec, 1), standing(spec, 2)))
+    make_all(forecasts)
+    assert made == [(number, shape) for number in (1, 2) for shape in SHAPES]
+
+
+def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypatch):
+    monkeypatch.setattr(module, "WAITING", 2)
+    monkeypatch.setattr(module, "KEPT", 1)
+    monkeypatch.setattr(module, "LATE", 1)
+    one = standing(spec)
+    forecasts.stand((one,))
+    forecasts.begin("bert", SHAPES)
+    make_all(forecasts)
+    assert made == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
+    assert not forecasts.told(one.plan, SHAPES[2]).simulated
+    forecasts.stand((one, standing(spec, 2)))
+    make_all(forecasts)
+    assert made[2:] == [(2, SHAPES[2])]
+
+
+def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, spec):
+    one = standing(spec)
+    first = forecasts.told(one.plan, RequestShape((5,)))
+    assert (first.seconds, first.nbytes, first.simulated) == (pytest.approx(0.002), 500, False)
+    assert shares([first]) == {"a": 0.75, "b": 0.25}
+    forecasts.then([run_of(one, RequestShape((n,))) for n in (5, 20)], lambda: None)
+    assert forecasts.step()
+    known = forecasts.told(one.plan, RequestShape((5,)))
+    near = forecasts.told(one.plan, RequestShape((6,)))
+    assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
+    other = standing(spec, 2)
+    assert forecasts.told(other.plan, RequestShape((5,))).nbytes == 500, "of another plan nothing is known"
+
+
+def test_what_is_asked_for_comes_before_what_is_only_foreseen(forecasts, spec, made):
+    one = standing(spec)
+    forecasts.stand((one,))
+    forecasts.begin("bert", SHAPES)
+    asked = RequestShape((9,))
+    forecasts.then([run_of(one, asked)], lambda: made.append("answered"))
+    make_all(forecasts)
+    assert made[:2] == [(1, asked), "answered"]
+
+
+def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog):
+    one = standing(spec)
+    monkeypatch.setattr(module, "programs", None)
+    answered = []
+    forecasts.then([run_of(one, SHAPES[0])], lambda: answered.append(True))
+    make_all(forecasts)
+    assert answered
+    assert not forecasts.told(one.plan, SHAPES[0]).simulated
+    assert "cannot be foreseen" in caplog.text
+
+
+def test_shares_of_runs_of_which_one_is_estimated_count_tokens():
+    exact = Forecast(10, 1.0, 1, {"a": 3e9, "b": 1e9})
+    guessed = Forecast(10, 1.0, 1, {"a": 1.0, "b": 1.0}, simulated=False)
+    assert shares([exact, exact]) == {"a": 0.75, "b": 0.25}
+    assert shares([exact, guessed]) == {"a": 0.625, "b": 0.375}
+
+
+def test_the_thread_ends(forecasts, spec):
+    thread = threading.Thread(target=forecasts.run)
+    thread.start()
+    done = threading.Event()
+    forecasts.then([run_of(standing(spec), SHAPES[0])], done.set)
+    assert done.wait(PATIENCE_S)
+    forecasts.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

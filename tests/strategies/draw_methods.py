@@ -1,0 +1,92 @@
+"""Draws docs/methods/*.svg: one layer of a small model under each method. Run it with tests/ on PYTHONPATH."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from sites import EVERY_FAMILY, plan, request
+
+from hepti_mqtt.models import graph
+from hepti_mqtt.simulate import layout_svg
+from hepti_mqtt.spec import ModelSpec, Spec
+from hepti_mqtt.strategies import STRATEGIES, lowered
+
+HERE = Path(__file__).parents[2] / "docs" / "methods"
+DEVICES = 4
+LAYERS = 8
+
+
+class Picture(NamedTuple):
+    """A variant of a method; lengths: of the sequences; layers: that are drawn, all of a model without equal ones."""
+
+    method: str
+    options: dict[str, str]
+    lengths: tuple[int, ...] = (16,)
+    layers: tuple[int, ...] = (2,)
+    devices: int = DEVICES
+    changes: tuple[tuple[str, int], ...] = ()  # of the model's spec
+
+
+# Methods whose first variant on four devices, one layer and one sequence do not say what they are.
+CHOSEN = (
+    Picture("grid", {"nt": "2"}),
+    Picture("two_d", {"x": "2"}),
+    Picture("pipeline", {}, (10, 6), (3, 4)),
+    *(
+        Picture("decoupled", {"original": o}, (16,), (2, 3), 2, (("layers", 6), ("groups", 3), ("parts", 2)))
+        for o in ("everywhere", "megatron")
+    ),
+)
+
+
+def spec_of(method: str) -> Spec | None:
+    """Return a small model that a method divides, None if there is none."""
+    for spec in EVERY_FAMILY.values():
+        if STRATEGIES[method].unsupported(graph(spec, request(spec, (1,))[0])) is None:
+            return replace(spec, layers=LAYERS, mlp=4 * spec.hidden) if type(spec) is ModelSpec else spec
+    return None
+
+
+def pictures() -> dict[str, str]:
+    """Return every picture by its file name."""
+    wanted = list(CHOSEN)
+    for name, method in STRATEGIES.items():
+        if name not in {p.method for p in CHOSEN} and spec_of(name) is not None:
+            devices = min(DEVICES, method.most_devices or DEVICES)
+            wanted += [Picture(name, dict(options)) for options in method.choices(devices)]
+    return {"-".join([p.method, *p.options.values()]) + ".svg": draw(p) for p in wanted}
+
+
+def draw(picture: Picture) -> str:
+    """Return one picture: devices with equal shares, all hidden states asked for."""
+    spec = spec_of(picture.method)
+    assert spec is not None
+    spec = replace(spec, **dict(picture.changes))
+    devices = min(picture.devices, STRATEGIES[picture.method].most_devices or DEVICES)
+    chosen = plan(spec, (picture.method, picture.options), (1.0,) * devices)
+    if isinstance(spec, ModelSpec):
+        made = lowered(spec, chosen, request(spec, picture.lengths, "hidden")[0])
+        what, layers = f"{sum(picture.lengths)} tokens", picture.layers
+    else:
+        made = lowered(spec, chosen, request(spec, (1,))[0])
+        what, layers = "one request", tuple(range(made.whole.layers()))
+    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    return layout_svg(made, layers, f"{chosen.method}: a small model, {what}, {which}")
+
+
+def main() -> int:
+    """Write the pictures, and remove those of methods that are gone."""
+    found = pictures()
+    for old in HERE.glob("*.svg"):
+        if old.name not in found:
+            old.unlink()
+    for name, picture in found.items():
+        (HERE / name).write_text(picture, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A decoder divided over devices generates what the whole model does, with a cache, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sites import TOLERANCE, always, everyone, plan, tensors
+from swarm import Swarm, plan_of
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.program import Compute
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.strategies import STRATEGIES, programs
+
+SPEC = spec_of_kind("tiny-gpt2")
+PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 7).astype(np.int32)
+MOST = 10
+SITES = {
+    "single": ("single", (1.0,)),
+    "one": ("decoder", (1.0,)),
+    "two": ("decoder", (1.0, 1.0)),
+    "two uneven": ("decoder", (1.0, 3.0)),
+    "three": ("decoder", (1.0, 1.0, 1.0)),
+    "three, one nearly nothing": ("decoder", (2.0, 1.0, 0.01)),
+    "three, head without a share": ("decoder", (0.0, 1.0, 2.0)),
+}
+
+
+def greedy(prompt: np.ndarray, most: int) -> tuple[list[int], list[np.ndarray]]:
+    """Return the tokens and the logits of each step by whole passes of the reference."""
+    ids, logits = prompt.tolist(), []
+    for _ in range(most):
+        shape, inputs = models.packed(SPEC, np.array(ids, np.int32))
+        logits.append(models.reference(SPEC, tensors(SPEC), inputs, shape)[1])
+        ids.append(int(logits[-1].argmax()))
+    return ids[len(prompt) :], logits
+
+
+def site(method: str, weights: tuple[float, ...], **network: object) -> Swarm:
+    devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
+    return Swarm(SPEC, tensors(SPEC), devices, decider=always(plan(SPEC, (method, {}), weights)), **network)
+
+
+def finish(swarm: Swarm, *names: str) -> None:
+    swarm.run(120, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
+    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_ten_tokens_equal_those_of_whole_passes(name):
+    expected, logits = greedy(PROMPT, MOST)
+    swarm = site(*SITES[name], duplicates=0.2, jitter_s=0.01)
+    swarm.generate("r", SPEC, PROMPT, MOST)
+    finish(swarm, "r")
+    assert swarm.tokens["r"] == list(enumerate(expected))
+    (answer, stats), *more = swarm.answers["r"]
+    assert not more
+    assert answer.tolist() == expected
+    assert [s.shape.tokens for s in stats] == [len(PROMPT)] + [1] * (MOST - 1), "each token is computed once"
+    for got, want in zip(swarm.logits.values(), logits, strict=True):
+        np.testing.assert_allclose(got, want, atol=TOLERANCE)
+    swarm.run(1)
+    for host in swarm.hosts.values():
+        assert host.session.open_sessions == 0, "the last run ends the session"
+
+
+def test_several_users_at_once_each_get_their_own_tokens():
+    swarm = site("decoder", (1.0, 2.0), duplicates=0.2, jitter_s=0.01)
+    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 4 * n) for n in range(4)}
+    for name, prompt in prompts.items():
+        swarm.generate(name, SPEC, prompt.astype(np.int32), MOST)
+    finish(swarm, *prompts)
+    for name, prompt in prompts.items():
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, MOST)[0]
+    given_up = sum(h.session.counters["session_given_up"] for h in swarm.hosts.values())
+    assert given_up == 0, "no more sessions are open than are kept"
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 8])
+def test_a_lost_device_costs_no_token_and_repeats_none(after):
+    swarm = Swarm(
+        SPEC,
+        tensors(SPEC),
+        dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30)),
+        decider=everyone(("decoder", {})),
+        jitter_s=0.01,
+    )
+    swarm.generate("r", SPEC, PROMPT, MOST)
+    swarm.run(60, until=lambda: len(swarm.tokens.get("r", ())) > after)
+    swarm.kill("d1")
+    finish(swarm, "r")
+    expected, _ = greedy(PROMPT, MOST)
+    assert swarm.tokens["r"] == list(enumerate(expected))
+    (answer, stats), *more = swarm.answers["r"]
+    assert answer.tolist() == expected
+    assert not more
+    assert sum(s.shape.tokens > 1 for s in stats) >= 1 + (after > 0), "the new session begins with all tokens so far"
+    active = plan_of(swarm)
+    assert active is not None
+    assert "d1" not in active.devices
+
+
+def test_a_lost_exchange_begins_a_new_session():
+    swarm = site("decoder", (1.0, 1.0))
+    lost = iter([False] * 30 + [True] + [False] * 10_000)
+    swarm.lost_filter = lambda topic, target: "/x/" in topic and target == "d1" and next(lost)
+    swarm.generate("r", SPEC, PROMPT, MOST)
+    finish(swarm, "r")
+    assert swarm.tokens["r"] == list(enumerate(greedy(PROMPT, MOST)[0]))
+    assert any("overdue" in n.text for n in swarm.notes)
+
+
+def test_one_program_serves_every_position():
+    plans = plan(SPEC, ("decoder", {}), (1.0, 1.0))
+    swarm = site("decoder", (1.0, 1.0))
+    swarm.generate("r", SPEC, PROMPT, MOST)
+    finish(swarm, "r")
+    host = swarm.hosts["d1"].session
+    (key,) = host.epochs
+    resident = host.epochs.get(*key)
+    assert list(resident.bound) == [RequestShape((7,), cache=64), RequestShape((1,), cache=64)]
+    whole = [c for p in programs(SPEC, plans, RequestShape((1,), cache=64)).values() for c in p.ops]
+    kept = [c.kernel for c in whole if isinstance(c, Compute) and c.kernel == "append_rows"]
+    assert len(kept) == 2 * SPEC.layers
+
+
+GRAPH = models.graph(SPEC, RequestShape((1,), cache=64))
+# Pipeline places every tensor, the cache too, and could keep it layer by layer if it said so.
+NO_CACHE = [n for n, s in STRATEGIES.items() if not s.keeps_cache and set(s.needs) <= GRAPH.roles and n != "pipeline"]
+
+
+@pytest.mark.parametrize("name", NO_CACHE)
+def test_methods_that_keep_no_cache_say_so(name):
+    assert "cache" in (STRATEGIES[name].unsupported(GRAPH) or "")
+    with pytest.raises(ValueError, match=r"kv: d1 would be sent|attention: device 0 is to hold"):
+        programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), RequestShape((3,), cache=64))
+
+
+def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
+    from hepti_mqtt.simulate import SESSIONS_BESIDE, most_live_bytes
+
+    chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
+    one, two = (most_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
+    cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
+    assert 2 * one - two == SESSIONS_BESIDE * cache

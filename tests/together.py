@@ -1,0 +1,70 @@
+"""The Programs of all devices in one process: real kernels and executors, exchanges that arrive in any order.
+
+What a `Swarm` also proves (frames, topics, subscriptions, loading, lost devices) takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.program import Program
+from hepti_mqtt.runtime.executor import Bound, Executor, bind
+from hepti_mqtt.runtime.local import pack
+
+REQUEST = 1
+
+
+def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> dict[str, Bound]:
+    """Bind the Program of each device to the weights that it names, and no others."""
+    workers = Workers(1)
+    return {name: bind(program, pack(tensors, program.weights()), workers) for name, program in parts.items()}
+
+
+def run_together(
+    devices: Mapping[str, Bound], inputs: np.ndarray, seed: int = 0, duplicates: float = 0.0
+) -> np.ndarray:
+    """Return the output of one request; ops of all devices and arrivals take turns at random.
+
+    Fails if an exchange is sent that nobody expects, or if a device is left with something to do.
+    """
+    rng = random.Random(seed)
+    executors = {name: Executor() for name in devices}
+    under_way: list[tuple[str, tuple[int, int, str], np.ndarray]] = []
+    outputs: list[tuple[int, np.ndarray]] = []
+    for name, made in devices.items():
+        executors[name].admit(REQUEST, made)
+        under_way += [(name, key, inputs) for key in made.template.inputs]
+    idle: set[str] = set()
+    while under_way or len(idle) < len(devices):
+        active = sorted(devices.keys() - idle)
+        choice = rng.randrange(len(active) + len(under_way))
+        if choice >= len(active):
+            at = choice - len(active)
+            under_way[at], under_way[-1] = under_way[-1], under_way[at]
+            name, key, array = under_way.pop()
+            filled = executors[name].deliver(REQUEST, key, array)
+            assert filled in {"filled", "duplicate"}, f"{name} does not expect {key}"
+            idle.discard(name)
+            continue
+        name = active[choice]
+        step = executors[name].next()
+        if step is None:
+            idle.add(name)
+            continue
+        outgoing = step.run()
+        if outgoing is None:
+            continue
+        array, op = np.array(outgoing.array), outgoing.op
+        array.flags.writeable = False  # as that of a frame
+        if op.to == (PLANNER,):
+            outputs.append((op.row, array))
+            continue
+        copies = 2 if rng.random() < duplicates else 1
+        under_way += [(to, (op.node, op.part, name), array) for to in op.to for _ in range(copies)]
+    assert all(executor.finished(REQUEST) for executor in executors.values()), "a device waits for what nobody sends"
+    return np.concatenate([array for _, array in sorted(outputs, key=lambda part: part[0])])

@@ -1,0 +1,70 @@
+import queue
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.transport import Inbox
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "post", "get"]), st.integers(0, 60)), max_size=80))
+def test_what_peers_offer_is_bounded_and_order_is_kept(operations):
+    inbox = Inbox(limit=10, limit_bytes=100)
+    expected, refused = [], 0
+    for number, (what, nbytes) in enumerate(operations):
+        waiting = sum(n for _, n in expected)
+        if what == "post":
+            inbox.post(number)
+            expected.append((number, 0))
+        elif what == "offer":
+            fits = (waiting == 0 or waiting + nbytes <= 100) and len(expected) < 10
+            assert inbox.offer(number, nbytes) is fits
+            if fits:
+                expected.append((number, nbytes))
+            refused += not fits
+        elif expected:
+            assert inbox.get() == expected.pop(0)[0]
+        assert inbox.empty() is not bool(expected)
+    assert inbox.overflowed == refused
+
+
+def test_one_event_larger_than_the_bound_passes_alone():
+    inbox = Inbox(limit_bytes=10)
+    assert inbox.offer("large", 50)
+    assert not inbox.offer("small", 1)
+    assert inbox.overflowed == 1
+    assert inbox.get() == "large"
+    assert inbox.offer("small", 1)
+
+
+def test_many_threads_lose_nothing_and_account_for_everything():
+    inbox = Inbox(limit=100_000, limit_bytes=1 << 40)
+    threads = [
+        threading.Thread(target=lambda t=t: [inbox.offer((t, i), 3) for i in range(2000)], daemon=True)
+        for t in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    got = [inbox.get() for _ in range(8000)]
+    for thread in threads:
+        thread.join()
+    assert inbox.empty()
+    for t in range(4):
+        assert [i for owner, i in got if owner == t] == list(range(2000))
+    assert inbox.offer("x", 1 << 40)  # nothing is left in the account
+
+
+def test_what_must_not_be_lost_comes_through_a_full_inbox():
+    inbox = Inbox(limit=1, limit_bytes=10)
+    assert inbox.offer("activation", 10)
+    assert not inbox.offer("activation", 0)
+    for name in ("will", "output"):
+        inbox.post(name)
+    assert [inbox.get() for _ in range(3)] == ["activation", "will", "output"]
+    assert inbox.empty()
+
+
+def test_waiting_for_an_event_can_end():
+    with pytest.raises(queue.Empty):
+        Inbox().get(timeout_s=0.0)
