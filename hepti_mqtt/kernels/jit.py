@@ -19,6 +19,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 import numba.extending
+import numpy as np
 from numba import types
 
 from hepti_mqtt.kernels.isa import DOT_OVERRIDE, OVERRIDE, dot
@@ -144,8 +145,11 @@ def exact(function: F) -> F:
 
 
 def lowered(emit: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is LLVM IR in compiled code (`emit`, a Numba intrinsic) and `plain` in plain Python."""
-    return numba.extending.intrinsic(emit) if JIT else plain
+    """Return a function that is LLVM IR in compiled code (`emit`, a Numba intrinsic) and `plain` in plain Python.
+
+    Whole vectors are computed also where only some lanes are used: what the others overflow to is nobody's concern.
+    """
+    return numba.extending.intrinsic(emit) if JIT else np.errstate(all="ignore")(plain)
 
 
 class Warm(NamedTuple):

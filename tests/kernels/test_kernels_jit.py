@@ -155,3 +155,18 @@ def test_the_kernels_give_the_same_as_plain_python():
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout or "[100%]" in done.stdout
+
+
+@compiled_only
+def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
+    done = python(
+        "-W",
+        "error",
+        "-c",
+        "import numpy as np; from hepti_mqtt.kernels.matmul import NR, panel_of_columns\n"
+        "left, right = np.full(2, 2, 'f4'), np.full((2, NR), 3e38, 'f4')\n"
+        "out = np.zeros(NR, 'f4'); at = [a.ctypes.data for a in (left, right, out)]\n"
+        "panel_of_columns(1, 1, at[0], 1, 2, at[1], at[2], 0, at[2], NR); print(out[0])",
+        NUMBA_DISABLE_JIT="1",
+    )
+    assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
