@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
 from hepti_mqtt.runtime import coordination as co
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.flight import Chunk, Job, Pins, RequestKey
-from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem
+from hepti_mqtt.spec import RequestShape, TaskHead
 from hepti_mqtt.strategies import STRATEGIES, make_plan
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame, decode, decode_work

@@ -19,12 +19,13 @@ from hepti_mqtt.cluster import Curve
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import packed
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.runtime import commands, coordination, coordinator, worker
 from hepti_mqtt.runtime.flight import Chunk, Generation, Job, RequestKey, RunStats
 from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import publish_bytes
 

@@ -28,11 +28,12 @@ from hepti_mqtt.errors import BenchError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.models import encoder, tensor_sources
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import program
 
 Array = NDArray[np.float32]

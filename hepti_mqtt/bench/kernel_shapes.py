@@ -11,9 +11,10 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.models import encoder, graph
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Compute
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES, make_plan, programs
 from hepti_mqtt.work import Work
 

@@ -1,220 +1,35 @@
-"""Model families: what a config.json means, which tensors it needs, and the ops before and after the layers."""
+"""Model families: a file each says what a config.json means, which tensors a model has, and its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache
-from math import prod
-from typing import Any, Final, Protocol
-
-import numpy as np
-import numpy.typing as npt
-
-from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.lowering import Graph
-from hepti_mqtt.models import albert, bert, convnet, decoupled, distilbert, electra, gpt2, vit
-from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.families import (
+    FAMILIES,
+    Family,
+    as_stored,
+    encoder,
+    family_stored,
+    full,
+    graph,
+    input_bytes,
+    largest_shape,
+    layers,
+    packed,
+    random_inputs,
+    reference,
+    shape_for,
+    spec_from_config,
+    spec_from_dict,
+    tensor_sources,
+)
 from hepti_mqtt.models.kinds import Kind
-from hepti_mqtt.models.tensors import TensorSource, matrix_ref, vector_ref, whole_ref
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
-from hepti_mqtt.spec import Decoding, ModelSpec, RequestShape, Spec, Want
-
-Array = npt.NDArray[Any]
-
-
-class Family(Protocol):
-    """What the module of a family has.
-
-    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`.
-    """
-
-    @property
-    def ARCHITECTURES(self) -> Mapping[str, Any]:  # noqa: N802 - a constant of the module
-        """Return what each name in config.json's `architectures` means."""
-
-    @property
-    def KINDS(self) -> Mapping[str, Kind]:  # noqa: N802
-        """Return the models that can be made from a seed, by name."""
-
-    def spec(self, architecture: str, config: Config, extras: Mapping[str, Any], /) -> Any:
-        """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
-
-    def tensors(self, spec: Any, /) -> Iterator[TensorSource]:
-        """Yield the tensors of a model, from the stem to the head."""
-
-    def graph(self, spec: Any, shape: RequestShape, refs: Mapping[str, WeightRef], /) -> Graph:
-        """Return the graph of a request; refs: all of each tensor."""
-
-    def reference(
-        self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: RequestShape, /
-    ) -> tuple[Array, Array]:
-        """Return (final hidden states, the spec's output), in plain NumPy."""
-
-
-def _spec_class(family: Family) -> type[Spec]:
-    kind: type[Spec] = getattr(family, "SPEC", ModelSpec)
-    return kind
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "bert": bert,
-    "vit": vit,
-    "distilbert": distilbert,
-    "albert": albert,
-    "electra": electra,
-    "gpt2": gpt2,
-    "decoupled": decoupled,
-    "convnet": convnet,
-}
-_FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
-_TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
-_ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
-
-
-def spec_from_dict(data: Mapping[str, Any]) -> Spec:
-    """Return the spec that `to_dict` of a family's spec described; raises KeyError, TypeError on other data."""
-    return _spec_class(FAMILIES[data["family"]]).from_dict(data)
-
-
-def family_stored(stored: Container[str]) -> Family | None:
-    """Return the family whose names most of a checkpoint's tensors have, None if no family finds half of its own."""
-    found: list[tuple[float, Family]] = []
-    for family in FAMILIES.values():
-        for kind in family.KINDS.values():
-            sources = tensor_sources(spec_from_config(kind.config, kind.extras))
-            # The first name has the family's prefix: without it BERT's and ELECTRA's are the same.
-            share = sum(source.stored[0] in stored for source in sources) / len(sources)
-            found.append((share, family))
-    share, family = max(found, key=lambda entry: entry[0])
-    return family if share > 0.5 else None
-
-
-def as_stored(spec: Spec, stored: Container[str]) -> Spec:
-    """Return the spec with the plain cls row as embedding where a checkpoint, of these names, has no pooler."""
-    if not isinstance(spec, ModelSpec) or spec.head.task != "embedding" or not spec.head.pooler:
-        return spec
-    names = next(source.stored for source in tensor_sources(spec) if source.name == "head.pooler.weight")
-    return spec if any(name in stored for name in names) else replace(spec, head=replace(spec.head, pooler=False))
-
-
-def encoder(spec: Spec) -> ModelSpec:
-    """Return the spec of a transformer encoder, for what computes only those; raises UnsupportedModelError."""
-    if not isinstance(spec, ModelSpec):
-        raise UnsupportedModelError(f"{spec.architecture} cannot be used here; supported: {', '.join(_ENCODERS)}")
-    return spec
-
-
-def largest_shape(spec: Spec) -> RequestShape:
-    """Return the shape that needs the most memory of all that one Program may have.
-
-    The coordinator packs no more tokens than this one has into one run.
-    """
-    return spec.reads.shape()
-
-
-def shape_for(spec: Spec, tokens: int) -> RequestShape:
-    """Return a representative request of one sequence: of `tokens` where the model takes a text so long."""
-    return spec.reads.shape(tokens)
-
-
-def input_bytes(spec: Spec, shape: RequestShape) -> int:
-    """Return the bytes of what a request brings."""
-    dims, dtype = spec.reads.input(shape)
-    return prod(dims) * ITEMSIZE[dtype]
-
-
-def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> Array:
-    """Return random token ids or pixels for a request."""
-    dims, dtype = spec.reads.input(shape)
-    values = rng.integers(0, spec.reads.below, dims).astype(NUMPY_DTYPE[dtype])
-    if shape.cache:
-        values[0] = 0  # the cache is empty
-    return values
-
-
-def packed(spec: Spec, ids: Array, want: Want = "task", tokens: int = 0) -> tuple[RequestShape, Array]:
-    """Return a request of one sequence of token ids [m], and its inputs.
-
-    A decoder's inputs begin with the rows that its cache has already, none; the cache has room for a sequence that ends
-    with `tokens` tokens.
-    """
-    if not isinstance(spec.reads, Decoding):
-        return RequestShape((len(ids),), want), ids
-    shape = RequestShape((len(ids),), want, cache=spec.reads.cache(max(tokens, len(ids))))
-    return shape, np.concatenate([[0], ids]).astype(np.int32)
-
-
-def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: RequestShape) -> tuple[Array, Array]:
-    """Return (final hidden states [m, h] after the final norm, output of the spec's `output_shape`).
-
-    In plain NumPy, without kernels or Programs, and in the dtype of the tensors (float32 or float64). tensors:
-    canonical names and [in, out] orientation, as `tensor_sources` lists them. inputs: token ids [m], or pixels uint8
-    [B, C, S, S].
-    """
-    return FAMILIES[spec.family].reference(spec, tensors, inputs, shape)
-
-
-def layers(spec: Spec) -> int:
-    """Return the number of layers of a model."""
-    return graph(spec, largest_shape(spec)).layers()
-
-
-def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
-    """Return the spec of a Hugging Face directory.
-
-    config: config.json. extras: the directory's other JSON files by relative name ("preprocessor_config.json",
-    "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"). Raises UnsupportedModelError for an
-    architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
-    """
-    checked = Config("config.json", config)
-    architectures = checked.need("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise checked.wrong("architectures", "a list with one name", architectures)
-    architecture = architectures[0]
-    if not isinstance(architecture, str) or architecture not in _FAMILY_OF:
-        raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not supported; supported: {', '.join(_FAMILY_OF)}"
-        )
-    known = _TYPES.get(str(config.get("model_type")))
-    if known not in (None, _FAMILY_OF[architecture]):
-        raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not of model_type {config['model_type']!r}; supported with "
-            f"it: {', '.join(known.ARCHITECTURES)}"
-        )
-    spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
-    return spec
-
-
-@lru_cache(maxsize=64)
-def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
-    """Return every tensor of the model, from the stem to the head."""
-    return tuple(FAMILIES[spec.family].tensors(spec))
-
-
-@lru_cache(maxsize=64)
-def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
-    return {source.name: whole_ref(source) for source in tensor_sources(spec)}
-
-
-def full(spec: Spec, name: str) -> WeightRef:
-    """Return a reference to all of tensor `name`: packed for matmul weights, plain for vectors and tables.
-
-    Raises KeyError if the model has no such tensor.
-    """
-    return _whole_refs(spec)[name]
-
-
-@lru_cache(maxsize=32)
-def graph(spec: Spec, shape: RequestShape) -> Graph:
-    """Return the graph of one request: its answer has the spec's `output_shape`."""
-    return FAMILIES[spec.family].graph(spec, shape, _whole_refs(spec))
-
+from hepti_mqtt.models.tensors import TensorSource, matrix_ref, vector_ref
+from hepti_mqtt.models.transformer import ModelSpec
 
 __all__ = [
     "FAMILIES",
     "Family",
     "Kind",
+    "ModelSpec",
     "TensorSource",
     "as_stored",
     "encoder",

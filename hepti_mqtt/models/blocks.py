@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hepti_mqtt.lowering import Net, roles
-from hepti_mqtt.spec import Activation, ModelSpec, RequestShape
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.spec import Activation, RequestShape
 
 
 class Layer(NamedTuple):

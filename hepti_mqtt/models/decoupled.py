@@ -23,8 +23,9 @@ from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 
 ARCHITECTURES: Final = {"DecoupledBertModel": "embedding"}
 

@@ -10,7 +10,8 @@ from hepti_mqtt.models.bert import LAYER, graph, reference
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY, kind
 from hepti_mqtt.models.tensors import TensorSource, dense
-from hepti_mqtt.spec import ModelSpec, Task
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.spec import Task
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ElectraModel": "embedding",

@@ -16,8 +16,9 @@ from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY_SPREAD, kind
 from hepti_mqtt.models.tensors import TensorSource, conv1d, names, norm, table, weight
+from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem, needed_rows
+from hepti_mqtt.spec import RequestShape, TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
 

@@ -9,8 +9,9 @@ import numpy as np
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequences
+from hepti_mqtt.models.transformer import ModelSpec, needed_rows
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import ModelSpec, RequestShape, needed_rows
+from hepti_mqtt.spec import RequestShape
 
 
 def add(net: Net, spec: ModelSpec, shape: RequestShape, x: str, refs: Mapping[str, WeightRef]) -> str:

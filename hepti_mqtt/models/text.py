@@ -15,8 +15,9 @@ from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
+from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import HeadActivation, ModelSpec, RequestShape, Task, TaskHead, TextStem
+from hepti_mqtt.spec import HeadActivation, RequestShape, Task, TaskHead
 
 
 class Keys(NamedTuple):

@@ -19,8 +19,9 @@ from hepti_mqtt.models.blocks import Layer, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
+from hepti_mqtt.models.transformer import ImageStem, ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import ImageStem, ModelSpec, RequestShape, Task, TaskHead
+from hepti_mqtt.spec import RequestShape, Task, TaskHead
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTModel": "embedding",

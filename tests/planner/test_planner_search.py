@@ -13,10 +13,11 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, sent_bytes, weight_total
-from hepti_mqtt.spec import ModelSpec, RequestShape, TaskHead, TextStem
+from hepti_mqtt.spec import RequestShape, TaskHead
 from hepti_mqtt.strategies import STRATEGIES, program, programs, resident_weights
 
 BASE = ModelSpec(

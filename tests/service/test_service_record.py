@@ -10,6 +10,7 @@ from sites import FAMILIES
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.coordination import ShowPlan, Solve
@@ -17,7 +18,7 @@ from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.spec import ModelSpec, RequestShape
+from hepti_mqtt.spec import RequestShape
 
 SPEC = FAMILIES["bert-embedding"]
 

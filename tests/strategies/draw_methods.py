@@ -10,8 +10,9 @@ from typing import NamedTuple
 from sites import EVERY_FAMILY, plan, request
 
 from hepti_mqtt.models import graph
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.simulate import layout_svg
-from hepti_mqtt.spec import ModelSpec, Spec
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, lowered
 
 HERE = Path(__file__).parents[2] / "docs" / "methods"

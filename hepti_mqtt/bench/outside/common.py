@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BenchError
 from hepti_mqtt.models import encoder
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.spec import ModelSpec
 
 Array = NDArray[Any]
 

@@ -1,0 +1,110 @@
+"""The spec of a transformer: what its families read off their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hepti_mqtt.spec import Activation, Decoding, Pictures, Reads, RequestShape, TaskHead, Text
+
+
+@dataclass(frozen=True, slots=True)
+class TextStem:
+    """Token embeddings: word + position + type, then a layer norm.
+
+    types: 0 where there is no table of token types. width: columns of the tables where a dense layer takes them to h,
+    0 where they have h themselves.
+    """
+
+    vocab: int
+    positions: int
+    types: int
+    position_offset: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStem:
+    """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size]."""
+
+    size: int
+    patch: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def patches(self) -> int:
+        """Return the number of patches of one image."""
+        return (self.size // self.patch) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The spec of a transformer: text or images in, layers that are alike, a task head."""
+
+    family: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    norm_first: bool
+    activation: Activation
+    norm_eps: float
+    max_tokens: int
+    head: TaskHead
+    text: TextStem | None = None
+    image: ImageStem | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Return d, the columns of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def reads(self) -> Reads:
+        """Return what a request brings: token ids, or pictures."""
+        if self.text is not None and self.head.task == "generation":
+            return Decoding(self.text.vocab, self.max_tokens)
+        if self.text is not None:
+            return Text(self.text.vocab, self.max_tokens, self.head.pooling == "mask")
+        assert self.image is not None
+        return Pictures(self.image.size, self.image.channels, self.image.patches + 1)
+
+    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
+        """Return the shape of the answer: [m, h] hidden, [masks, V] or [B, outputs] logits, or [B, h] embeddings."""
+        if shape.want == "hidden":
+            return shape.tokens, self.hidden
+        rows = len(shape.mask_rows) if self.head.pooling == "mask" else len(shape.lengths)
+        return rows, self.head.outputs or self.hidden
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """Return the spec that `to_dict` described; raises KeyError or TypeError on other data."""
+        fields = dict(data)
+        head = dict(fields["head"])
+        head["labels"] = tuple(head["labels"])
+        fields["head"] = TaskHead(**head)
+        if fields.get("text") is not None:
+            fields["text"] = TextStem(**fields["text"])
+        if fields.get("image") is not None:
+            image = dict(fields["image"])
+            fields["image"] = ImageStem(**{**image, "mean": tuple(image["mean"]), "std": tuple(image["std"])})
+        return cls(**fields)
+
+
+def needed_rows(spec: ModelSpec, shape: RequestShape) -> tuple[int, ...] | None:
+    """Return the packed rows of the final hidden states that the task reads; None means all of them."""
+    if shape.want == "hidden" or spec.head.pooling == "mean":
+        return None
+    if spec.head.pooling == "cls":
+        return shape.starts
+    if spec.head.pooling == "last":
+        return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
+    return shape.mask_rows
