@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 
+from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.lowering.fuse import fuse
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
-from hepti_mqtt.lowering.layouts import Table, pieces_of
+from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Table, pieces_of
 from hepti_mqtt.lowering.lower import Draft, lower
 from hepti_mqtt.lowering.stretch import repeatable, repeated_refs, stretch
 from hepti_mqtt.lowering.tiles import Tiles, analyse
-from hepti_mqtt.program import Compute, Program, WeightRef
+from hepti_mqtt.program import Program, WeightRef
 
 
 class Lowered:
@@ -69,11 +70,25 @@ class Lowered:
         number = self.names.index(device)
         return any(t.device == number for op in self.graph.ops if op.role == role for t in self.tiles[op.name])
 
+    def sources(self, device: str) -> frozenset[str]:
+        """Return the devices, and the planner, that a device hears."""
+        number = self.names.index(device)
+        messages = ((t.device, m) for tiles in self.tiles.values() for t in tiles for m in t.messages)
+        heard = {source for source, message in messages if number in message.to and source != number}
+        return frozenset(PLANNER if n == PLANNER_PLACE else self.names[n] for n in heard)
+
     def refs(self, device: str) -> tuple[WeightRef, ...]:
-        """Return the distinct weight ranges of a device's whole Program."""
-        draft = self.draft(device)
-        found = dict.fromkeys(ref for _, _, op in draft.ops if isinstance(op, Compute) for ref in op.weights)
-        return tuple(found) if self.run is None else repeated_refs(draft, found, self.whole, self.run)
+        """Return the distinct weight ranges of a device's whole Program, from its tiles alone."""
+        number = self.names.index(device)
+        found: dict[WeightRef, None] = {}
+        template = range(0) if self.run is None else range(*self.graph.span(self.run.first + TEMPLATE))
+        for place, op in enumerate(self.graph.ops):
+            regions = (t.region for t in self.tiles[op.name] if t.device == number and not t.relay)
+            refs = () if op.is_view else dict.fromkeys(ref for region in regions for ref in op.refs(region))
+            found.update(dict.fromkeys(refs))
+            if place in template and self.run is not None:
+                found.update(dict.fromkeys(repeated_refs(tuple(refs), self.whole, self.run)))
+        return tuple(found)
 
     @property
     def repeated(self) -> tuple[int, int] | None:

@@ -62,12 +62,14 @@ class Conv(Window):
         seen = (self.reach(y, self.source[0]), self.reach(x, self.source[1]), span(0, self.source[2]))
         return (seen, region) if self.residual else (seen,)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
         rows, columns = self.size**2 * self.source[2], region[2][0]
         matrix, bias = self.tensors
-        weights = (WeightRef(matrix, (0, rows), columns), WeightRef(bias, (0, 1), columns, "plain"))
+        return WeightRef(matrix, (0, rows), columns), WeightRef(bias, (0, 1), columns, "plain")
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"activation": self.activation, "bias": True, "residual": self.residual}
-        return Call("conv2d", weights, {**self.window(region), **attrs})
+        return Call("conv2d", self.refs(region), {**self.window(region), **attrs})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -188,7 +188,7 @@ class Net:
         return self.put(
             Whole(
                 name=name, inputs=xs, role=role, tensors=tuple(r.tensor for r in refs), space=tuple(shape),
-                rank=len(shape), kernel=kernel, attrs=tuple(attrs.items()), refs=refs,
+                rank=len(shape), kernel=kernel, attrs=tuple(attrs.items()), weights=refs,
                 sources=tuple(self.dims(x) for x in xs),
             )
         )  # fmt: skip

@@ -179,6 +179,10 @@ class Op:
         """Return whether the kernel finds what it needs of an input among more columns of a slot."""
         return False
 
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+        """Return the weights that a region needs, as its kernel takes them."""
+        return ()
+
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
         """Return the kernel that computes a region from what `need` asked for."""
         raise NotImplementedError(self.kind)
@@ -220,7 +224,7 @@ class Linear(Op):
         r, c, k = region
         return ((r, k), (r, c)) if self.residual else ((r, k),)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
         _, c, k = region
         if len(k) != 1:
             raise ValueError(f"{self.name}: rows {k} of a matrix are several ranges; give each device one")
@@ -228,12 +232,18 @@ class Linear(Op):
         ends = (0, *accumulate(self.widths))
         cut = [[(a - first, z - first) for a, z in both(c, ((first, stop),))] for first, stop in pairwise(ends)]
         refs = [WeightRef(t, k[0], columns) for t, ranges in zip(self.tensors, cut, strict=False) for columns in ranges]
-        bias = self.bias and k[0][0] == 0
-        if bias:
+        if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
             refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]
-        attrs = {"bias": bias, "activation": self.activation, "residual": self.residual}
-        return Call("linear", tuple(refs), attrs)
+        return tuple(refs)
+
+    def _has_bias(self, region: Region) -> bool:
+        return self.bias and region[2][0][0] == 0
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        refs = self.refs(region)
+        attrs = {"bias": self._has_bias(region), "activation": self.activation, "residual": self.residual}
+        return Call("linear", refs, attrs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -271,8 +281,11 @@ class LayerNorm(Op):
     def extent(self, region: Region) -> Region:
         return region[0], self.full[1]
 
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return _vectors(self.tensors, region[1])
+
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("layer_norm", _vectors(self.tensors, region[1]), {"eps": self.eps})
+        return Call("layer_norm", self.refs(region), {"eps": self.eps})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -310,9 +323,12 @@ class Normalise(Op):
     def need(self, region: Region) -> tuple[Region, ...]:
         return region, (region[0], span(0, 2))
 
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return _vectors(self.tensors, region[1])
+
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
         counts = tuple(count(part.region[2]) for part in operands[1:])
-        return Call("normalise", _vectors(self.tensors, region[1]), {"eps": self.eps, "counts": counts})
+        return Call("normalise", self.refs(region), {"eps": self.eps, "counts": counts})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -447,12 +463,12 @@ class Join(Op):
 class Whole(Op):
     """A kernel that computes all of its result from all of its inputs: embeddings, pooling over sequences.
 
-    attrs: the kernel's, as pairs. refs: its weights, in its order.
+    attrs: the kernel's, as pairs. weights: its own, in its order.
     """
 
     kernel: str
     attrs: tuple[tuple[str, Any], ...] = ()
-    refs: tuple[WeightRef, ...] = field(compare=False, default=())
+    weights: tuple[WeightRef, ...] = field(compare=False, default=())
     sources: tuple[tuple[int, ...], ...] = ()  # shapes of the inputs
 
     kind = "whole"
@@ -463,8 +479,11 @@ class Whole(Op):
     def need(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple(span(0, n) for n in shape) for shape in self.sources)
 
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return self.weights
+
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call(self.kernel, self.refs, dict(self.attrs))
+        return Call(self.kernel, self.weights, dict(self.attrs))
 
 
 def _vectors(tensors: Sequence[str], c: Set) -> tuple[WeightRef, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
 from hepti_mqtt.lowering.lower import Draft
@@ -46,12 +46,11 @@ def stretch(draft: Draft, graph: Graph, run: Run) -> Draft:
     return out
 
 
-def repeated_refs(draft: Draft, found: Iterable[WeightRef], graph: Graph, run: Run) -> tuple[WeightRef, ...]:
-    """Return the distinct weights of the whole Program from those of the short one."""
-    template = run.first + TEMPLATE
-    inner = {ref for _, block, op in draft.ops if block == template and isinstance(op, Compute) for ref in op.weights}
-    moves = [_Move(graph, template, n, 0, 0) for n in range(1, run.repeats)]
-    return tuple(dict.fromkeys((*found, *(move.ref(ref) for move in moves for ref in inner))))
+def repeated_refs(refs: Sequence[WeightRef], graph: Graph, run: Run) -> Iterator[WeightRef]:
+    """Yield, for weights of the repeated block, those of the blocks that it stands for."""
+    for n in range(1, run.repeats):
+        move = _Move(graph, run.first + TEMPLATE, n, 0, 0)
+        yield from map(move.ref, refs)
 
 
 class _Move:

@@ -116,6 +116,8 @@ def widest(plan: Plan) -> Plan:
 
     Shares by length are equal wherever a device has one, so that rounding cannot hide a device's part.
     """
+    if all(len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()):
+        return plan
     return replace(plan, weights={k: tuple(float(w > 0) for w in weights) for k, weights in plan.weights.items()})
 
 
@@ -127,8 +129,8 @@ def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ..
 
 def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return every device that any request's Program of this device hears."""
-    found = (made.short(device).sources() for made in largest(spec, widest(plan), device))
-    return frozenset(source for sources in found for source in sources) - {PLANNER}
+    found = (made.sources(device) for made in largest(spec, widest(plan), device))
+    return frozenset().union(*found) - {PLANNER}
 
 
 def largest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:
