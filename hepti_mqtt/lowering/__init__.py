@@ -5,7 +5,7 @@ from __future__ import annotations
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece, Rule, Table, box, on, split, tile
-from hepti_mqtt.lowering.lowered import Lowered
+from hepti_mqtt.lowering.lowered import Lowered, SkippedError
 from hepti_mqtt.lowering.net import Net
 from hepti_mqtt.lowering.regions import Region, Set, both, shift, span, union
 
@@ -18,6 +18,7 @@ __all__ = [
     "Region",
     "Rule",
     "Set",
+    "SkippedError",
     "Table",
     "both",
     "box",

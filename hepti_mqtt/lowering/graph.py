@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering.ops import Op
 
@@ -28,12 +28,27 @@ class Run:
         return self.stop - self.first - KEPT + 1
 
 
+class Skipped(NamedTuple):
+    """Equal layers that a graph is without: before the op at `place`, how many blocks and ops of the whole graph."""
+
+    place: int
+    blocks: int
+    ops: int
+
+
+NOTHING: Final = Skipped(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Graph:
-    """Ops in topological order; blocks: the first op of each block."""
+    """Ops in topological order; blocks: the first op of each block.
+
+    skipped: what it is without. The index of an op is its place in the whole graph.
+    """
 
     ops: tuple[Op, ...]
     blocks: tuple[int, ...]
+    skipped: Skipped = NOTHING
 
     @property
     def answer(self) -> Op:
@@ -44,6 +59,11 @@ class Graph:
     def by_name(self) -> dict[str, Op]:
         """Return the ops by name."""
         return {op.name: op for op in self.ops}
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Return where the ops are, by name."""
+        return {op.name: place for place, op in enumerate(self.ops)}
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -87,8 +107,20 @@ class Graph:
     def _sources(self, op: Op, block: int) -> list[tuple[bool, int]]:
         """Return where an op's inputs stand: counted from its block, or in the graph if they are of no neighbour."""
         start, near = self.blocks[block], self.blocks[max(block - 1, 0)]
-        places = [self.by_name[name].index for name in op.inputs]
+        places = [self.place[name] for name in op.inputs]
         return [(True, at - start) if at >= near else (False, at) for at in places]
+
+    def like(self, whole: Graph) -> bool:
+        """Return whether the run of equal blocks is that of `whole`, and what is skipped is not needed of it."""
+        run, other = self.run, whole.run
+        if run is None or other is None:
+            return False
+        behind = self.blocks[run.stop - (KEPT - TEMPLATE - 1)]
+        return (
+            self.span(run.first + TEMPLATE)[1] <= self.skipped.place <= behind
+            and (run.first, run.stop + self.skipped.blocks) == (other.first, other.stop)
+            and len(self.ops) + self.skipped.ops == len(whole.ops)
+        )
 
     def short(self) -> Graph:
         """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
@@ -101,9 +133,9 @@ class Graph:
         behind = run.stop - (KEPT - TEMPLATE - 1)
         kept = [*range(run.first + TEMPLATE + 1), *range(behind, len(self.blocks))]
         template = self.blocks[run.first + TEMPLATE]
-        names = {}  # of the block before the first one kept behind: the repeated block's
-        for op in self.ops[slice(*self.span(behind - 1))]:
-            names[op.name] = self.ops[op.index - self.blocks[behind - 1] + template].name
+        before = slice(*self.span(behind - 1))
+        # What the block before the first one kept behind is called: the repeated block's ops stand for its own.
+        names = {a.name: b.name for a, b in zip(self.ops[before], self.ops[template:], strict=False)}
         ops: list[Op] = []
         blocks = []
         for block in kept:

@@ -363,10 +363,14 @@ def _cells(
 ) -> list[tuple[Region, list[tuple[Held, Region]]]]:
     """Return disjoint rectangles of the result, each with all parts that hold it, in the order of the table."""
     n = op.rank
-    cells = list(dict.fromkeys(part[:n] for _, part in picks))
-    if len(cells) > 1 and any(meet(a, b) for i, a in enumerate(cells) for b in cells[:i]):
-        cut = [region[:n]]
-        for key in cells:
-            cut = [c for r in cut for c in (*filter(None, (meet(r, key),)), *minus(r, key))]
-        cells = cut
-    return [(cell, [(h, p) for h, p in picks if inside(cell, p[:n])]) for cell in cells]
+    groups: dict[Region, list[tuple[Held, Region]]] = {}
+    for pick in picks:
+        groups.setdefault(pick[1][:n], []).append(pick)
+    cells = list(groups)
+    # What covers a region has every index once: without reduced dimensions nothing overlaps.
+    if n == len(op.space) or not any(meet(a, b) for i, a in enumerate(cells) for b in cells[:i]):
+        return list(groups.items())
+    cut = [region[:n]]
+    for key in cells:
+        cut = [c for r in cut for c in (*filter(None, (meet(r, key),)), *minus(r, key))]
+    return [(cell, [(h, p) for h, p in picks if inside(cell, p[:n])]) for cell in cut]

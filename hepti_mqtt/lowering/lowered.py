@@ -16,20 +16,27 @@ from hepti_mqtt.lowering.tiles import Tiles, analyse
 from hepti_mqtt.program import Program, WeightRef
 
 
+class SkippedError(Exception):
+    """Layers that a graph is without are not worked out as their neighbours are: the whole graph is needed."""
+
+
 class Lowered:
     """What a graph becomes under a table, for devices in source order.
 
-    run: the equal blocks of which one stands for several in `short`, None if all are worked out. Raises ValueError for
-    a table that does not fit the graph, with the tensor, region and device.
+    run: the equal blocks of which one stands for several in `short`, None if all are worked out. outline: of a graph
+    without most of its equal layers, the graph of another request, `like` it; only its names and places are read.
+    Raises ValueError for a table that does not fit the graph, with the tensor, region and device.
     """
 
-    def __init__(self, graph: Graph, table: Table, names: Sequence[str]) -> None:
+    def __init__(self, graph: Graph, table: Table, names: Sequence[str], outline: Graph | None = None) -> None:
         table.check(graph)
-        self.whole, self.table, self.names = graph, table, tuple(names)
-        self.run: Run | None = graph.run if table.uniform else None
+        self.whole, self.table, self.names = outline or graph, table, tuple(names)
+        self.run: Run | None = self.whole.run if table.uniform else None
         self.graph, self.tiles = self._analyse(graph.short() if self.run else graph)
         if self.run and not repeatable(self.graph, self.run, self.tiles):
             self.run = None
+            if outline is not None:
+                raise SkippedError
             self.graph, self.tiles = self._analyse(graph)
         self._drafts: dict[str, Draft] = {}
 

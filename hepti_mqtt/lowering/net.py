@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
-from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.graph import NOTHING, Graph, Skipped
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
@@ -26,15 +26,37 @@ from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.lowering.session_ops import Append, AttentionAt, Slice, State
 from hepti_mqtt.program import SlotDtype, WeightRef
 
+BEGUN: Final = 4  # layers that are built where others are skipped: the first ones and the last ones
+ENDED: Final = 3
+
 
 class Net:
-    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it."""
+    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it.
 
-    def __init__(self) -> None:
+    skip: leaves out most of many equal layers.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
         self._ops: dict[str, Op] = {}
         self._blocks: list[int] = []
         self._layer = 0
         self._branch = -1
+        self._skip = skip
+        self._skipped = NOTHING
+
+    def layers(self, count: int) -> Iterator[int]:
+        """Yield the numbers of layers that differ in what they are called alone; what is added then stands in them."""
+        left_out = range(BEGUN, count - ENDED) if self._skip else range(0)
+        ends: list[int] = []
+        for layer in range(count):
+            if layer in left_out:
+                continue
+            if layer == left_out.stop and left_out:
+                each = ends[-1] - ends[-2]
+                self._skipped = Skipped(len(self._ops), len(left_out), len(left_out) * each)
+            self.layer(layer)
+            yield layer
+            ends.append(len(self._ops))
 
     def layer(self, layer: int, branch: int = -1) -> None:
         """Let what follows stand in `layer`, and in a branch of it if one is named."""
@@ -52,7 +74,11 @@ class Net:
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
         # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
-        for field, value in (("layer", self._layer), ("branch", self._branch), ("index", len(self._ops))):
+        for field, value in (
+            ("layer", self._layer),
+            ("branch", self._branch),
+            ("index", len(self._ops) + self._skipped.ops),
+        ):
             object.__setattr__(op, field, value)
         self._ops[op.name] = op
         return op.name
@@ -64,7 +90,7 @@ class Net:
 
     def graph(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
-        return Graph(tuple(self._ops.values()), tuple(self._blocks))
+        return Graph(tuple(self._ops.values()), tuple(self._blocks), self._skipped)
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
         """Return what the request brings."""

@@ -28,21 +28,24 @@ def stretch(draft: Draft, graph: Graph, run: Run) -> Draft:
     """Return the draft for the whole graph from that for the short one."""
     template = run.first + TEMPLATE
     before, low, high = (draft.starts[b] for b in (template - 1, template, template + 1))
-    step = high - low
-    copies = run.repeats
     out = Draft()
     blocks: dict[int, list[ProgramOp]] = {}
     for _, block, op in draft.ops:
         blocks.setdefault(block, []).append(op)
     for block, start in enumerate(draft.starts):
         stop = (*draft.starts[1:], len(draft.slots))[block]
-        repeats = range(copies) if block == template else (0,) if block < template else (copies - 1,)
-        for n in repeats:
-            move = _Move(graph, template, n, before if block == template else low, step)
+        slots, ops = draft.slots[start:stop], blocks.get(block, ())
+        repeated = block == template
+        for n in range(run.repeats) if repeated else (0,) if block < template else (run.repeats - 1,):
+            number = len(out.starts)
             out.starts.append(len(out.slots))
-            out.slots += [move.spec(spec) for spec in draft.slots[start:stop]]
-            block_ops = blocks.get(block, ())
-            out.ops += [(0, len(out.starts) - 1, move.op(op, block)) for op in block_ops]
+            if n == 0:
+                out.slots += slots
+                out.ops += [(0, number, op) for op in ops]
+                continue
+            move = _Move(graph, template, n, before if repeated else low, n * (high - low))
+            out.slots += [spec if spec.base is None and not spec.state else move.spec(spec) for spec in slots]
+            out.ops += [(0, number, move.op(op, repeated)) for op in ops]
     return out
 
 
@@ -54,42 +57,37 @@ def repeated_refs(refs: Sequence[WeightRef], graph: Graph, run: Run) -> Iterator
 
 
 class _Move:
-    """Takes ops of the short Program to their place in the whole one, `n` blocks on."""
+    """Takes ops of the short Program to their place in the whole one, `n` blocks on: slots from `first` on by `by`."""
 
-    def __init__(self, graph: Graph, template: int, n: int, first: Slot, step: int) -> None:
+    def __init__(self, graph: Graph, template: int, n: int, first: Slot, by: int) -> None:
         start, stop = graph.span(template)
-        self.graph, self.n, self.first, self.by = graph, n, first, n * step
-        self.template = template
+        self.graph, self.first, self.by = graph, first, by
         self.nodes = n * (stop - start)
-        self.tensors: Mapping[str, str] = {}
-        if n:
-            pairs = zip(graph.ops[start:stop], graph.ops[start + self.nodes : stop + self.nodes], strict=True)
-            self.tensors = {a: b for x, y in pairs for a, b in zip(x.tensors, y.tensors, strict=True)}
+        pairs = zip(graph.ops[start:stop], graph.ops[start + self.nodes : stop + self.nodes], strict=True)
+        self.tensors = {a: b for x, y in pairs if x.tensors for a, b in zip(x.tensors, y.tensors, strict=True)}
 
-    def slot(self, slot: Slot) -> Slot:
-        return slot + self.by if slot >= self.first else slot
+    def slots(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        first, by = self.first, self.by
+        return tuple([slot + by if slot >= first else slot for slot in slots])
 
     def spec(self, spec: SlotSpec) -> SlotSpec:
-        if self.n and spec.state:
+        if spec.state:
             return SlotSpec(spec.shape, spec.dtype, state=self.tensors.get(spec.state, spec.state))
-        if spec.base is None or not self.by:
-            return spec
-        return SlotSpec(spec.shape, spec.dtype, self.slot(spec.base), spec.start)
+        assert spec.base is not None
+        return SlotSpec(spec.shape, spec.dtype, self.slots((spec.base,))[0], spec.start)
 
     def ref(self, ref: WeightRef) -> WeightRef:
-        return WeightRef(self.tensors[ref.tensor], *ref[1:])
+        return WeightRef(self.tensors[ref[0]], *ref[1:])
 
-    def op(self, op: ProgramOp, block: int) -> ProgramOp:
-        if not self.n:
-            return op
-        node, layer, repeated = op.node, op.layer, block == self.template
+    def op(self, op: ProgramOp, repeated: bool) -> ProgramOp:
+        node, layer = op.node, op.layer
         if repeated:  # behind the repeated blocks nodes have the numbers of the whole graph already
             node += self.nodes
             layer = self.graph.ops[node].layer
         if isinstance(op, Compute):
-            reads, writes = (tuple(map(self.slot, s)) for s in (op.reads, op.writes))
-            weights = tuple(map(self.ref, op.weights)) if repeated else op.weights
-            return Compute(op.kernel, reads, writes, weights, op.attrs, layer, node)
+            weights = tuple([self.ref(ref) for ref in op.weights]) if repeated else op.weights
+            return Compute(op.kernel, self.slots(op.reads), self.slots(op.writes), weights, op.attrs, layer, node)
+        slot = op.slot + self.by if op.slot >= self.first else op.slot
         if isinstance(op, Send):
-            return Send(self.slot(op.slot), op.to, node, op.part, layer, op.row, op.exact)
-        return Recv(self.slot(op.slot), op.source, node, op.part, layer, op.exact)
+            return Send(slot, op.to, node, op.part, layer, op.row, op.exact)
+        return Recv(slot, op.source, node, op.part, layer, op.exact)

@@ -52,6 +52,8 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> tuple
     Preferred are pieces that leave the fewest summands, then own ones, then later ones (relays stand behind sources).
     Raises UncoveredError.
     """
+    if (parts := _partition(op, need, pieces)) is not None:
+        return parts
     n = op.rank
     left, out = [need], []
     common = {i: both_reduced(p.region[n:], need[n:]) for i, p in enumerate(pieces) if meet(p.region, need)}
@@ -73,6 +75,29 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> tuple
         if not left:
             return tuple(sorted(out))
     raise UncoveredError(device, left, refused)
+
+
+def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> tuple[tuple[int, Region], ...] | None:
+    """Return what each piece has of `need` where nobody has anything twice; None where there is a choice.
+
+    This is what `cover` comes to then, and most layouts are such.
+    """
+    n = op.rank
+    parts = []
+    for i, piece in enumerate(pieces):
+        if (part := meet(piece.region, need)) is not None:
+            if part[n:] != piece.region[n:] or op.trim(part) != part:
+                return None
+            parts.append((i, part))
+    if sum(volume(part) for _, part in parts) != volume(need) or not (len(parts) == 1 or _apart(pieces)):
+        return None
+    return tuple(parts)
+
+
+@lru_cache(maxsize=CACHED)
+def _apart(pieces: tuple[Piece, ...]) -> bool:
+    """Return whether no two pieces have an index in common."""
+    return not any(meet(a.region, b.region) for i, a in enumerate(pieces) for b in pieces[:i])
 
 
 def both_reduced(a: Region, b: Region) -> int:

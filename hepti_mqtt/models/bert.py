@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering import Net
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.config import Config
@@ -90,18 +90,15 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 
-def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
-    """Return the graph of one packed batch: ids i32 [m] -> the task's output."""
-    net = Net()
+def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
-    for i in range(spec.layers):
-        net.layer(i)
+    for i in net.layers(spec.layers):
         net.block()
         x = post_norm(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.block()
     heads.add(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
-    return net.graph()
 
 
 def reference(

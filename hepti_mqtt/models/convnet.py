@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.lowering import Graph, Net, roles
+from hepti_mqtt.lowering import Net, roles
 from hepti_mqtt.lowering.map_ops import Conv, Flatten, MaxPool, Reshape
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
@@ -115,10 +115,10 @@ def tensors(spec: ConvNetSpec) -> Iterator[TensorSource]:
     yield from dense("classifier", ("",), "classifier", spec.dense, spec.head.outputs)
 
 
-def graph(spec: ConvNetSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
-    """Return the graph of one image: pixels u8 [1, 3, S, S] -> logits [1, n]."""
+def graph(net: Net, spec: ConvNetSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one image: pixels u8 [1, 3, S, S] -> logits [1, n]."""
     del refs
-    net, convs, s = Net(), _convs(spec), spec.size
+    convs, s = _convs(spec), spec.size
     pixels = net.input("pixels", (1, 3, s, s), "u8")
     half = (0.5, 0.5, 0.5)
     rows = net.whole("rows", (pixels,), roles.STEM, "patchify", (s * s, 3), patch=1, mean=half, std=half)
@@ -153,7 +153,6 @@ def graph(spec: ConvNetSpec, shape: RequestShape, refs: Mapping[str, WeightRef])
         net.rows("hidden", x, roles.TASK)
     else:
         net.linear("logits", x, roles.TASK, {"classifier": spec.head.outputs})  # [1, n]
-    return net.graph()
 
 
 def reference(

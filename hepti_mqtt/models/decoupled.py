@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.blocks import Layer, post_norm
@@ -79,9 +79,8 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
         yield f"layers.{group * depth + depth - 1}.", spec.hidden
 
 
-def graph(spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
-    """Return the graph of one packed batch: ids i32 [m] -> the task's output."""
-    net = Net()
+def graph(net: Net, spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, h]
     n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
@@ -99,7 +98,6 @@ def graph(spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef
         x = post_norm(net, f"{last}.", f"layers.{last}.", net.join(f"{last}.in", ends, JOIN), n)  # [m, h]
     net.block()
     heads.add(net, spec, shape, x, refs)  # [m, h] or [B, h]
-    return net.graph()
 
 
 def reference(

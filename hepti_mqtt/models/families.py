@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.lowering import Graph
+from hepti_mqtt.lowering import Graph, Net
 from hepti_mqtt.models import albert, bert, convnet, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
@@ -44,8 +44,8 @@ class Family(Protocol):
     def tensors(self, spec: Any, /) -> Iterator[TensorSource]:
         """Yield the tensors of a model, from the stem to the head."""
 
-    def graph(self, spec: Any, shape: RequestShape, refs: Mapping[str, WeightRef], /) -> Graph:
-        """Return the graph of a request; refs: all of each tensor."""
+    def graph(self, net: Net, spec: Any, shape: RequestShape, refs: Mapping[str, WeightRef], /) -> None:
+        """Add the tensors of a request's graph, the answer last; refs: all of each stored tensor."""
 
     def reference(
         self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: RequestShape, /
@@ -207,6 +207,11 @@ def full(spec: Spec, name: str) -> WeightRef:
 
 
 @lru_cache(maxsize=32)
-def graph(spec: Spec, shape: RequestShape) -> Graph:
-    """Return the graph of one request: its answer has the spec's `output_shape`."""
-    return FAMILIES[spec.family].graph(spec, shape, _whole_refs(spec))
+def graph(spec: Spec, shape: RequestShape, skip: bool = False) -> Graph:
+    """Return the graph of one request: its answer has the spec's `output_shape`.
+
+    skip: without most of many equal layers; the graph of any request tells what those are called.
+    """
+    net = Net(skip)
+    FAMILIES[spec.family].graph(net, spec, shape, _whole_refs(spec))
+    return net.graph()

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.lowering import Graph, Net, roles
+from hepti_mqtt.lowering import Net, roles
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY_SPREAD, kind
@@ -69,17 +69,15 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield weight("head.decoder.weight", ("lm_head.weight", *names(base, "wte.weight")), h, spec.text.vocab)
 
 
-def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
-    """Return the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
+def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
     m, h, eps = shape.tokens, spec.hidden, spec.norm_eps
-    net = Net()
     tokens = net.input("tokens", (1 + m,), "i32")
     at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
     ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)  # [m]
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.whole("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables)  # [m, h]
-    for i in range(spec.layers):
-        net.layer(i)
+    for i in net.layers(spec.layers):
         stored = f"layers.{i}."
         u = net.norm(f"{i}.u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", eps)  # [m, h]
         net.block()
@@ -98,7 +96,6 @@ def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
     if shape.want == "task":
         net.linear("logits", x, roles.TASK, {"head.decoder": spec.head.outputs}, bias=False)  # [1, V]
-    return net.graph()
 
 
 def reference(

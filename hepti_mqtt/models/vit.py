@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, plain
 from hepti_mqtt.models.blocks import Layer, pre_norm
@@ -109,12 +109,11 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 
-def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> Graph:
-    """Return the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
+def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
     image = spec.image
     assert image is not None
     images, h = len(shape.lengths), spec.hidden
-    net = Net()
     pixels = net.input("pixels", (images, image.channels, image.size, image.size), "u8")
     rows, width = images * image.patches, image.channels * image.patch**2
     patches = net.whole(
@@ -124,12 +123,10 @@ def graph(spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -
     weights = (refs["stem.cls"], refs["stem.position"])
     x = net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
     n = Layer.of(spec, shape)
-    for i in range(spec.layers):
-        net.layer(i)
+    for i in net.layers(spec.layers):
         x = pre_norm(net, f"{i}.", f"layers.{i}.", x, n)
     net.block()
     heads.add(net, spec, shape, x, refs)
-    return net.graph()
 
 
 def reference(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.lowering import Lowered
+from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
@@ -55,9 +56,19 @@ def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
 
 @lru_cache(maxsize=LOWERED)
 def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
-    division = Division(graph(spec, shape), divided.plan)
-    table = STRATEGIES[divided.plan.strategy].table(division).over(frame(division))
-    return Lowered(division.graph, table, divided.plan.devices)
+    short, outline = graph(spec, shape, skip=True), graph(spec, largest_shape(spec))
+    if short.skipped.blocks and short.like(outline):
+        with suppress(SkippedError):
+            return _under(short, divided.plan, outline)
+    return _under(graph(spec, shape), divided.plan)
+
+
+def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
+    division = Division(graph, plan)
+    table = STRATEGIES[plan.strategy].table(division).over(frame(division))
+    if outline is not None and not table.uniform:
+        raise SkippedError
+    return Lowered(division.graph, table, plan.devices, outline)
 
 
 def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
