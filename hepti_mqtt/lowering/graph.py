@@ -17,15 +17,19 @@ TEMPLATE: Final = 2  # the place of the repeated one among them
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks first..stop of a graph are alike: equal ops, that read each other and the block before in one way."""
+    """Blocks first..stop of a graph are alike: equal ops, that read each other and the block before in one way.
+
+    kept: how many are left when the run is cut short.
+    """
 
     first: int
     stop: int
+    kept: int = KEPT
 
     @property
     def repeats(self) -> int:
         """Return how many blocks the repeated one stands for when the run is cut short."""
-        return self.stop - self.first - KEPT + 1
+        return self.stop - self.first - self.kept + 1
 
 
 class Skipped(NamedTuple):
@@ -130,15 +134,16 @@ class Graph:
         run = self.run
         if run is None:
             return self
-        behind = run.stop - (KEPT - TEMPLATE - 1)
-        kept = [*range(run.first + TEMPLATE + 1), *range(behind, len(self.blocks))]
-        template = self.blocks[run.first + TEMPLATE]
-        before = slice(*self.span(behind - 1))
-        # What the block before the first one kept behind is called: the repeated block's ops stand for its own.
-        names = {a.name: b.name for a, b in zip(self.ops[before], self.ops[template:], strict=False)}
+        template = run.first + TEMPLATE
+        return self.without(template, run.stop - (KEPT - TEMPLATE - 1))
+
+    def without(self, template: int, behind: int) -> Graph:
+        """Return the graph without the blocks between two: what they gave to the next one, `template` gives."""
+        before, start = slice(*self.span(behind - 1)), self.blocks[template]
+        names = {a.name: b.name for a, b in zip(self.ops[before], self.ops[start:], strict=False)}
         ops: list[Op] = []
         blocks = []
-        for block in kept:
+        for block in (*range(template + 1), *range(behind, len(self.blocks))):
             blocks.append(len(ops))
             for op in self.ops[slice(*self.span(block))]:
                 moved = block == behind and any(name in names for name in op.inputs)

@@ -11,7 +11,7 @@ from hepti_mqtt.lowering.fuse import fuse
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
 from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Table, pieces_of
 from hepti_mqtt.lowering.lower import Draft, lower
-from hepti_mqtt.lowering.stretch import repeatable, repeated_refs, stretch
+from hepti_mqtt.lowering.stretch import repeatable, repeated_refs, shortest, stretch
 from hepti_mqtt.lowering.tiles import Tiles, analyse
 from hepti_mqtt.program import Program, WeightRef
 
@@ -38,6 +38,9 @@ class Lowered:
             if outline is not None:
                 raise SkippedError
             self.graph, self.tiles = self._analyse(graph)
+        if self.run:
+            self.graph, self.run = shortest(self.graph, self.run, self.tiles)
+            self.tiles = {op.name: self.tiles[op.name] for op in self.graph.ops}
         self._drafts: dict[str, Draft] = {}
 
     def _analyse(self, graph: Graph) -> tuple[Graph, Tiles]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
 from hepti_mqtt.lowering.lower import Draft
@@ -17,11 +18,23 @@ def repeatable(short: Graph, run: Run, tiles: Tiles) -> bool:
     Tiles follow from what the next block asks for. The repeated block asks the one before it for what that has given it
     tiles for; if both have equal tiles, so has every block that is put between them.
     """
-    (a0, a1), (b0, b1) = short.span(run.first + TEMPLATE - 1), short.span(run.first + TEMPLATE)
-    pairs = zip(short.ops[a0:a1], short.ops[b0:b1], strict=True)
-    return all(tiles[x.name] == tiles[y.name] for x, y in pairs) and not any(
+    template = run.first + TEMPLATE
+    return _equal(short, tiles, template - 1, template) and not any(
         tile.turn for op in short.ops for tile in tiles[op.name]
     )
+
+
+def shortest(short: Graph, run: Run, tiles: Tiles) -> tuple[Graph, Run]:
+    """Return the graph and its run without the block behind the repeated one where that has equal tiles."""
+    template = run.first + TEMPLATE
+    if not _equal(short, tiles, template, template + 1):
+        return short, run
+    return short.without(template, template + 2), replace(run, kept=run.kept - 1)
+
+
+def _equal(graph: Graph, tiles: Tiles, a: int, b: int) -> bool:
+    (a0, a1), (b0, b1) = graph.span(a), graph.span(b)
+    return all(tiles[x.name] == tiles[y.name] for x, y in zip(graph.ops[a0:a1], graph.ops[b0:b1], strict=True))
 
 
 def stretch(draft: Draft, graph: Graph, run: Run) -> Draft:

@@ -107,7 +107,7 @@ def test_equal_layers_that_are_worked_out_once_stand_for_each_other():
     assert found.repeated is not None
     inner = found.repeated[0]
     assert layout_svg(found, [inner + 1], "t") == layout_svg(found, [inner], "t")
-    assert "(layers 2 to 5 are alike)" in layout_svg(found, [inner], "t")
+    assert "(layers 2 to 6 are alike)" in layout_svg(found, [inner], "t")
     both = [op.layer for op in drawn(found, [0, 7])]
     assert set(both) == {0, 7}
     assert both == sorted(both)
