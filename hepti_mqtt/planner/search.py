@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Final
 
@@ -63,21 +65,12 @@ def decide(question: Question) -> Decision:
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
     _check_pins(question)
-    drafts = _through_the_broker(question, [_fit_memory(question, draft) for draft in _initial(question)])
-    candidates = sorted((_priced(question, d) for d in drafts if not d.missing), key=_order)
-    refined = [_balance(question, c) for c in candidates[:REFINED]]
-    # The best of each strategy is balanced too, so that the comparison is fair.
-    names = {c.name for c in refined}
-    for c in candidates[REFINED:]:
-        if c.name not in names:
-            names.add(c.name)
-            refined.append(_balance(question, c))
+    fitting, short = _fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
-    for c in sorted(refined, key=_order):
+    for c in sorted((_balance(question, c) for c in fitting), key=_order):
         best.setdefault(c.name, c)
-    for draft in sorted(drafts, key=lambda d: sum(d.missing.values())):
-        if draft.missing:
-            best.setdefault(draft.name, _priced(question, draft))
+    for draft in sorted(short, key=lambda d: sum(d.missing.values())):
+        best.setdefault(draft.name, _priced(question, draft))
     top = sorted((_final(question, c) for c in best.values()), key=_order)
     if not top or not top[0].price.feasible:
         raise PlanError(_nothing_fits(question, top))
@@ -98,24 +91,81 @@ def _check_pins(question: Question) -> None:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
 
 
-def _through_the_broker(question: Question, drafts: Sequence[_Draft]) -> Sequence[_Draft]:
-    """Return the drafts whose largest packets get through; raises PacketLimitError if not even one does."""
+def _through_the_broker(question: Question, guesses: Sequence[_Guess]) -> Sequence[_Guess]:
+    """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
     limit = question.packet_bytes
-    if limit is None or not drafts:
-        return drafts
+    if limit is None or not guesses:
+        return guesses
     tiles = tile_packet(question)
     if tiles > limit:
         raise packet_limit_error(limit, tiles, f"bringing the weights of {question.naming.model}", _BROKER)
-    sizes = [plan_packet(question, d.plan) for d in drafts]
+    sizes = [plan_packet(question, g.plan) for g in guesses]
     if min(sizes) > limit:
         raise packet_limit_error(limit, min(sizes), f"every plan of {question.naming.model}", _BROKER)
-    return [d for d, size in zip(drafts, sizes, strict=True) if size <= limit]
+    return [g for g, size in zip(guesses, sizes, strict=True) if size <= limit]
+
+
+def _fitting(question: Question, guesses: Sequence[_Guess]) -> tuple[list[Candidate], list[_Draft]]:
+    """Return the candidates to balance, and the drafts found on the way that do not fit.
+
+    The fastest ones, and the fastest of every other strategy and variant, so that the comparison is fair. What memory
+    a plan needs costs as much to work out as its price, so it is done for the fastest plans, in turn, until there are
+    enough that fit.
+    """
+    limit = question.packet_bytes
+    queue: list[tuple[float, int, _Guess, Candidate | None]] = []
+    for n, guess in enumerate(guesses):
+        with _dividing(question, guess.plan.strategy):
+            queue.append((_guessed(question, guess).price.expected_s, n, guess, None))
+    heapify(queue)
+    found: list[Candidate] = []
+    short: list[_Draft] = []
+    while queue:
+        _, n, guess, fitted = heappop(queue)
+        if len(found) >= REFINED and guess.name in {c.name for c in found}:
+            continue
+        if fitted is not None:
+            found.append(fitted)
+            continue
+        with _dividing(question, guess.plan.strategy):
+            draft = _fit_memory(question, _draft(question, guess))
+            if draft.missing:
+                short.append(draft)
+            elif limit is None or plan_packet(question, draft.plan) <= limit:
+                c = _priced(question, draft)
+                heappush(queue, (c.price.expected_s, n, guess, c))
+    return found, short
+
+
+@contextmanager
+def _dividing(question: Question, strategy: str) -> Iterator[None]:
+    """Leave a plan out if its method cannot divide the model so: the others go on.
+
+    Raises ConfigError if it is the method that was asked for.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if question.strategy == strategy:
+            raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
 
 
 def _order(c: Candidate) -> tuple[bool, float, float]:
     # Infeasible ones last, the least missing first.
     missing = float(sum(c.price.missing.values()))
     return (missing > 0, missing, c.price.expected_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A plan with shares by speed, of which it is not known whether it fits."""
+
+    plan: Plan
+    weights: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        return self.plan.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +182,7 @@ class _Draft:
         return self.plan.method
 
 
-def _initial(question: Question) -> Iterator[_Draft]:
+def _initial(question: Question) -> Iterator[_Guess]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
     rows = max(question.shape.tokens // max(len(names), 1), 1)
@@ -150,9 +200,8 @@ def _initial(question: Question) -> Iterator[_Draft]:
             for options in method.choices(len(subset)):
                 if question.options and dict(question.options) != dict(options):
                     continue
-                draft = _attempt(question, method, options, subset, weights)
-                if draft is not None:
-                    yield draft
+                with _dividing(question, method.name):
+                    yield _guess(question, method, options, subset, weights)
 
 
 def _graph(question: Question) -> Graph:
@@ -174,32 +223,23 @@ def _methods(question: Question) -> Iterator[Method]:
             raise ConfigError(f"{reason}; {question.naming.model} can be divided by: {', '.join(able)}")
 
 
-def _attempt(
-    question: Question, method: Method, options: Options, devices: tuple[str, ...], weights: Sequence[float]
-) -> _Draft | None:
-    """Return a draft, None if the method cannot divide this model so: the others go on.
-
-    Raises ConfigError if it is the one that was asked for.
-    """
-    try:
-        return _draft(question, method.name, options, devices, weights)
-    except ValueError as error:
-        if question.strategy == method.name:
-            raise ConfigError(f"{method.name} cannot divide {question.naming.model}: {error}") from error
-        return None
+def _guess(
+    question: Question, method: Method, options: Options, devices: tuple[str, ...], weights: tuple[float, ...]
+) -> _Guess:
+    """Return a plan whose head is the fastest device; raises ValueError if the method cannot divide this model so."""
+    head = devices[0]
+    template = Plan(
+        question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
+    )
+    return _Guess(make_plan(question.spec, template, method.name, options, weights), weights)
 
 
-def _draft(
-    question: Question, strategy: str, options: Mapping[str, str], devices: tuple[str, ...], weights: Sequence[float]
-) -> _Draft:
-    """Return the draft whose head is the fastest device, or the next one if only the head's memory is short."""
+def _draft(question: Question, guess: _Guess) -> _Draft:
+    """Return the draft of a plan, with the next device as its head if only the head's memory is short."""
     made = []
-    for head in devices[:2]:
-        template = Plan(
-            question.naming.model, question.epoch, strategy, devices, head, wire=question.wire, storage=question.storage
-        )
-        plan = make_plan(question.spec, template, strategy, options, weights)
-        made.append(_Draft(plan, tuple(weights), *memory(question, plan)))
+    for head in guess.plan.devices[:2]:
+        plan = replace(guess.plan, head=head)
+        made.append(_Draft(plan, guess.weights, *memory(question, plan)))
         if head not in made[-1].missing:
             break
     return min(made, key=lambda d: sum(d.missing.values()))
@@ -221,13 +261,18 @@ def _subsets(by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]
         yield tuple(d for d in by_speed if d != left_out)
 
 
+def _guessed(question: Question, guess: _Guess) -> Candidate:
+    return Candidate(guess.plan, price(question, guess.plan, known=({}, {})), guess.weights)
+
+
 def _priced(question: Question, draft: _Draft) -> Candidate:
     return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
 
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
+    """Return a candidate with other shares; its memory is not worked out."""
     plan = make_plan(question.spec, c.plan, c.plan.strategy, c.plan.options, weights)
-    return Candidate(plan, price(question, plan), tuple(weights))
+    return _guessed(question, _Guess(plan, tuple(weights)))
 
 
 def _fit_memory(question: Question, draft: _Draft) -> _Draft:
@@ -278,9 +323,12 @@ def _balance(question: Question, c: Candidate) -> Candidate:
             w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.weights, busy, strict=True)
         )
         moved = _with_weights(question, best, weights)
-        if _order(moved) >= _order(best):
+        if moved.price.expected_s >= best.price.expected_s:
             break
-        best = moved
+        needs, missing = memory(question, moved.plan)
+        if missing:
+            break
+        best = replace(moved, price=replace(moved.price, needs=needs))
     return best
 
 
