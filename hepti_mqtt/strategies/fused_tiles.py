@@ -23,11 +23,8 @@ def table(division: Division) -> Table:
     def tiles(op: Op) -> list[Piece] | None:
         if op.name != last.name:
             return None
-        sides = (apportion(op.space[dim], [1.0] * n) for dim, n in enumerate(TILES))
-        return [
-            Piece(owner, box(op, {0: span(*y), 1: span(*x)}))
-            for owner, (y, x) in zip(owners, product(*sides), strict=True)
-        ]
+        at = product(*(apportion(op.space[dim], [1.0] * n) for dim, n in enumerate(TILES)))
+        return [Piece(d, box(op, {0: span(*y), 1: span(*x)})) for d, (y, x) in zip(owners, at, strict=True)]
 
     return Table({roles.MAP: tiles}, {roles.DENSE: on(division.head)})
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Piece, Rule, Set, Table, box, on, roles, span, union
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Rule, Set, Table, on, roles, span, union
 from hepti_mqtt.plan import Plan, Range, apportion
 
 MOST_NAMED: Final = 64  # devices up to which options that depend on their number are known by name
@@ -184,16 +183,6 @@ def between(rule: Rule, head: int | None = None) -> dict[str, Rule]:
         first = on(head)
         lines[roles.BEFORE_ATTENTION] = lambda op: (rule if op.layer else first)(op)
     return lines
-
-
-def reduced_on_rows(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
-    """Return a direct reduce-scatter: partial sums over parts of the inner dimension, added by the rows' owners."""
-
-    def rule(op: Op) -> list[Piece]:
-        partial = [Piece(i, box(op, {2: part})) for i, part in enumerate(parts)]
-        return partial + [Piece(i, box(op, {0: r}), relay=True) for i, r in enumerate(rows)]
-
-    return rule
 
 
 def qkv_of(division: Division, heads: Set, which: str = "qkv") -> Set:

@@ -12,13 +12,12 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.passes import narrow, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies.method import Division, frame
-from hepti_mqtt.strategies.narrow import narrow
 from hepti_mqtt.strategies.registry import STRATEGIES
-from hepti_mqtt.strategies.storage import store, stored
 
 LOWERED: Final = 32  # graphs under tables that are kept
 

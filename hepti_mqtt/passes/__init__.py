@@ -1,0 +1,8 @@
+"""Passes from Program to Program, for every method alike."""
+
+from __future__ import annotations
+
+from hepti_mqtt.passes.narrow import narrow
+from hepti_mqtt.passes.storage import store, stored
+
+__all__ = ["narrow", "store", "stored"]
