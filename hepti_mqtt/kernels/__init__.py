@@ -14,16 +14,14 @@ from hepti_mqtt.kernels.attention import ATTENTION, ATTENTION_BLOCK
 from hepti_mqtt.kernels.base import Kernel, Run
 from hepti_mqtt.kernels.codecs import FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.combine import ATTENTION_COMBINE
-from hepti_mqtt.kernels.conv import CONV2D, MAX_POOL2D, MEAN_POOL
+from hepti_mqtt.kernels.conv import CONV2D, MAX_POOL2D
 from hepti_mqtt.kernels.copies import ASSEMBLE
 from hepti_mqtt.kernels.decoder import APPEND_ROWS, ATTENTION_AT, EMBED_AT
 from hepti_mqtt.kernels.isa import isa
 from hepti_mqtt.kernels.jit import Warm, warm_up
 from hepti_mqtt.kernels.linear import LINEAR
 from hepti_mqtt.kernels.moments import MOMENTS, NORMALISE
-from hepti_mqtt.kernels.rms import ADD_RMS_NORM, RMS_NORM
 from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, NORMALIZE_ROWS
-from hepti_mqtt.kernels.softmax import SOFTMAX
 from hepti_mqtt.kernels.stem import EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
 from hepti_mqtt.kernels.sums import SUM
 from hepti_mqtt.kernels.weights import (
@@ -42,13 +40,10 @@ _ALL: Final = (
     ATTENTION,
     ATTENTION_BLOCK,
     ATTENTION_COMBINE,
-    SOFTMAX,
     LAYER_NORM,
     ADD_NORM,
     MOMENTS,
     NORMALISE,
-    RMS_NORM,
-    ADD_RMS_NORM,
     ADD,
     SUM,
     ASSEMBLE,
@@ -59,7 +54,6 @@ _ALL: Final = (
     NORMALIZE_ROWS,
     CONV2D,
     MAX_POOL2D,
-    MEAN_POOL,
     EMBED_AT,
     APPEND_ROWS,
     ATTENTION_AT,

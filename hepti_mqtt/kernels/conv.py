@@ -6,7 +6,6 @@ conv2d      x, or x and residual [y, x, n] -> activation(patches @ W + b) + resi
             activation (one of `ACTIVATIONS` but silu_gate), bias and residual (bool).
 max_pool2d  x -> the largest value of each channel in each patch, [y, x, C]; attributes kernel, stride, pad (with
             -infinity).
-mean_pool   x -> mean of each channel over all pixels, [1, C]; of no pixels 0.
 
 There are as many patches as fit: y = (Y + top + bottom - ky) // sy + 1. Patches of some pixels at a time are copied to
 rows of a matrix that is kept, and multiplied by the weights as every matrix is (Chellapilla, Puri and Simard 2006, with
@@ -25,14 +24,13 @@ from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import references
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise, starts_of
+from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.epilogue import activation_of
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, helper, kernel, reads
 from hepti_mqtt.kernels.linear import bind_product
 from hepti_mqtt.kernels.matmul import MR
 from hepti_mqtt.kernels.memory import floats
-from hepti_mqtt.kernels.rowwise import mean_rows
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.kernels.workers import Workers
 from hepti_mqtt.program import Compute, SlotSpec
@@ -216,18 +214,6 @@ def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return run
 
 
-def _bind_mean_pool(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.weights(weights, 0)
-    check.that(len(check.reads[0].shape) == 3, "x must have 3 dimensions")
-    height, width, c = check.reads[0].shape
-    check.shape(check.writes[0], (1, c))
-    starts = starts_of([height * width])
-    return lambda reads, writes: mean_rows(reads[0].reshape(height * width, c), writes[0], starts)
-
-
 def _patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:
     """Return the patches of x as [y, x, ky, kx, C], for references."""
     (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
@@ -263,16 +249,6 @@ def _reference_max_pool2d(
     return [_patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
-def _reference_mean_pool(
-    _op: Compute,
-    _slots: Sequence[SlotSpec],
-    reads: Sequence[Array],
-    _weights: Sequence[Array],
-) -> list[Array]:
-    height, width, _ = reads[0].shape
-    return [reads[0].astype(np.float64).sum(axis=(0, 1))[None] / max(height * width, 1)]
-
-
 def _work_conv2d(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     y, x, n = slots[op.writes[0]].shape
     k = math.prod(op.attrs["kernel"]) * slots[op.reads[0]].shape[2]
@@ -281,4 +257,3 @@ def _work_conv2d(op: Compute, slots: Sequence[SlotSpec]) -> Work:
 
 CONV2D: Final = Kernel("conv2d", _bind_conv2d, _reference_conv2d, _work_conv2d)
 MAX_POOL2D: Final = Kernel("max_pool2d", _bind_max_pool2d, _reference_max_pool2d, rowwise)
-MEAN_POOL: Final = Kernel("mean_pool", _bind_mean_pool, _reference_mean_pool, rowwise)

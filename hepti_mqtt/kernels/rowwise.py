@@ -128,7 +128,7 @@ def _add_norm(
 
 
 @kernel(reads(float32, 2), fills(float32, 2), INT_ARRAY)
-def mean_rows(x: Any, out: Any, starts: Any) -> None:
+def _mean_rows(x: Any, out: Any, starts: Any) -> None:
     """Fill out [B, h] with the means of rows starts[b]..starts[b + 1] of x; of no rows it is 0."""
     h = x.shape[1]
     for b in range(len(out)):
@@ -231,7 +231,7 @@ def _bind_mean_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     m, h = check.reads[0].shape
     check.that(starts[-1] == m, f"lengths sum to {starts[-1]}, x has {m} rows")
     check.shape(check.writes[0], (len(starts) - 1, h))
-    return lambda reads, writes: mean_rows(reads[0], writes[0], starts)
+    return lambda reads, writes: _mean_rows(reads[0], writes[0], starts)
 
 
 def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:

@@ -24,7 +24,6 @@ from hepti_mqtt.strategies import make_plan, programs
 
 ROWS = SlotSpec((5, 12))
 GAMMA = WeightRef("gamma", (0, 1), (0, 12), "plain")
-ADD_RMS = {"bias": False, "eps": 1e-5, "keep_sum": True}
 BESIDE = {"copies": ((1, ((0, 5), (0, 12)), ((0, 5), (12, 24))), (0, ((0, 5), (0, 12)), ((0, 5), (0, 12))))}
 IMAGE, MAP = SlotSpec((5, 4, 6)), SlotSpec((3, 2, 4))
 WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1, 1, 1)}
@@ -32,8 +31,6 @@ CONV = {**WINDOW, "activation": "relu", "bias": True, "residual": True}
 HEADS = {"q_column": 0, "k_column": 4, "v_column": 8, "heads": 2, "head_dim": 2, "scale": 0.5}
 BY_HAND = {
     "assemble": (Compute("assemble", (0, 1), (2,), (), BESIDE), (ROWS, ROWS, SlotSpec((5, 24)))),
-    "softmax": (Compute("softmax", (0,), (1,), (), {}), (ROWS, ROWS)),
-    "rms_norm": (Compute("rms_norm", (0,), (1,), (GAMMA,), {"eps": 1e-5}), (ROWS, ROWS)),
     "sum": (Compute("sum", (0, 1), (2,), (), {"activation": "gelu"}), (ROWS,) * 3),
     "moments": (Compute("moments", (0,), (1,), (), {}), (ROWS, SlotSpec((5, 2)))),
     "normalise": (
@@ -47,7 +44,6 @@ BY_HAND = {
         (IMAGE, MAP, MAP),
     ),
     "max_pool2d": (Compute("max_pool2d", (0,), (1,), (), WINDOW), (IMAGE, SlotSpec((3, 2, 6)))),
-    "mean_pool": (Compute("mean_pool", (0,), (1,), (), {}), (IMAGE, SlotSpec((1, 6)))),
     "embed_at": (
         Compute("embed_at", (0, 1), (2,), (WeightRef("w", (0, 7), (0, 12), "plain"),) * 2, {}),
         (SlotSpec((5,), "i32"), SlotSpec((1,), "i32"), ROWS),
@@ -61,7 +57,6 @@ BY_HAND = {
         (ROWS, SlotSpec((9, 12)), SlotSpec((1,), "i32"), SlotSpec((5, 4))),
     ),
     "add": (Compute("add", (0, 1), (2,), (), {"bias": False}), (ROWS,) * 3),
-    "add_rms_norm": (Compute("add_rms_norm", (0, 1), (2, 3), (GAMMA,), ADD_RMS), (ROWS,) * 4),
 }
 
 
