@@ -3,7 +3,7 @@
 conv2d      x, or x and residual [y, x, n] -> activation(patches @ W + b) + residual, [y, x, n]. Weights: W packed
             [ky kx C, n], whose row (i kx + j) C + c is for pixel (i, j) and channel c of a patch, and with a bias b
             plain [n]. Attributes kernel (ky, kx), stride (sy, sx), pad (top, left, bottom, right: zeros beyond x),
-            activation (one of `ACTIVATIONS` but silu_gate), bias and residual (bool).
+            activation (one of `ACTIVATIONS`), bias and residual (bool).
 max_pool2d  x -> the largest value of each channel in each patch, [y, x, C]; attributes kernel, stride, pad (with
             -infinity).
 
@@ -146,7 +146,7 @@ def _bind_conv2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weigh
     check.count(2 if has_residual else 1)
     check.dtypes()
     check.weights(weights, 2 if has_bias else 1)
-    finish = (activation_of(check, op.attrs["activation"]), np.float32(1.0), 0)
+    activation = activation_of(check, op.attrs["activation"])
     window = _window(check, op)
     matrix, n = check.packed(weights[0]), check.writes[0].shape[2]
     k = window.kernel_rows * window.kernel_columns * window.channels
@@ -158,7 +158,7 @@ def _bind_conv2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weigh
         return nothing
 
     def product(pixels: int) -> Run:
-        return bind_product((pixels, k), [matrix], biases, has_residual, finish, pool)
+        return bind_product((pixels, k), [matrix], biases, has_residual, activation, pool)
 
     if window[3:9] == (1, 1, 1, 1, 0, 0) and window[:2] == window[-2:]:
         return _of_pixels(product(window.pixels), n, k)

@@ -160,11 +160,3 @@ def gelu_tanh(x: Any) -> Any:
 def relu(x: Any) -> Any:
     """Return max(x, 0)."""
     return ZERO if x < ZERO else x
-
-
-@exact
-def silu(x: Any) -> Any:
-    """Return x / (1 + exp(-x))."""
-    e = exp_of_negative(-abs(x))
-    above = x if x > ZERO else x * e
-    return above / (ONE + e)

@@ -1,11 +1,9 @@
-"""Kernel `linear`: out[:, c : c + n] = activation(scale (x [m, k] @ [W_1 | ... | W_p] + [b_1 | ... | b_p])) + residual.
+"""Kernel `linear`: activation(x [m, k] @ [W_1 | ... | W_p] + [b_1 | ... | b_p]) + residual.
 
-Reads x, or x and residual [m, n]; writes out [m, N]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ... b_p
-plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`) and, where wanted, scale (a number,
-else 1) and out_column (c; else 0, and N = n); the other columns of out stay as they are. The activation `silu_gate`
-takes two weights of one width, gate and up, and gives silu of the first product times the second.
+Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ... b_p
+plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`).
 
-A tile is finished (scale, activation, residual) while it is in the first-level cache, so that memory is written once; a
+A tile is finished (activation, residual) while it is in the first-level cache, so that memory is written once; a
 tile that needs none of them goes from the registers to its place. Every output is one sum over k in ascending order, so
 its bits depend neither on its tile nor on the threads.
 """
@@ -21,10 +19,9 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import linear_storage, linear_stream, references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
-from hepti_mqtt.kernels.elementary import ONE
-from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, activation_of, store
+from hepti_mqtt.kernels.epilogue import NONE, activate, activation_of, store
 from hepti_mqtt.kernels.isa import TILE
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.matmul import MR, NR, panel_tile
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.kernels.workers import Workers, matmul_parts
@@ -46,8 +43,8 @@ FETCHERS: Final = 4
 SHALLOW: Final = 64
 SHALLOW_TILES: Final = 3
 
-# Columns of the table of panels; _GATE is the address of the panel that gates this one, or 0.
-_ADDRESS, _COLUMN, _VALID, _GATE = 0, 1, 2, 3
+# Columns of the table of panels.
+_ADDRESS, _COLUMN, _VALID = 0, 1, 2
 
 _LANES: Final = TILE.lanes
 
@@ -58,8 +55,6 @@ _LANES: Final = TILE.lanes
     reads(float32, 2),
     TABLE,
     fills(float32, 2),
-    INT,
-    FLOAT,
     INT,
     INT,
     INT,
@@ -74,21 +69,16 @@ def _linear(
     panels: Any,
     bias: Any,
     activation: int,
-    scale: Any,
-    out_column: int,
     first_panel: int,
     last_panel: int,
     first_row: int,
     last_row: int,
 ) -> None:
-    """Fill the columns of some panels in some rows of out; panels [P, 4], bias [P, NR], with a gate [2 P, NR]."""
+    """Fill the columns of some panels in some rows of out; panels [P, 3], bias [P, NR]."""
     k, width = x.shape[1], out.shape[1]
-    gated = activation == SILU_GATE
-    has_residual = residual.size > 0
-    plain = activation == NONE and scale == ONE and not has_residual
+    plain = activation == NONE and residual.size == 0
     most = min(ROWS, last_row - first_row)
-    scratch = np.empty((2 if gated else 1) * most * NR, np.float32)
-    gates = scratch[-most * NR :]
+    sums = np.empty(most * NR, np.float32)
     for block in range(first_row, last_row, ROWS):
         rows = min(ROWS, last_row - block)
         tiles = -(-rows // MR)
@@ -98,34 +88,28 @@ def _linear(
             column, valid = panels[p, _COLUMN], panels[p, _VALID]
             vectors = -(-valid // _LANES)
             direct = plain and valid == vectors * _LANES
-            for is_gate in range(1 if gated else 0, -1, -1):
-                panel = panels[p, _GATE if is_gate else _ADDRESS]
-                bias_at = bias.ctypes.data + 4 * NR * (p + is_gate * len(panels))
-                sums = gates if is_gate else scratch
-                for low in range(0, max(k, 1), piece):
-                    depth = min(piece, k - low)
-                    final = not is_gate and low + depth >= k
-                    for t in range(tiles):
-                        # Tiles of nearly equal height: 7 rows as 3 + 4 keep the pipelines fuller than 6 + 1.
-                        i = t * rows // tiles
-                        count = (t + 1) * rows // tiles - i
-                        left = x.ctypes.data + 4 * ((block + i) * k + low)
-                        right = panel + 4 * low * NR
-                        place, stride = sums.ctypes.data + 4 * i * NR, NR
-                        start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
-                        if final and direct:
-                            place, stride = out.ctypes.data + 4 * ((block + i) * width + out_column + column), width
-                        share = t - tiles + fetchers
-                        fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
-                        ahead = right + 4 * NR * depth + share * depth * fetch
-                        panel_tile(
-                            count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch
-                        )
-                        if final and not direct:
-                            tile = sums[i * NR : (i + count) * NR]
-                            activate(tile, gates[i * NR : (i + count) * NR], activation, scale)
-                            add = column if has_residual else -1
-                            store(tile, NR, block + i, count, out, out_column + column, residual, add, valid)
+            panel, bias_at = panels[p, _ADDRESS], bias.ctypes.data + 4 * NR * p
+            for low in range(0, max(k, 1), piece):
+                depth = min(piece, k - low)
+                final = low + depth >= k
+                for t in range(tiles):
+                    # Tiles of nearly equal height: 7 rows as 3 + 4 keep the pipelines fuller than 6 + 1.
+                    i = t * rows // tiles
+                    count = (t + 1) * rows // tiles - i
+                    left = x.ctypes.data + 4 * ((block + i) * k + low)
+                    right = panel + 4 * low * NR
+                    place, stride = sums.ctypes.data + 4 * i * NR, NR
+                    start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
+                    if final and direct:
+                        place, stride = out.ctypes.data + 4 * ((block + i) * width + column), width
+                    share = t - tiles + fetchers
+                    fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
+                    ahead = right + 4 * NR * depth + share * depth * fetch
+                    panel_tile(count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch)
+                    if final and not direct:
+                        tile = sums[i * NR : (i + count) * NR]
+                        activate(tile, activation)
+                        store(tile, NR, block + i, count, out, residual, column, valid)
 
 
 def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
@@ -143,8 +127,8 @@ def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[
 def _panels(
     matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return (table of panels: address, first column, valid columns, 0; bias by panel [P, NR])."""
-    table: list[tuple[int, int, int, int]] = []
+    """Return (table of panels: address, first column, valid columns; bias by panel [P, NR])."""
+    table: list[tuple[int, int, int]] = []
     bias_rows: list[NDArray[np.float32]] = []
     column = 0
     for place, matrix in enumerate(matrices):
@@ -155,48 +139,28 @@ def _panels(
         address = matrix.panels.__array_interface__["data"][0]
         for p in range(len(matrix.panels)):
             valid = min(NR, matrix.columns - p * NR)
-            table.append((address + 4 * p * matrix.rows * NR, column + p * NR, valid, 0))
+            table.append((address + 4 * p * matrix.rows * NR, column + p * NR, valid))
         column += matrix.columns
-    return np.asarray(table, np.int64).reshape(-1, 4), np.concatenate(bias_rows)
-
-
-def _gated(
-    matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return what `_panels` does for W_2, with the panels of W_1 in the table and their bias behind."""
-    gate, gate_bias = _panels(matrices[:1], biases[:1])
-    table, bias = _panels(matrices[1:], biases[1:])
-    table[:, _GATE] = gate[:, _ADDRESS]
-    return table, np.concatenate([bias, gate_bias])
+    return np.asarray(table, np.int64).reshape(-1, 3), np.concatenate(bias_rows)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     check = Check(op, slots)
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
-    scale, out_column = np.float32(op.attrs.get("scale", 1.0)), op.attrs.get("out_column", 0)
     check.count(2 if has_residual else 1)
     check.dtypes()
     check.rank(2)
-    activation = activation_of(check, op.attrs["activation"], gated=True)
+    activation = activation_of(check, op.attrs["activation"])
     count = len(weights) // 2 if has_bias else len(weights)
     check.that(count >= 1, "needs a weight")
     check.weights(weights, 2 * count if has_bias else count)
     matrices, biases = _checked(check, weights, count)
     m, k = check.reads[0].shape
     n = sum(w.columns for w in matrices)
-    if activation == SILU_GATE:
-        check.that(count == 2, f"the activation silu_gate needs 2 weights, gate and up, got {count}")
-        gate, n = (w.columns for w in matrices)
-        check.that(gate == n, f"gate has {gate} columns, up {n}")
-    if "out_column" in op.attrs:
-        rows, width = check.writes[0].shape
-        fits = rows == m and out_column >= 0 and out_column + n <= width
-        check.that(fits, f"columns {out_column}..{out_column + n} of {m} rows do not lie in the written slot")
-    else:
-        check.shape(check.writes[0], (m, n))
+    check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
-    return bind_product((m, k), matrices, biases, has_residual, (activation, scale, out_column), pool)
+    return bind_product((m, k), matrices, biases, has_residual, activation, pool)
 
 
 def bind_product(
@@ -204,12 +168,12 @@ def bind_product(
     matrices: Sequence[Matrix],
     biases: Sequence[NDArray[np.float32]],
     has_residual: bool,
-    finish: tuple[int, np.float32, int],
+    activation: int,
     pool: Workers,
 ) -> Run:
     """Return the run of a checked product: reads x of `shape` [m, k], then the residual if there is one; writes out.
 
-    biases: one for each matrix, or none. finish: place of the activation in `ACTIVATIONS`, scale, first column of out.
+    biases: one for each matrix, or none. activation: its place in `ACTIVATIONS`.
     """
     m, k = shape
     if not m or not any(w.columns for w in matrices):
@@ -217,15 +181,15 @@ def bind_product(
     narrow = [w for w in matrices if isinstance(w, NarrowMatrix)]
     if narrow:
         bind = linear_stream.bind if m <= linear_stream.MOST_ROWS[narrow[0].storage] else linear_storage.bind
-        return bind(shape, narrow, biases, has_residual, finish, pool)
-    table, bias = (_gated if finish[0] == SILU_GATE else _panels)(matrices, biases)
+        return bind(shape, narrow, biases, has_residual, activation, pool)
+    table, bias = _panels(matrices, biases)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
     alive = tuple(matrices)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear, (reads[0], writes[0], residual, table, bias, *finish), parts)
+        pool.each(_linear, (reads[0], writes[0], residual, table, bias, activation), parts)
 
     return run
 
@@ -237,13 +201,10 @@ def _reference(
     weights: Sequence[Array],
 ) -> list[Array]:
     count = len(weights) // 2 if op.attrs["bias"] else len(weights)
-    x, scale = reads[0].astype(np.float64), op.attrs.get("scale", 1.0)
+    x = reads[0].astype(np.float64)
     biases = weights[count:] if op.attrs["bias"] else [np.zeros(w.shape[1]) for w in weights[:count]]
-    parts = [scale * (x @ w.astype(np.float64) + b) for w, b in zip(weights[:count], biases, strict=True)]
-    if op.attrs["activation"] == "silu_gate":
-        out = references.ACTIVATIONS["silu"](parts[0]) * parts[1]
-    else:
-        out = references.ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))
+    parts = [x @ w.astype(np.float64) + b for w, b in zip(weights[:count], biases, strict=True)]
+    out = references.ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))
     return [out + reads[1] if op.attrs["residual"] else out]
 
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 import numpy as np
 from numba import float32, uint8
 
-from hepti_mqtt.kernels.elementary import ONE, bits_of, from_bits
-from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
+from hepti_mqtt.kernels.elementary import bits_of, from_bits
+from hepti_mqtt.kernels.epilogue import NONE, activate, store
 from hepti_mqtt.kernels.isa import DOT
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, exact, fills, helper, kernel, reads
+from hepti_mqtt.kernels.jit import INT, TABLE, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.memory import fetch_to_write, floats, octets
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, dot_tile
 from hepti_mqtt.kernels.weights import BLOCK
@@ -153,8 +153,6 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     reads(float32, 2),
     TABLE,
     INT,
-    FLOAT,
-    INT,
     INT,
     INT,
     INT,
@@ -170,8 +168,6 @@ def linear_dot(
     residual: Any,
     panels: Any,
     activation: int,
-    scale: Any,
-    out_column: int,
     first_panel: int,
     last_panel: int,
     first_row: int,
@@ -179,14 +175,11 @@ def linear_dot(
 ) -> None:
     """Fill the columns of some panels in some rows of out; row_codes, row_scales and zeros are what `quantise` fills.
 
-    panels: [P, 6], with a gate [2 P, 6], the gates behind.
+    panels: [P, 6].
     """
-    gated = activation == SILU_GATE
-    has_residual = residual.size > 0
-    plain = activation == NONE and scale == ONE and not has_residual
+    plain = activation == NONE and residual.size == 0
     # Aligned: a vector that lies in two lines is stored at half the speed.
-    size = 4 * _TILES * _MR * _NR
-    scratch = np.empty((2 if gated else 1) * size + _LINE, np.uint8)
+    scratch = np.empty(4 * _TILES * _MR * _NR + _LINE, np.uint8)
     height = last_row - first_row
     # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
     tiles = -(-height // _MR)
@@ -206,61 +199,58 @@ def linear_dot(
         column, valid = panels[p, COLUMN], panels[p, VALID]
         vectors = -(-valid // _LANES)
         direct = plain and valid == vectors * _LANES
-        for is_gate in range(1 if gated else 0, -1, -1):
-            at = p + is_gate * (len(panels) // 2)
-            # Here, not before the loop: an array of which nothing is read any more is freed.
-            sums = -(-scratch.ctypes.data // _LINE) * _LINE + is_gate * size
-            for low in range(0, max(k, 1), BLOCK):
-                depth = min(BLOCK, k - low)
-                steps = -(-depth // GROUP)
-                final = not is_gate and low + depth >= k
-                block = low // BLOCK
-                codes = panels[at, CODES] + low * _NR
-                of_columns = panels[at, SCALES] + 4 * block * _NR
-                of_codes = panels[at, SUMS] + 4 * block * _NR
-                for t in range(first_tile, last_tile):
-                    i = t * height // tiles
-                    count = (t + 1) * height // tiles - i
-                    row, i = first_row + i, i - first
-                    x = row_codes.ctypes.data + row * stride + low
-                    of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
-                    zero = zeros.ctypes.data + row * scale_stride + 4 * block
-                    c, c_stride = sums + 4 * i * _NR, 4 * _NR
-                    begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, BIAS], 0)
-                    if final:
-                        place = out.ctypes.data + row * out_stride + 4 * (out_column + column)
-                        for of_row in range(place, place + count * out_stride, out_stride):
-                            for line in range(of_row, of_row + 4 * valid, _LINE):
-                                fetch_to_write(line)
-                        if direct:
-                            c, c_stride = place, out_stride
-                    share = t - last_tile + _FETCHERS
-                    ahead = codes + steps * GROUP * _NR + share * steps * _LINE
-                    fetch = _LINE if share >= 0 else 0
-                    dot_tile(
-                        count,
-                        vectors,
-                        x,
-                        stride,
-                        steps,
-                        codes,
-                        of_rows,
-                        zero,
-                        scale_stride,
-                        of_columns,
-                        of_codes,
-                        begin,
-                        begin_stride,
-                        c,
-                        c_stride,
-                        ahead,
-                        fetch,
-                    )
-                    if final and not direct:
-                        tile, gate = floats(c, count * _NR), floats(c + (size if gated else 0), count * _NR)
-                        activate(tile, gate, activation, scale)
-                        add = column if has_residual else -1
-                        store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
+        # Here, not before the loop: an array of which nothing is read any more is freed.
+        sums = -(-scratch.ctypes.data // _LINE) * _LINE
+        for low in range(0, max(k, 1), BLOCK):
+            depth = min(BLOCK, k - low)
+            steps = -(-depth // GROUP)
+            final = low + depth >= k
+            block = low // BLOCK
+            codes = panels[p, CODES] + low * _NR
+            of_columns = panels[p, SCALES] + 4 * block * _NR
+            of_codes = panels[p, SUMS] + 4 * block * _NR
+            for t in range(first_tile, last_tile):
+                i = t * height // tiles
+                count = (t + 1) * height // tiles - i
+                row, i = first_row + i, i - first
+                x = row_codes.ctypes.data + row * stride + low
+                of_rows = row_scales.ctypes.data + row * scale_stride + 4 * block
+                zero = zeros.ctypes.data + row * scale_stride + 4 * block
+                c, c_stride = sums + 4 * i * _NR, 4 * _NR
+                begin, begin_stride = (c, c_stride) if low > 0 else (panels[p, BIAS], 0)
+                if final:
+                    place = out.ctypes.data + row * out_stride + 4 * column
+                    for of_row in range(place, place + count * out_stride, out_stride):
+                        for line in range(of_row, of_row + 4 * valid, _LINE):
+                            fetch_to_write(line)
+                    if direct:
+                        c, c_stride = place, out_stride
+                share = t - last_tile + _FETCHERS
+                ahead = codes + steps * GROUP * _NR + share * steps * _LINE
+                fetch = _LINE if share >= 0 else 0
+                dot_tile(
+                    count,
+                    vectors,
+                    x,
+                    stride,
+                    steps,
+                    codes,
+                    of_rows,
+                    zero,
+                    scale_stride,
+                    of_columns,
+                    of_codes,
+                    begin,
+                    begin_stride,
+                    c,
+                    c_stride,
+                    ahead,
+                    fetch,
+                )
+                if final and not direct:
+                    tile = floats(c, count * _NR)
+                    activate(tile, activation)
+                    store(tile, _NR, row, count, out, residual, column, valid)
 
 
 @kernel(
@@ -269,15 +259,12 @@ def linear_dot(
     reads(float32, 2),
     TABLE,
     INT,
-    FLOAT,
-    INT,
 )
-def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int, scale: Any, out_column: int) -> None:
+def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int) -> None:
     """Quantise x and fill its rows of out, in one call; see `linear_dot`."""
     m, k = x.shape
     blocks = max(1, -(-k // BLOCK))
     codes = np.empty((m, GROUP * -(-k // GROUP)), np.uint8)
     scales, zeros = np.empty((m, blocks), np.float32), np.empty((m, blocks), np.float32)
     quantise(x, codes, scales, zeros, 0, m)
-    count = len(panels) // (2 if activation == SILU_GATE else 1)
-    linear_dot(codes, k, scales, zeros, out, residual, panels, activation, scale, out_column, 0, count, 0, m)
+    linear_dot(codes, k, scales, zeros, out, residual, panels, activation, 0, len(panels), 0, m)

@@ -20,9 +20,8 @@ from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
-from hepti_mqtt.kernels.elementary import ONE
-from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.epilogue import NONE, activate, store
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, VALID, linear_dot, linear_w8a8, quantise_rows
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
@@ -49,8 +48,6 @@ _ROW_GRAIN: Final = 1 << 17
     reads(float32, 2),
     TABLE,
     INT,
-    FLOAT,
-    INT,
     INT,
     INT,
     INT,
@@ -65,24 +62,16 @@ def _linear_storage(
     residual: Any,
     panels: Any,
     activation: int,
-    scale: Any,
-    out_column: int,
     first_panel: int,
     last_panel: int,
     first_row: int,
     last_row: int,
 ) -> None:
-    """Fill the columns of some panels in some rows of out; left is the address of x.
-
-    panels: [P, 6], with a gate [2 P, 6], the gates behind.
-    """
+    """Fill the columns of some panels in some rows of out; left is the address of x, panels [P, 6]."""
     item = 2 if storage == F16 else 1
-    gated = activation == SILU_GATE
-    has_residual = residual.size > 0
-    plain = activation == NONE and scale == ONE and not has_residual
+    plain = activation == NONE and residual.size == 0
     height = min(_ROWS, last_row - first_row)
-    scratch = np.empty((2 if gated else 1) * height * _NR, np.float32)
-    gates = scratch[-height * _NR :]
+    sums = np.empty(height * _NR, np.float32)
     out_stride, stride = 4 * out.shape[1], 4 * k
     for start_row in range(first_row, last_row, _ROWS):
         rows = min(_ROWS, last_row - start_row)
@@ -91,69 +80,65 @@ def _linear_storage(
         for p in range(first_panel, last_panel):
             column, valid = panels[p, COLUMN], panels[p, VALID]
             direct = plain and valid == _NR
-            for is_gate in range(1 if gated else 0, -1, -1):
-                at = p + is_gate * (len(panels) // 2)
-                sums = gates if is_gate else scratch
-                for low in range(0, max(k, 1), BLOCK):
-                    depth = min(BLOCK, k - low)
-                    final = not is_gate and low + depth >= k
-                    codes = panels[at, CODES] + low * _NR * item
-                    of_columns = panels[at, SCALES] + 4 * (low // BLOCK) * _NR
-                    for t in range(tiles):
-                        i = t * rows // tiles
-                        count = (t + 1) * rows // tiles - i
-                        row = start_row + i
-                        x = left + row * stride + 4 * low
-                        c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
-                        begin, begin_stride = (c, c_stride) if low > 0 else (panels[at, BIAS], 0)
-                        if final and direct:
-                            c = out.ctypes.data + row * out_stride + 4 * (out_column + column)
-                            c_stride = out_stride
-                        if storage == F16:
-                            half_tile(
-                                count,
-                                _VECTORS,
-                                x,
-                                stride,
-                                depth,
-                                codes,
-                                0,
-                                0,
-                                0,
-                                of_columns,
-                                0,
-                                begin,
-                                begin_stride,
-                                c,
-                                c_stride,
-                                0,
-                                0,
-                            )
-                        else:
-                            byte_tile(
-                                count,
-                                _VECTORS,
-                                x,
-                                stride,
-                                depth,
-                                codes,
-                                0,
-                                0,
-                                0,
-                                of_columns,
-                                0,
-                                begin,
-                                begin_stride,
-                                c,
-                                c_stride,
-                                0,
-                                0,
-                            )
-                        if final and not direct:
-                            tile = sums[i * _NR : (i + count) * _NR]
-                            activate(tile, gates[i * _NR : (i + count) * _NR], activation, scale)
-                            add = column if has_residual else -1
-                            store(tile, _NR, row, count, out, out_column + column, residual, add, valid)
+            for low in range(0, max(k, 1), BLOCK):
+                depth = min(BLOCK, k - low)
+                final = low + depth >= k
+                codes = panels[p, CODES] + low * _NR * item
+                of_columns = panels[p, SCALES] + 4 * (low // BLOCK) * _NR
+                for t in range(tiles):
+                    i = t * rows // tiles
+                    count = (t + 1) * rows // tiles - i
+                    row = start_row + i
+                    x = left + row * stride + 4 * low
+                    c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
+                    begin, begin_stride = (c, c_stride) if low > 0 else (panels[p, BIAS], 0)
+                    if final and direct:
+                        c = out.ctypes.data + row * out_stride + 4 * column
+                        c_stride = out_stride
+                    if storage == F16:
+                        half_tile(
+                            count,
+                            _VECTORS,
+                            x,
+                            stride,
+                            depth,
+                            codes,
+                            0,
+                            0,
+                            0,
+                            of_columns,
+                            0,
+                            begin,
+                            begin_stride,
+                            c,
+                            c_stride,
+                            0,
+                            0,
+                        )
+                    else:
+                        byte_tile(
+                            count,
+                            _VECTORS,
+                            x,
+                            stride,
+                            depth,
+                            codes,
+                            0,
+                            0,
+                            0,
+                            of_columns,
+                            0,
+                            begin,
+                            begin_stride,
+                            c,
+                            c_stride,
+                            0,
+                            0,
+                        )
+                    if final and not direct:
+                        tile = sums[i * _NR : (i + count) * _NR]
+                        activate(tile, activation)
+                        store(tile, _NR, row, count, out, residual, column, valid)
 
 
 def bind(
@@ -161,20 +146,18 @@ def bind(
     matrices: Sequence[NarrowMatrix],
     biases: Sequence[NDArray[np.float32]],
     has_residual: bool,
-    finish: tuple[int, np.float32, int],
+    activation: int,
     pool: Workers,
 ) -> Run:
     """Return the run of a checked `linear` over x of `shape` [m, k] and matrices that are all in one narrow storage.
 
-    biases: one for each matrix, or none. finish: place of the activation in `ACTIVATIONS`, scale, first column of out.
+    biases: one for each matrix, or none. activation: its place in `ACTIVATIONS`.
     """
     m, k = shape
-    gated = finish[0] == SILU_GATE
-    table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
+    table, alive = panels_of(matrices, biases)
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP)
-    panels = len(table) // (2 if gated else 1)
-    parts = matmul_parts(panels, bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
+    parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
 
@@ -182,16 +165,15 @@ def bind(
         x, others = reads[0], (writes[0], reads[1] if has_residual else none)
         if code != W8A8:
             address = x.__array_interface__["data"][0]
-            pool.each(_linear_storage, (code, address, k, *others, table, *finish), parts)
+            pool.each(_linear_storage, (code, address, k, *others, table, activation), parts)
             return
         if len(parts) == len(row_parts) == 1:
-            activation, scale, out_column = finish
-            linear_w8a8(x, *others, table, activation, scale, out_column)
+            linear_w8a8(x, *others, table, activation)
             return
         codes = np.empty((m, stride), np.uint8)
         scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
         pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
-        pool.each(linear_dot, (codes, k, scales, zeros, *others, table, *finish), parts)
+        pool.each(linear_dot, (codes, k, scales, zeros, *others, table, activation), parts)
 
     return run
 

@@ -14,9 +14,8 @@ from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
-from hepti_mqtt.kernels.elementary import ONE
-from hepti_mqtt.kernels.epilogue import NONE, SILU_GATE, activate, store
-from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.epilogue import NONE, activate, store
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.linear_dot import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
 from hepti_mqtt.kernels.linear_storage import F16, STORAGE, W8A8, panels_of
 from hepti_mqtt.kernels.storage_tile import FORMS, GROUP
@@ -40,8 +39,6 @@ _VECTORS_DOT: Final = FORMS["w8a8"].vectors
     reads(float32, 2),
     TABLE,
     INT,
-    FLOAT,
-    INT,
     INT,
     INT,
     part=2,
@@ -53,8 +50,6 @@ def _linear_stream(
     residual: Any,
     panels: Any,
     activation: int,
-    scale: Any,
-    out_column: int,
     first_panel: int,
     last_panel: int,
 ) -> None:
@@ -62,9 +57,7 @@ def _linear_stream(
     rows, k = x.shape
     dot = storage == W8A8
     width, vectors = (_NR_DOT, _VECTORS_DOT) if dot else (_NR, _VECTORS)
-    gated = activation == SILU_GATE
-    has_residual = residual.size > 0
-    plain = activation == NONE and scale == ONE and not has_residual
+    plain = activation == NONE and residual.size == 0
     stride, steps, blocks = 4 * k, k, max(1, -(-k // BLOCK))
     quantised = rows if dot else 0
     codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
@@ -73,41 +66,36 @@ def _linear_stream(
         # Every thread for itself: a few thousand values take less than a hand-over.
         quantise(x, codes, row_scales, zeros, 0, rows)
         stride, steps = codes.shape[1], codes.shape[1] // GROUP
-    scratch = np.empty((2 if gated else 1) * rows * width, np.float32)
-    gates = scratch[-rows * width :]
+    sums = np.empty(rows * width, np.float32)
     for p in range(first_panel, last_panel):
         column, valid = panels[p, COLUMN], panels[p, VALID]
         direct = plain and valid == width
-        for is_gate in range(1 if gated else 0, -1, -1):
-            at = p + is_gate * (len(panels) // 2)
-            weights, bias = panels[at, CODES], panels[at, BIAS]
-            of_columns, of_codes = panels[at, SCALES], panels[at, SUMS]
-            # Addresses are read where they are used: an array of which nothing is read any more is freed.
-            left = codes.ctypes.data if dot else x.ctypes.data
-            of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
-            c, c_stride = (gates if is_gate else scratch).ctypes.data, 4 * width
-            if direct:
-                c, c_stride = out.ctypes.data + 4 * (out_column + column), 4 * out.shape[1]
-            if dot:
-                dot_stream(
-                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                    bias, 0, c, c_stride, 0, 0
-                )  # fmt: skip
-            elif storage == F16:
-                half_stream(
-                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                    bias, 0, c, c_stride, 0, 0
-                )  # fmt: skip
-            else:
-                byte_stream(
-                    rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                    bias, 0, c, c_stride, 0, 0
-                )  # fmt: skip
+        weights, bias = panels[p, CODES], panels[p, BIAS]
+        of_columns, of_codes = panels[p, SCALES], panels[p, SUMS]
+        # Addresses are read where they are used: an array of which nothing is read any more is freed.
+        left = codes.ctypes.data if dot else x.ctypes.data
+        of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
+        c, c_stride = sums.ctypes.data, 4 * width
+        if direct:
+            c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
+        if dot:
+            dot_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        elif storage == F16:
+            half_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        else:
+            byte_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
         if not direct:
-            tile = scratch[: rows * width]
-            activate(tile, gates, activation, scale)
-            add = column if has_residual else -1
-            store(tile, width, 0, rows, out, out_column + column, residual, add, valid)
+            activate(sums, activation)
+            store(sums, width, 0, rows, out, residual, column, valid)
 
 
 def bind(
@@ -115,21 +103,19 @@ def bind(
     matrices: Sequence[NarrowMatrix],
     biases: Sequence[NDArray[np.float32]],
     has_residual: bool,
-    finish: tuple[int, np.float32, int],
+    activation: int,
     pool: Workers,
 ) -> Run:
     """Return what `linear_storage.bind` does, for at most MOST_ROWS rows."""
     m, k = shape
-    gated = finish[0] == SILU_GATE
-    table, alive = panels_of(matrices[::-1], biases[::-1]) if gated else panels_of(matrices, biases)
+    table, alive = panels_of(matrices, biases)
     storage: Storage = matrices[0].storage
-    panels = len(table) // (2 if gated else 1)
-    by_panel = matmul_parts(panels, False, 1, m * PANELS[storage].width * k, pool.threads, 1)
+    by_panel = matmul_parts(len(table), False, 1, m * PANELS[storage].width * k, pool.threads, 1)
     parts = Parts((part[:2] for part in by_panel), by_panel.threads)
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear_stream, (STORAGE[storage], reads[0], writes[0], residual, table, *finish), parts)
+        pool.each(_linear_stream, (STORAGE[storage], reads[0], writes[0], residual, table, activation), parts)
 
     return run

@@ -22,18 +22,12 @@ def _gelu_tanh(x: Array) -> Array:
     return x * 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def _silu(x: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return np.asarray(x / (1.0 + np.exp(-x)))
-
-
 ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     None: lambda x: x,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.where(x < 0, 0.0, x),
     "tanh": np.tanh,
-    "silu": _silu,
 }
 
 

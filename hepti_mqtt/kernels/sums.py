@@ -1,6 +1,6 @@
 """Kernel `sum`: p_1 ... p_n f32, all of one shape of any rank -> activation(p_1 + ... + p_n), added in that order.
 
-Attribute activation, where wanted: one of `ACTIVATIONS` but silu_gate, else None. Of a single part it is the activation
+Attribute activation, where wanted: one of `ACTIVATIONS`. Of a single part it is the activation
 alone.
 """
 
@@ -14,7 +14,6 @@ from numba import float32
 
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
-from hepti_mqtt.kernels.elementary import ONE
 from hepti_mqtt.kernels.epilogue import activate, activation_of
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, kernel
 from hepti_mqtt.kernels.memory import address_table, floats
@@ -37,7 +36,7 @@ def _sum(addresses: Any, count: int, out: Any, activation: int, first: int, stop
             part = floats(addresses[p] + 4 * low, len(block))
             for i in range(len(block)):
                 block[i] += part[i]
-        activate(block, block, activation, ONE)
+        activate(block, activation)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:

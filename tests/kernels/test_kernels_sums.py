@@ -8,7 +8,7 @@ from kernels_support import Case, array
 
 from hepti_mqtt.work import Work
 
-ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh", "silu"]
+ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh"]
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple) | st.sampled_from(
     [(1023,), (5, 411), (2049, 1)]
 )
@@ -62,9 +62,8 @@ def test_ops_that_do_not_fit_are_refused():
         Case("sum", [array(3, 4)], [(12,)]).run()
     with pytest.raises(ValueError, match="must read some slots"):
         Case("sum", [], [(3, 4)]).run()
-    for activation in ("silu_gate", "swish"):
-        with pytest.raises(ValueError, match=f"activation '{activation}' is not in"):
-            Case("sum", [array(3, 4)], [(3, 4)], activation=activation).run()
+    with pytest.raises(ValueError, match="activation 'swish' is not in"):
+        Case("sum", [array(3, 4)], [(3, 4)], activation="swish").run()
 
 
 def test_work_is_the_bytes_that_move():
