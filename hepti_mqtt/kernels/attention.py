@@ -3,10 +3,10 @@
 Read q [r, *] and kv [s, *], which may be one slot. Attributes: q_column, k_column, v_column (first column of q, k and v
 in their arrays), heads, head_dim (d), q_rows (packed row of each row of q), k_rows (the packed rows that the rows of kv
 are: half-open ranges (start, stop) in ascending order that do not overlap), lengths (tokens of each packed sequence; a
-query attends to the keys of its own), scale; optional causal (True: only to keys at its own position or before) and
-kv_heads (fewer than heads: each serves heads / kv_heads neighbouring heads of queries). `attention` writes
-[r, heads d]. `attention_block` writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not normalised, then
-the maximum and the sum of exp(score - maximum) over the keys of kv alone; a row without a key there has 0, -inf and 0.
+query attends to the keys of its own), scale; optional causal (True: only to keys at its own position or before).
+`attention` writes [r, heads d]. `attention_block` writes states [r, heads, d + 2]: the sum of exp(score - maximum) v,
+not normalised, then the maximum and the sum of exp(score - maximum) over the keys of kv alone; a row without a key
+there has 0, -inf and 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.attention_tiles import attention_units
+from hepti_mqtt.kernels.attention_tiles import HeadLayout, attention_units
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, starts_of
 from hepti_mqtt.kernels.matmul import NR
 from hepti_mqtt.kernels.weights import Weight
@@ -73,56 +73,47 @@ def tiles_of(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
     return np.asarray(found, np.int64).reshape(-1, 4)
 
 
-def check_heads(check: Check) -> tuple[int, int]:
-    """Check that the heads of an op that reads q and kv, then anything, lie in their columns; return (heads, d)."""
-    attrs = check.op.attrs
-    heads, d = attrs["heads"], attrs["head_dim"]
-    q_width, kv_width = (s.shape[1] for s in check.reads[:2])
-    check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
-    check.that(0 <= attrs["q_column"] <= q_width - heads * d, "q_column leaves no room for the heads")
-    kv_heads = attrs.get("kv_heads", heads)
-    fits = kv_heads >= 1 and heads % kv_heads == 0 if heads else kv_heads == 0
-    check.that(fits, f"{heads} heads cannot share {kv_heads} kv_heads evenly")
-    for name in ("k_column", "v_column"):
-        check.that(0 <= attrs[name] <= kv_width - kv_heads * d, f"{name} leaves no room for the heads")
-    return heads, d
+def check_heads(check: Check) -> HeadLayout:
+    """Return where the heads lie of an op that reads q and kv, then anything; ValueError if not in their columns."""
+    attrs, with_state = check.op.attrs, int(check.op.kernel == "attention_block")
+    columns = {name: attrs[name] for name in ("q_column", "k_column", "v_column")}
+    found = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state)
+    check.that(found.d >= 1 and found.heads >= 0, f"heads {found.heads} of {found.d} columns make no sense")
+    for (name, column), read in zip(columns.items(), (0, 1, 1), strict=True):
+        most = check.reads[read].shape[1] - found.heads * found.d
+        check.that(0 <= column <= most, f"{name} leaves no room for the heads")
+    return found
 
 
-def columns_of(op: Compute) -> NDArray[np.int64]:
-    """Return the first columns of q, k and v."""
-    return np.asarray([op.attrs[name] for name in ("q_column", "k_column", "v_column")], np.int64)
-
-
-def _check(op: Compute, slots: Sequence[SlotSpec], extra: int) -> tuple[int, int, int, int]:
+def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout]:
+    """Return (rows of q, rows of kv, layout of heads)."""
     check = Check(op, slots)
     check.count(2)
     check.dtypes()
     r, s = (spec.shape[0] for spec in check.reads)
     check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
-    heads, d = check_heads(check)
-    check.shape(check.writes[0], (r, heads, d + 2) if extra else (r, heads * d))
-    return r, s, heads, d
+    layout = check_heads(check)
+    wanted = (r, layout.heads, layout.d + 2) if layout.with_state else (r, layout.heads * layout.d)
+    check.shape(check.writes[0], wanted)
+    return r, s, layout
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    with_state = int(op.kernel == "attention_block")
-    r, s, heads, d = _check(op, slots, with_state)
+    r, s, layout = _check(op, slots)
     Check(op, slots).weights(weights, 0)
-    if not r * heads:
+    if not r * layout.heads:
         return nothing
     key_ranges = _key_ranges(op, s)
     tiles = tiles_of(key_ranges, op.attrs.get("causal", False))
     limits = np.ascontiguousarray(key_ranges[:, 1])
-    group = heads // op.attrs.get("kv_heads", heads)
-    columns = columns_of(op)
-    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * heads * d) // GRAIN)
+    table = layout.table()
+    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * layout.heads * layout.d) // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
-    parts = ranges(heads * len(tiles), threads if threads == 1 else 4 * threads)
+    parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads)
     scale = np.float32(op.attrs["scale"])
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        out = writes[0].reshape(-1)
-        arguments = (reads[0], reads[1], out, tiles, limits, columns, d, scale, heads, group, with_state)
+        arguments = (reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, scale)
         pool.each(attention_units, arguments, parts)
 
     return run
@@ -137,21 +128,14 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
 
-def _of_head(columns: Sequence[int], head: int, group: int, d: int) -> tuple[int, int, int]:
-    q, k, v = columns
-    return q + head * d, k + head // group * d, v + head // group * d
-
-
 def _reference_states(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array) -> Array:
-    _, s, heads, d = _check(op, slots, int(op.kernel == "attention_block"))
+    _, s, (*columns, heads, d, _) = _check(op, slots)
     out = np.zeros((len(q), heads, d + 2))
     out[:, :, d] = -np.inf
     q, kv = q.astype(np.float64), kv.astype(np.float64)
-    columns = [op.attrs[name] for name in ("q_column", "k_column", "v_column")]
-    group = heads // op.attrs.get("kv_heads", heads) if heads else 1
     for row, (low, high) in enumerate(_key_ranges(op, s)):
         for head in range(heads if high > low else 0):
-            at_q, at_k, at_v = (slice(c, c + d) for c in _of_head(columns, head, group, d))
+            at_q, at_k, at_v = (slice(c + head * d, c + head * d + d) for c in columns)
             scores = kv[low:high, at_k] @ q[row, at_q] * op.attrs["scale"]
             top = scores.max()
             p = np.exp(scores - (top if top > -np.inf else 0.0))

@@ -11,10 +11,11 @@ algorithm 1).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import float32
+from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
 from hepti_mqtt.kernels.isa import TILE
@@ -172,43 +173,33 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
         out[at + d + 1] = norm
 
 
-_SIGNATURE = (
-    reads(float32, 2),
-    reads(float32, 2),
-    fills(float32, 1),
-    TABLE,
-    INT_ARRAY,
-    INT_ARRAY,
-    INT,
-    FLOAT,
-    INT,
-    INT,
-    INT,
-    INT,
-    INT,
-)
+class HeadLayout(NamedTuple):
+    """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
+
+    d: columns of a head. with_state: 1 if states are written, else 0.
+    """
+
+    q_column: int
+    k_column: int
+    v_column: int
+    heads: int
+    d: int
+    with_state: int
+
+    def table(self) -> NDArray[np.int64]:
+        """Return the layout as compiled code reads it."""
+        return np.asarray(self, np.int64)
 
 
-@kernel(*_SIGNATURE, part=2)
+@kernel(reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, INT_ARRAY, INT_ARRAY, FLOAT, INT, INT, part=2)
 def attention_units(
-    q: Any,
-    kv: Any,
-    out: Any,
-    tiles: Any,
-    limits: Any,
-    columns: Any,
-    d: int,
-    scale: Any,
-    heads: int,
-    group: int,
-    with_state: int,
-    first: int,
-    stop: int,
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, scale: Any, first: int, stop: int
 ) -> None:
     """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
 
-    limits [r] is the end of each query's keys, group how many heads of queries share one of keys.
+    limits [r] is the end of each query's keys, layout the table of `HeadLayout`.
     """
+    heads, d, with_state = layout[3], layout[4], layout[5]
     queries = np.empty(d * NR, np.float32)
     scores = np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
@@ -221,8 +212,7 @@ def attention_units(
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
         low, end = tiles[tile, _LOW], tiles[tile, _HIGH]
-        column = columns[0] + head * d
-        k_column, v_column = columns[1] + head // group * d, columns[2] + head // group * d
+        column, k_column, v_column = layout[0] + head * d, layout[1] + head * d, layout[2] + head * d
         alone = count <= FEW or end <= low
         if not alone:
             vectors = -(-count // LANES)

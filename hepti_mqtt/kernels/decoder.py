@@ -6,7 +6,7 @@ embed_at      ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights wo
 append_rows   state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. It may be written in place:
               where the result is the memory of the state, only the new rows move. f32.
 attention_at  q [m, *], kv [C, *], at -> [m, heads d]: query i over rows 0..at + i of kv, its own included. Attributes
-              q_column, k_column, v_column, heads, head_dim (d), scale and, where wanted, kv_heads, as `attention` has.
+              q_column, k_column, v_column, heads, head_dim (d) and scale, as `attention` has.
               What is in the other rows of kv is never read.
 
 An id outside the vocabulary, and rows beyond the table or the cache, raise ValueError before anything is written.
@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, check_heads, columns_of, tiles_of
+from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, check_heads, tiles_of
 from hepti_mqtt.kernels.attention_tiles import attention_units
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.stem import check_ids, tables
@@ -95,18 +95,17 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check = _check(op, slots, ("f32", "f32"))
     check.weights(weights, 0)
     m, capacity = check.reads[0].shape[0], check.reads[1].shape[0]
-    heads, d = check_heads(check)
-    check.shape(check.writes[0], (m, heads * d))
-    if not m * heads:
+    layout = check_heads(check)
+    check.shape(check.writes[0], (m, layout.heads * layout.d))
+    if not m * layout.heads:
         return nothing
     # As of an empty cache; `at` moves the ends of all ranges of keys alike.
     ends = np.arange(1, m + 1)
     empty = tiles_of(np.stack([0 * ends, ends], axis=1), causal=True)
     tiles, limits = empty.copy(), ends.copy()
-    units, per_key = heads * len(tiles), 4 * heads * d * m
+    units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
     parts = [ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1)]
-    group = heads // op.attrs.get("kv_heads", heads)
-    finish = (columns_of(op), d, np.float32(op.attrs["scale"]), heads, group, 0)
+    table, scale = layout.table(), np.float32(op.attrs["scale"])
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         q, kv, at = reads
@@ -114,7 +113,8 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits)
         threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
-        pool.each(attention_units, (q, kv, writes[0].reshape(-1), tiles, limits, *finish), parts[threads - 1])
+        arguments = (q, kv, writes[0].reshape(-1), tiles, limits, table, scale)
+        pool.each(attention_units, arguments, parts[threads - 1])
 
     return run
 

@@ -266,24 +266,6 @@ def test_few_queries_over_many_keys_equal_the_reference(queries):
     attention((300,), 2, 64, rows=range(300 - queries, 300), block=(100, 290), causal=True).check()
 
 
-@given(groups=st.integers(1, 3), share=st.integers(1, 4), lengths=LENGTHS, causal=st.booleans())
-def test_heads_that_share_keys_equal_heads_with_copies_of_them(groups, share, lengths, causal):
-    m, d, heads = sum(lengths), 8, groups * share
-    q, k, v = array(m, heads * d), array(m, groups, d), array(m, groups, d)
-    kv = np.concatenate([k.reshape(m, groups * d), v.reshape(m, groups * d)], axis=1)
-    copies = np.concatenate([np.repeat(a, share, axis=1).reshape(m, heads * d) for a in (k, v)], axis=1)
-    common = {"heads": heads, "head_dim": d, "q_rows": range(m), "k_rows": ((0, m),), "lengths": lengths, "scale": 0.3}
-    columns = {"q_column": 0, "k_column": 0, "causal": causal}
-    shared = Case("attention", [q, kv], [(m, heads * d)], **common, **columns, v_column=groups * d, kv_heads=groups)
-    copied = Case("attention", [q, copies], [(m, heads * d)], **common, **columns, v_column=heads * d)
-    np.testing.assert_array_equal(shared.check()[0], copied.run()[0])
-
-
-def test_heads_that_cannot_share_keys_evenly_are_refused():
-    with pytest.raises(ValueError, match="3 heads cannot share 2 kv_heads evenly"):
-        attention((3,), 3, 4, kv_heads=2).run()
-
-
 @pytest.mark.parametrize("scale", [1e-41, 1e-20, 1.0, 1e4])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_denormal_and_huge_inputs_are_within_1e_3_of_the_reference(rows, scale):

@@ -172,13 +172,6 @@ def test_a_query_does_not_see_what_is_not_finite_after_it(column):
     assert np.isnan(got[10:]).any(axis=1).all()
 
 
-def test_heads_that_share_keys():
-    d, share, groups = 8, 3, 2
-    q, kv = array(5, share * groups * d + 3), array(30, 2 * groups * d + 5)
-    case = attention_at(q, kv, 20, share * groups, d, kv_heads=groups)
-    case.check()
-
-
 @pytest.mark.parametrize("m", [1, 200])
 def test_any_number_of_threads_gives_the_same_bits(m):
     q, kv = queries_and_cache(m, 1200, 8, 64)
@@ -190,8 +183,6 @@ def test_ops_that_do_not_fit_are_refused():
     q, kv = queries_and_cache(2, 9, 1, 4)
     with pytest.raises(ValueError, match="k_column leaves no room"):
         attention_at(q, kv, 0, 1, 4, k_column=10).run()
-    with pytest.raises(ValueError, match="cannot share"):
-        attention_at(array(2, 15), array(9, 30), 0, 3, 4, kv_heads=2).run()
     with pytest.raises(ValueError, match="must read"):
         Case("append_rows", [kv, kv, array(1)], [kv.shape]).run()
     with pytest.raises(ValueError, match="should be"):
