@@ -90,7 +90,7 @@ for cpu in "$@"; do
 import sys, pytest
 import llvmlite.binding as llvm
 from hepti_mqtt.kernels import isa, warm_up
-from hepti_mqtt.kernels.isa import dot
+from hepti_mqtt.kernels.machine.isa import dot
 cpu, expected, *arguments = sys.argv[1:]
 assert (llvm.get_host_cpu_name(), isa(), dot()) == (cpu, "neon", expected), (llvm.get_host_cpu_name(), isa(), dot())
 print("neon, int8 by %s: %d kernels compiled, %d from the cache" % (dot(), *warm_up()), flush=True)

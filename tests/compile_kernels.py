@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each process takes every n-th kernel; neighbours in the list cost alike.
 PART = """
 import sys
-from hepti_mqtt import kernels
+from hepti_mqtt import kernels  # defines them all
+from hepti_mqtt.kernels.machine import jit
 first, step = map(int, sys.argv[1:])
-for dispatcher, arguments in kernels.jit.registered[first::step]:
+for dispatcher, arguments in jit.registered[first::step]:
     dispatcher.compile(arguments)
 """
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.jit import compile_all
+from hepti_mqtt.kernels.machine.jit import compile_all
+from hepti_mqtt.kernels.machine.workers import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.kernels.workers import Parts, Workers, ranges
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec
 from hepti_mqtt.work import Work
 

@@ -17,9 +17,9 @@ from numba import float32, int8, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
-from hepti_mqtt.kernels.isa import DOT, TILE
-from hepti_mqtt.kernels.jit import INT, compile_all, fills, helper, kernel, reads
-from hepti_mqtt.kernels.pages import aligned_zeros
+from hepti_mqtt.kernels.machine.isa import DOT, TILE
+from hepti_mqtt.kernels.machine.jit import INT, compile_all, fills, helper, kernel, reads
+from hepti_mqtt.kernels.machine.pages import aligned_zeros
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import WeightRef
 

@@ -13,11 +13,11 @@ import numba
 from llvmlite import ir
 from numba.core.fastmathpass import rewrite_module
 
-from hepti_mqtt.kernels import jit
-from hepti_mqtt.kernels.isa import Dot, Tile
-from hepti_mqtt.kernels.matmul import TileWriter
-from hepti_mqtt.kernels.softmax_tile import _write_copy, _write_softmax
-from hepti_mqtt.kernels.storage_tile import StorageTileWriter, form
+from hepti_mqtt.kernels.attention.softmax import _write_copy, _write_softmax
+from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, form
+from hepti_mqtt.kernels.gemm.tile import TileWriter
+from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine.isa import Dot, Tile
 
 TRIPLES: Final = {"neon": "aarch64-unknown-linux-gnu"}
 X86: Final = "x86_64-unknown-linux-gnu"

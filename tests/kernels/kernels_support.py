@@ -11,17 +11,21 @@ import numpy as np
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, jit, warm_up
-from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, warm_up
+from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine.jit import JIT
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
 Array = NDArray[Any]
 DTYPES = {np.dtype(v): k for k, v in NUMPY_DTYPE.items()}
 
-# Where the suite runs once again for another instruction set, which has no cache: the modules whose kernels it needs.
+# Where the suite runs once again for another instruction set, which has no cache: the modules whose kernels it needs,
+# by their names in the package.
 ALONE = "HEPTI_TEST_KERNELS_OF"
 if needed := os.environ.get(ALONE, "").split():
-    jit.registered[:] = [k for k in jit.registered if k[0].py_func.__module__.rpartition(".")[2] in needed]
+    jit.registered[:] = [
+        k for k in jit.registered if k[0].py_func.__module__.removeprefix("hepti_mqtt.kernels.") in needed
+    ]
     for other in set(jit.divided) - {dispatcher for dispatcher, _ in jit.registered}:
         del jit.divided[other]
 warm_up()  # so that no example of hypothesis pays for it

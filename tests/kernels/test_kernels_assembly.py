@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 from assembly import KINDS, MATMUL, MULTIPLY_ADD, Loop, Target, loops, written
 
-from hepti_mqtt.kernels import jit
-from hepti_mqtt.kernels.isa import DOTS, TILES
+from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine.isa import DOTS, TILES
 
 pytestmark = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 

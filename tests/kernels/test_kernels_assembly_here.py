@@ -8,20 +8,22 @@ import re
 import pytest
 from assembly import compiled, loops
 
-from hepti_mqtt.kernels import attention_tiles, jit, linear, linear_dot, linear_storage
-from hepti_mqtt.kernels.isa import DOT, TILE, isa
-from hepti_mqtt.kernels.storage_tile import HALF_IN_HARDWARE
+from hepti_mqtt.kernels.attention import tiles
+from hepti_mqtt.kernels.gemm import int8, linear, narrow
+from hepti_mqtt.kernels.gemm.narrow_tile import HALF_IN_HARDWARE
+from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine.isa import DOT, TILE, isa
 
 pytestmark = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 
 # Kinds of tiles by the kernel that calls them.
 KERNELS = {
     "panel_ahead_rows": linear._linear,
-    "f16": linear_storage._linear_storage,
-    "w8a32": linear_storage._linear_storage,
-    "w8a8": linear_dot.linear_dot,
-    "panel_rows": attention_tiles.attention_units,
-    "panel_columns": attention_tiles.attention_units,
+    "f16": narrow._linear_narrow,
+    "w8a32": narrow._linear_narrow,
+    "w8a8": int8.linear_int8,
+    "panel_rows": tiles.attention_units,
+    "panel_columns": tiles.attention_units,
 }
 SLOW = {"w8a8": not DOT.intrinsic, "f16": not HALF_IN_HARDWARE}
 FUSED = r"vfmadd\d+ps|fmla" if TILE.fma else "mulps"
@@ -46,7 +48,7 @@ def test_the_tiles_are_compiled_as_they_are_written(kind):
 
 
 def test_softmax_is_compiled_as_it_is_written():
-    found = [loop for loop in loops_of(attention_tiles.attention_units) if loop.kind == "softmax"]
+    found = [loop for loop in loops_of(tiles.attention_units) if loop.kind == "softmax"]
     assert {loop.size for loop in found} == {(vectors,) for vectors in range(1, TILE.vectors + 1)}
     for loop in found:
         assert all(re.match(FUSED, line) for line in loop.multiply_adds), loop
@@ -56,7 +58,7 @@ def test_softmax_is_compiled_as_it_is_written():
 @pytest.mark.skipif(isa() not in ("avx512", "avx2", "neon"), reason="no fused multiply-add")
 def test_a_query_alone_is_multiplied_in_full_vectors():
     # The compiler vectorises these loops itself: query times key, and weight times value.
-    own = [loop for loop in loops_of(attention_tiles.attention_units) if not loop.kind]
+    own = [loop for loop in loops_of(tiles.attention_units) if not loop.kind]
     assert len(own) >= 2
     for loop in own:
         assert all(re.match(FUSED, line) for line in loop.multiply_adds), loop

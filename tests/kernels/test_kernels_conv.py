@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels import conv
+from hepti_mqtt.kernels.conv import conv2d as conv
 from hepti_mqtt.work import Work
 
 WINDOWS = {

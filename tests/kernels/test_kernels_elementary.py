@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.kernels import elementary
-from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.machine.jit import JIT
 from hepti_mqtt.kernels.references import ACTIVATIONS
 
 ODD = np.array([0.0, -0.0, 1e-45, -1e-40, 1e-20, 87.3, -87.3, -87.4, -104.0, 1e30, -1e30], np.float32)

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from kernels_support import Case, array, pool
 
-from hepti_mqtt.kernels import KERNELS, jit, warm_up
+import hepti_mqtt.kernels
+from hepti_mqtt.kernels import KERNELS, warm_up
+from hepti_mqtt.kernels.machine import jit
 
 ROOT = Path(__file__).parents[2]
 COUNT_CACHE = """
-from hepti_mqtt.kernels import jit
+from hepti_mqtt.kernels.machine import jit
 del jit.registered[2:]  # two are enough to see, and all take seconds
 print(*jit.warm_up())
 """
@@ -79,6 +81,20 @@ def test_the_cache_of_a_kernel_ages_with_the_whole_package():
         assert dispatcher._cache._cache_file._source_stamp == jit._sources_stamp()
 
 
+def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path, monkeypatch):
+    assert Path(hepti_mqtt.kernels.__file__).parent == jit.SOURCES
+    package = shutil.copytree(jit.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jit, "SOURCES", package)
+    stamp = jit._sources_stamp.__wrapped__
+    before = stamp()
+    for source in package.rglob("*.py"):
+        content = source.read_bytes()
+        source.write_bytes(content + b"# changed")
+        assert stamp() != before, source
+        source.write_bytes(content)
+    assert stamp() == before
+
+
 @compiled_only
 def test_a_machine_without_a_writable_directory_has_no_cache():
     class Unwritable:
@@ -108,11 +124,11 @@ def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
     package, kept = tmp_path / "site", tmp_path / "cache"
     shutil.copytree(ROOT / "hepti_mqtt", package / "hepti_mqtt", ignore=shutil.ignore_patterns("__pycache__"))
     assert counts(kept, package) == (2, 0)
-    sources = list((package / "hepti_mqtt" / "kernels").glob("*.py"))
-    for source in sources:
+    for source in (package / "hepti_mqtt" / "kernels").rglob("*.py"):
         os.utime(source, (1e9, 1e9))
     assert counts(kept, package) == (0, 2)
-    helper = package / "hepti_mqtt" / "kernels" / "memory.py"  # not the file of a kernel, but inlined into them
+    # Not the file of a kernel, but inlined into them.
+    helper = package / "hepti_mqtt" / "kernels" / "machine" / "addresses.py"
     helper.write_text(helper.read_text() + "# changed\n")
     assert counts(kept, package) == (2, 0)
 
@@ -162,7 +178,7 @@ def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
         "-W",
         "error",
         "-c",
-        "import numpy as np; from hepti_mqtt.kernels.matmul import NR, panel_of_columns\n"
+        "import numpy as np; from hepti_mqtt.kernels.gemm.tile import NR, panel_of_columns\n"
         "left, right = np.full(2, 2, 'f4'), np.full((2, NR), 3e38, 'f4')\n"
         "out = np.zeros(NR, 'f4'); at = [a.ctypes.data for a in (left, right, out)]\n"
         "panel_of_columns(1, 1, at[0], 1, 2, at[1], at[2], 0, at[2], NR); print(out[0])",

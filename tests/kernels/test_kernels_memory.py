@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import hepti_mqtt.kernels
-from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.machine.jit import JIT
 
 HERE = Path(__file__).parent
-SOURCES = sorted(Path(hepti_mqtt.kernels.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(hepti_mqtt.kernels.__file__).parent.rglob("*.py"))
 
 
 def names_in(node):
@@ -83,7 +83,7 @@ def test_an_array_that_is_freed_before_its_address_is_used_is_found():
     )
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_no_kernel_uses_an_array_by_address_after_it_was_freed(source):
     assert not outlived(source.read_text(encoding="utf-8"))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hepti_mqtt.kernels.pages import aligned_zeros
+from hepti_mqtt.kernels.machine.pages import aligned_zeros
 
 
 @settings(deadline=None)

@@ -14,10 +14,11 @@ from kernels_support import pool
 from llvmlite.ir import IntType
 from numba import types
 
-from hepti_mqtt.kernels import Workers, cores, handover, jit
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, lowered
-from hepti_mqtt.kernels.moments import _moments
-from hepti_mqtt.kernels.workers import Parts, matmul_parts, panel_parts, ranges
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.machine import cores, handover, jit
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, JIT, lowered
+from hepti_mqtt.kernels.machine.workers import Parts, matmul_parts, panel_parts, ranges
+from hepti_mqtt.kernels.rowwise.moments import _moments
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 

@@ -1,0 +1,379 @@
+"""The register tiles over narrow weights, as LLVM vector IR: some rows of the left side times one panel.
+
+Three kinds differ in what one step of the loop over k takes. `f16` and `w8a32`: one f32 of each row times one row of
+the panel, widened in registers, fused multiply-adds in ascending order of k. `w8a8`: four bytes of each row times four
+rows of the panel, interleaved by column, added exactly in i32. So a row's bits do not depend on the tile it falls into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.machine.isa import DOT, TILE, Dot, Tile, isa
+from hepti_mqtt.kernels.machine.jit import lowered
+
+Kind = Literal["f16", "w8a8", "w8a32"]
+
+GROUP: Final = 4  # bytes of a row that one step of an int8 dot product takes
+
+# Every CPU of these sets converts half precision in one instruction; elsewhere LLVM would call a library function that
+# Numba does not link.
+HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
+
+_F32: Final = ir.FloatType()
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_ARGUMENTS: Final = 15
+# Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and for which level of cache (3 the
+# first): widening fills the window in which the CPU would find loads by itself.
+_LINE: Final = 64
+_AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
+# Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
+_REBIAS: Final = float(np.ldexp(1.0, 112))
+_HALF_INFINITY: Final = 0x7C00 << 13
+
+
+class Form(NamedTuple):
+    """What a kind of tile is made of: its size, the type of its sums, bytes of a panel's vector and of a step's row."""
+
+    kind: Kind
+    lanes: int
+    rows: int
+    vectors: int
+    sums: ir.Type
+    vector_bytes: int
+    fma: bool
+    dot: Dot
+    half_in_hardware: bool
+
+    @property
+    def width(self) -> int:
+        """Return the columns of one panel."""
+        return self.lanes * self.vectors
+
+
+def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool = HALF_IN_HARDWARE) -> Form:
+    """Return the form of a kind on a register tile."""
+    if kind == "w8a8":
+        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, GROUP * dot.lanes, tile.fma, dot, half_in_hardware)
+    size = 2 if kind == "f16" else 1
+    return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, size * tile.lanes, tile.fma, dot, half_in_hardware)
+
+
+class StorageTileWriter:
+    """Writes the LLVM function of one tile: c = start + a @ panel * column scales * row scales.
+
+    Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
+    column sums, start, bytes between rows of start, c, bytes between rows of c, ahead, bytes ahead; all but strides and
+    steps are addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width], of which the first
+    `vectors` vectors count. Row scales and zeros (the code of 0) are one for each row, column scales and sums
+    [width]; all are f32. Only w8a8 reads row scales, zeros and sums, and takes what the zeros add out of the sums; f16
+    reads no scales. Scales are applied one after the other: the product of two small ones alone could be 0, that of two
+    large ones infinite. Every step of w8a8 asks for the next "bytes ahead" of memory from
+    `ahead` on, which need not be valid; the others ask for the panel itself.
+    """
+
+    prefix = ""
+    ahead = _AHEAD
+
+    def __init__(self, module: ir.Module, name: str, shape: Form, rows: int, vectors: int) -> None:
+        self.form, self.rows, self.vectors = shape, rows, vectors
+        self.module = module
+        self.vector = ir.VectorType(shape.sums, shape.lanes)
+        self.function = ir.Function(module, _SIGNATURE, name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        if shape.kind == "w8a8" and shape.dot.enables:
+            # llvmlite's own `add` takes only attributes without a value.
+            set.add(self.function.attributes, f'"target-features"="{shape.dot.enables}"')
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+
+    @classmethod
+    def widths(cls, shape: Form) -> Sequence[int]:
+        """Return the numbers of vectors that there are tiles for: w8a8 has 1 to those of a panel, the others all."""
+        return range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
+
+    def write(self) -> ir.Function:
+        """Return the finished function."""
+        b = self.builder
+        a, stride, steps, panel, *rest = self.function.args
+        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride, *ahead = rest
+        at_rows = [b.add(a, b.mul(stride, self._int(i))) for i in range(self.rows)]
+        at_zeros, at_scales, at_start, at_c = (
+            [b.add(address, b.mul(between, self._int(i))) for i in range(self.rows)]
+            for address, between in (
+                (zeros, scale_stride),
+                (row_scales, scale_stride),
+                (first, first_stride),
+                (c, c_stride),
+            )
+        )
+        sums = self._run(at_rows, steps, panel, self._start(at_start), ahead)
+        self._finish(sums, at_zeros, column_sums, at_scales, column_scales, at_start, at_c)
+        b.ret_void()
+        return self.function
+
+    def _run(
+        self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any], ahead: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the sums that `start` becomes in `steps` steps of k. ahead: what w8a8 asks for, and by how much."""
+        b, f = self.builder, self.form
+        before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
+        b.position_at_end(body)
+        p = b.phi(_I64)
+        sums = [b.phi(self.vector) for _ in start]
+        at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
+        weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(self.vectors)]
+        if f.kind in self.ahead:
+            distance, level = self.ahead[f.kind]
+            self._prefetch(b.add(at, self._int(distance)), f.vector_bytes * f.vectors, level)
+        elif ahead:
+            first, by = ahead
+            self._prefetch(b.add(first, b.mul(p, by)), _LINE, 3)
+        new = []
+        for i, row in enumerate(at_rows):
+            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
+            new += [self._accumulate(sums[i * self.vectors + j], x, w) for j, w in enumerate(weights)]
+        following = b.add(p, self._int(1))
+        b.cbranch(b.icmp_signed("<", following, steps), body, after)
+        p.add_incoming(self._int(0), before)
+        p.add_incoming(following, body)
+        b.position_at_end(after)
+        for place, (phi, begin, end) in enumerate(zip(sums, start, new, strict=True)):
+            phi.add_incoming(begin, before)
+            phi.add_incoming(end, body)
+            result = b.phi(self.vector)
+            result.add_incoming(begin, before)
+            result.add_incoming(end, body)
+            new[place] = result
+        return new
+
+    def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
+        """Ask for `nbytes` from an address on, for a level of cache: 3 the first, 2 the second, 0 the first alone."""
+        address = _I8.as_pointer()
+        function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
+        read, level, data = (ir.Constant(_I32, value) for value in (0, locality, 1))
+        for line in range(0, nbytes, _LINE):
+            place = self.builder.inttoptr(self.builder.add(at, self._int(line)), address)
+            self.builder.call(function, [place, read, level, data])
+
+    def _finish(
+        self,
+        sums: list[Any],
+        at_zeros: list[Any],
+        column_sums: Any,
+        at_scales: list[Any],
+        column_scales: Any,
+        at_start: list[Any],
+        at_c: list[Any],
+    ) -> None:
+        """Scale the sums, add what the tile starts with and store them.
+
+        Sums of products of bytes over a block, and what a zero adds to them, are below 2**24, so that f32 is exact. An
+        integer product at the start of the tile instead would keep its first steps waiting.
+        """
+        b, f = self.builder, self.form
+        wide = ir.VectorType(_F32, f.lanes)
+        for j in range(self.vectors):
+            at = self._int(4 * j * f.lanes)
+            scale = None if f.kind == "f16" else self._load(b.add(column_scales, at), wide)
+            of_codes = self._load(b.add(column_sums, at), wide) if f.kind == "w8a8" else None
+            for i in range(self.rows):
+                value = sums[i * self.vectors + j]
+                if f.kind != "f16":
+                    factor, start = scale, self._load(b.add(at_start[i], at), wide)
+                    if f.kind == "w8a8":
+                        zero = self._splat(self._load(at_zeros[i], _F32), wide)
+                        value = self._multiply_add(b.fneg(zero), of_codes, b.sitofp(value, wide))
+                        value, factor = b.fmul(value, scale), self._splat(self._load(at_scales[i], _F32), wide)
+                    value = self._multiply_add(value, factor, start)
+                b.store(value, self._pointer(b.add(at_c[i], at), wide)).align = 4
+
+    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
+        return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
+
+    def _start(self, at_start: list[Any]) -> list[Any]:
+        """Return what the sums begin with: f16 the start itself, the others, whose sums are scaled, nothing."""
+        b, f = self.builder, self.form
+        if f.kind != "f16":
+            return [ir.Constant(self.vector, None)] * (self.rows * self.vectors)
+        columns = [self._int(4 * j * f.lanes) for j in range(self.vectors)]
+        return [self._load(b.add(row, at), self.vector) for row in at_start for at in columns]
+
+    def _weight(self, address: Any) -> Any:
+        b, f = self.builder, self.form
+        if f.kind == "w8a8":
+            return self._load(address, ir.VectorType(_I8, GROUP * f.lanes), 1)
+        if f.kind == "w8a32":
+            return b.sitofp(self._load(address, ir.VectorType(_I8, f.lanes), 1), self.vector)
+        if f.half_in_hardware:
+            return b.fpext(self._load(address, ir.VectorType(ir.HalfType(), f.lanes), 2), self.vector)
+        return self._half_by_bits(self._load(address, ir.VectorType(_I16, f.lanes), 2))
+
+    def _half_by_bits(self, half: Any) -> Any:
+        """Return the f32 of IEEE halves: their bits moved to the places of a float, and the exponent by a product."""
+        b = self.builder
+        words = ir.VectorType(_I32, self.form.lanes)
+        bits = b.zext(half, words)
+        magnitude = b.shl(b.and_(bits, self._all(words, 0x7FFF)), self._all(words, 13))
+        scaled = b.fmul(b.bitcast(magnitude, self.vector), self._all(self.vector, _REBIAS))
+        special = b.icmp_unsigned(">=", magnitude, self._all(words, _HALF_INFINITY))
+        infinite = b.or_(magnitude, self._all(words, 0x7F800000))
+        sign = b.shl(b.and_(bits, self._all(words, 0x8000)), self._all(words, 16))
+        return b.bitcast(b.or_(b.select(special, infinite, b.bitcast(scaled, words)), sign), self.vector)
+
+    def _accumulate(self, total: Any, x: Any, weight: Any) -> Any:
+        b, f = self.builder, self.form
+        if f.kind != "w8a8":
+            return self._multiply_add(x, weight, total)
+        octets = ir.VectorType(_I8, GROUP * f.lanes)
+        x = b.bitcast(x, octets)
+        if f.dot.intrinsic:
+            function = self._declared(f.dot.intrinsic, self.vector, [self.vector, octets, octets])
+            return b.call(function, [total, x, weight])
+        words = ir.VectorType(_I32, GROUP * f.lanes)
+        products = b.mul(b.sext(x, words) if f.dot.signed else b.zext(x, words), b.sext(weight, words))
+        for q in range(GROUP):
+            mask = ir.Constant(ir.VectorType(_I32, f.lanes), [GROUP * lane + q for lane in range(f.lanes)])
+            total = b.add(total, b.shuffle_vector(products, ir.Constant(words, ir.Undefined), mask))
+        return total
+
+    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def _pointer(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def _load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        value = self.builder.load(self._pointer(address, kind))
+        value.align = align
+        return value
+
+    def _splat(self, value: Any, kind: Any) -> Any:
+        undefined = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+        mask = ir.Constant(ir.VectorType(_I32, self.form.lanes), [0] * self.form.lanes)
+        return self.builder.shuffle_vector(one, undefined, mask)
+
+    @staticmethod
+    def _all(kind: Any, value: Any) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
+
+    @staticmethod
+    def _int(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+
+def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTileWriter) -> Callable[..., Any]:
+    """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows, and `writer.widths` vectors."""
+    widths = writer.widths(shape)
+
+    def emit(
+        _context: Any,
+        _rows: Any,
+        _vectors: Any,
+        _a: Any,
+        _stride: Any,
+        _steps: Any,
+        _panel: Any,
+        _row_scales: Any,
+        _zeros: Any,
+        _scale_stride: Any,
+        _column_scales: Any,
+        _column_sums: Any,
+        _start: Any,
+        _start_stride: Any,
+        _c: Any,
+        _c_stride: Any,
+        _ahead: Any,
+        _fetch: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            module = builder.module
+            rows, vectors, *rest = arguments
+            end = builder.append_basic_block("tile.end")
+            choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, shape.rows)), rows), end)
+            for width, count in product(widths, range(1, shape.rows + 1)):
+                name = f"hepti_{writer.prefix}{shape.kind}_{count}x{width}"
+                function = module.globals.get(name) or writer(module, name, shape, count, width).write()
+                with builder.goto_block(builder.append_basic_block(name)):
+                    choice.add_case(ir.Constant(_I64, width * shape.rows + count), builder.block)
+                    builder.call(function, rest)
+                    builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * (2 + _ARGUMENTS)), codegen
+
+    return emit
+
+
+def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
+    if not count:
+        return np.empty(0, dtype)
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), dtype)
+
+
+def plain_tile(shape: Form) -> Callable[..., None]:
+    """Return the tile as plain Python."""
+    weight_dtype = {"f16": np.float16, "w8a32": np.int8, "w8a8": np.int8}[shape.kind]
+    group = GROUP if shape.kind == "w8a8" else 1
+    left_dtype = (np.int8 if shape.dot.signed else np.uint8) if shape.kind == "w8a8" else np.float32
+
+    def tile(
+        rows: int,
+        vectors: int,
+        a: int,
+        stride: int,
+        steps: int,
+        panel: int,
+        row_scales: int,
+        zeros: int,
+        scale_stride: int,
+        column_scales: int,
+        column_sums: int,
+        start: int,
+        start_stride: int,
+        c: int,
+        c_stride: int,
+        _ahead: int,
+        _fetch: int,
+    ) -> None:
+        n, k = vectors * shape.lanes, steps * group
+        left = np.stack([_at(a + i * stride, k, left_dtype) for i in range(rows)])
+        panels = _at(panel, k * shape.width, weight_dtype).reshape(steps, shape.width, group)
+        right = panels[:, :n].transpose(0, 2, 1).reshape(k, n)
+        begin = np.stack([_at(start + i * start_stride, n, np.float32) for i in range(rows)])
+        if shape.kind == "w8a8":
+            of_zero = np.concatenate([_at(zeros + i * scale_stride, 1, np.float32) for i in range(rows)])
+            of_rows = np.stack([_at(row_scales + i * scale_stride, 1, np.float32) for i in range(rows)])
+            taken_out = np.outer(of_zero, _at(column_sums, n, np.float32)).astype(np.int32)
+            exact = left.astype(np.int32) @ right.astype(np.int32) - taken_out
+            result = exact.astype(np.float32) * _at(column_scales, n, np.float32) * of_rows + begin
+        else:
+            wide = right.astype(np.float32)
+            # Row by row: BLAS may add in another order for another number of rows.
+            result = np.stack([row @ wide for row in left])
+            result = result * _at(column_scales, n, np.float32) + begin if shape.kind == "w8a32" else result + begin
+        for i in range(rows):
+            _at(c + i * c_stride, n, np.float32)[...] = result[i]
+
+    return tile
+
+
+FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
+# Arguments: rows (1 to the form's), vectors (w8a8: 1 to the form's, else all), then those of `StorageTileWriter`.
+half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
+byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))
+dot_tile: Final = lowered(emit_storage_tile(FORMS["w8a8"]), plain_tile(FORMS["w8a8"]))

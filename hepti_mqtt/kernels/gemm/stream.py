@@ -1,0 +1,121 @@
+"""Kernel `linear` for few rows over narrow weights: a token at a time, where reading the weights takes all the time.
+
+One compiled call quantises the rows where that is wanted, and one call of a tile goes down each panel: at 40 GB/s a
+matrix of 1 MB takes 25 microseconds, and every hand-over between Python and compiled code takes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Run
+from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
+from hepti_mqtt.kernels.gemm.int8 import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
+from hepti_mqtt.kernels.gemm.narrow import F16, STORAGE, W8A8, panels_of
+from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP
+from hepti_mqtt.kernels.gemm.stream_tile import byte_stream, dot_stream, half_stream
+from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.machine.workers import Parts, Workers, matmul_parts
+from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
+from hepti_mqtt.plan import Storage
+
+# The most rows that one tile has: with them a panel is read once, in one call.
+MOST_ROWS: Final = {storage: form.rows for storage, form in FORMS.items()}
+_NR: Final = FORMS["f16"].width
+_NR_DOT: Final = FORMS["w8a8"].width
+_VECTORS: Final = FORMS["f16"].vectors
+_VECTORS_DOT: Final = FORMS["w8a8"].vectors
+
+
+@kernel(
+    INT,
+    reads(float32, 2),
+    fills(float32, 2),
+    reads(float32, 2),
+    TABLE,
+    INT,
+    INT,
+    INT,
+    part=2,
+)
+def _linear_stream(
+    storage: int,
+    x: Any,
+    out: Any,
+    residual: Any,
+    panels: Any,
+    activation: int,
+    first_panel: int,
+    last_panel: int,
+) -> None:
+    """Fill the columns of some panels in all rows of out; panels are those of `narrow`."""
+    rows, k = x.shape
+    dot = storage == W8A8
+    width, vectors = (_NR_DOT, _VECTORS_DOT) if dot else (_NR, _VECTORS)
+    plain = activation == NONE and residual.size == 0
+    stride, steps, blocks = 4 * k, k, max(1, -(-k // BLOCK))
+    quantised = rows if dot else 0
+    codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
+    row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.float32)
+    if dot:
+        # Every thread for itself: a few thousand values take less than a hand-over.
+        quantise(x, codes, row_scales, zeros, 0, rows)
+        stride, steps = codes.shape[1], codes.shape[1] // GROUP
+    sums = np.empty(rows * width, np.float32)
+    for p in range(first_panel, last_panel):
+        column, valid = panels[p, COLUMN], panels[p, VALID]
+        direct = plain and valid == width
+        weights, bias = panels[p, CODES], panels[p, BIAS]
+        of_columns, of_codes = panels[p, SCALES], panels[p, SUMS]
+        # Addresses are read where they are used: an array of which nothing is read any more is freed.
+        left = codes.ctypes.data if dot else x.ctypes.data
+        of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
+        c, c_stride = sums.ctypes.data, 4 * width
+        if direct:
+            c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
+        if dot:
+            dot_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        elif storage == F16:
+            half_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        else:
+            byte_stream(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        if not direct:
+            activate(sums, activation)
+            store(sums, width, 0, rows, out, residual, column, valid)
+
+
+def bind(
+    shape: tuple[int, int],
+    matrices: Sequence[NarrowMatrix],
+    biases: Sequence[NDArray[np.float32]],
+    has_residual: bool,
+    activation: int,
+    pool: Workers,
+) -> Run:
+    """Return what `narrow.bind` does, for at most MOST_ROWS rows."""
+    m, k = shape
+    table, alive = panels_of(matrices, biases)
+    storage: Storage = matrices[0].storage
+    by_panel = matmul_parts(len(table), False, 1, m * PANELS[storage].width * k, pool.threads, 1)
+    parts = Parts((part[:2] for part in by_panel), by_panel.threads)
+    none = np.empty((0, 0), np.float32)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+        residual = reads[1] if has_residual else none
+        pool.each(_linear_stream, (STORAGE[storage], reads[0], writes[0], residual, table, activation), parts)
+
+    return run

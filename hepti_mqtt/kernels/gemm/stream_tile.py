@@ -1,0 +1,136 @@
+"""The register tiles of few rows over narrow weights: one call goes down a whole panel, block by block of scales.
+
+Memory is the limit: the loop never stops for the next piece, and lines are asked for far ahead of their use. Arithmetic
+and its order are those of `narrow_tile`, so that a row has the same bits in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+
+from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, Form, StorageTileWriter, emit_storage_tile, plain_tile
+from hepti_mqtt.kernels.machine.jit import lowered
+from hepti_mqtt.kernels.weights import BLOCK
+
+_I64: Final = ir.IntType(64)
+# By kind, how far ahead of its use a line is asked for, and for which cache: 0 passes by the second level, which keeps
+# what the interpreter needs between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
+# Bytes that need no widening leave the CPU time to find its loads by itself.
+_AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (6144, 0), "w8a32": (8192, 0)}
+# How many blocks ahead their scales and sums are asked for: what the loop waits for, it cannot hide.
+_BLOCKS_AHEAD: Final = 2
+
+
+class StreamTileWriter(StorageTileWriter):
+    """Writes the tile of `StorageTileWriter` with steps for all of k, and scales, sums and zeros by block.
+
+    Column scales and sums are [blocks, width], row scales and zeros one for each block, side by side.
+    """
+
+    prefix = "stream_"
+    ahead = _AHEAD
+
+    @classmethod
+    def widths(cls, shape: Form) -> Sequence[int]:
+        """Return that of a panel: a whole one is read all the same."""
+        return (shape.vectors,)
+
+    def write(self) -> ir.Function:
+        """Return the finished function."""
+        b, f = self.builder, self.form
+        a, stride, steps, panel, *rest = self.function.args
+        row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride, *_ = rest
+        at_rows, at_start, at_c = (self._rows_of(*of) for of in ((a, stride), (first, first_stride), (c, c_stride)))
+        start = [self._load(b.add(row, at), self.wide) for row in at_start for at in self._columns()]
+        if f.kind == "f16":
+            self._store(self._run(at_rows, steps, panel, start), at_c)
+            b.ret_void()
+            return self.function
+        self._store(start, at_c)
+        before, body, after = b.block, b.append_basic_block("block"), b.append_basic_block("last")
+        b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
+        b.position_at_end(body)
+        block = b.phi(_I64)
+        per_block = BLOCK // GROUP if f.kind == "w8a8" else BLOCK
+        done, of_rows, of_columns = (b.mul(block, self._int(by)) for by in (per_block, 4, 4 * f.width))
+        left = b.sub(steps, done)
+        count = b.select(b.icmp_signed("<", left, self._int(per_block)), left, self._int(per_block))
+        at_zeros, at_scales = (self._rows_of(b.add(of, of_rows), scale_stride) for of in (zeros, row_scales))
+        at_x = [b.add(row, b.mul(done, self._int(4))) for row in at_rows]
+        at_panel = b.add(panel, b.mul(done, self._int(f.vector_bytes * f.vectors)))
+        at_scale, at_sum = (b.add(of, of_columns) for of in (column_scales, column_sums))
+        for at in (at_scale, at_sum) if f.kind == "w8a8" else (at_scale,):
+            self._prefetch(b.add(at, self._int(_BLOCKS_AHEAD * 4 * f.width)), 4 * f.width, 3)
+        sums = self._run(at_x, count, at_panel, self._start(at_c))
+        self._finish(sums, at_zeros, at_sum, at_scales, at_scale, at_c, at_c)
+        following = b.add(block, self._int(1))
+        block.add_incoming(self._int(0), before)
+        block.add_incoming(following, b.block)
+        b.cbranch(b.icmp_signed(">", left, self._int(per_block)), body, after)
+        b.position_at_end(after)
+        b.ret_void()
+        return self.function
+
+    @property
+    def wide(self) -> Any:
+        """Return the type of a vector of results."""
+        return ir.VectorType(ir.FloatType(), self.form.lanes)
+
+    def _rows_of(self, address: Any, between: Any) -> list[Any]:
+        return [self.builder.add(address, self.builder.mul(between, self._int(i))) for i in range(self.rows)]
+
+    def _columns(self) -> list[Any]:
+        return [self._int(4 * j * self.form.lanes) for j in range(self.form.vectors)]
+
+    def _store(self, values: list[Any], at_c: list[Any]) -> None:
+        places = [self.builder.add(row, at) for row in at_c for at in self._columns()]
+        for value, place in zip(values, places, strict=True):
+            self.builder.store(value, self._pointer(place, self.wide)).align = 4
+
+
+def plain_stream(shape: Form) -> Callable[..., None]:
+    """Return the tile as plain Python."""
+    tile = plain_tile(shape)
+    per_block = BLOCK // GROUP if shape.kind == "w8a8" else BLOCK
+    step = shape.vector_bytes * shape.vectors
+
+    def stream(
+        rows: int,
+        vectors: int,
+        a: int,
+        stride: int,
+        steps: int,
+        panel: int,
+        row_scales: int,
+        zeros: int,
+        scale_stride: int,
+        column_scales: int,
+        column_sums: int,
+        start: int,
+        start_stride: int,
+        c: int,
+        c_stride: int,
+        ahead: int,
+        fetch: int,
+    ) -> None:
+        for block in range(max(1, -(-steps // per_block))):
+            done = block * per_block
+            of_columns = 4 * block * shape.width
+            begin = (c, c_stride) if block else (start, start_stride)
+            left = (a + 4 * done, stride, min(per_block, steps - done))
+            of_rows = (row_scales + 4 * block, zeros + 4 * block, scale_stride)
+            tile(
+                rows, vectors, *left, panel + done * step, *of_rows, column_scales + of_columns,
+                column_sums + of_columns, *begin, c, c_stride, ahead, fetch
+            )  # fmt: skip
+
+    return stream
+
+
+# Arguments: rows (1 to the form's), vectors (all of a panel's), then those of `StreamTileWriter`.
+half_stream: Final = lowered(emit_storage_tile(FORMS["f16"], StreamTileWriter), plain_stream(FORMS["f16"]))
+byte_stream: Final = lowered(emit_storage_tile(FORMS["w8a32"], StreamTileWriter), plain_stream(FORMS["w8a32"]))
+dot_stream: Final = lowered(emit_storage_tile(FORMS["w8a8"], StreamTileWriter), plain_stream(FORMS["w8a8"]))

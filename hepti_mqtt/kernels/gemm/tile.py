@@ -1,0 +1,299 @@
+"""The register tile of every matmul, as LLVM vector IR: some rows of the left side times one panel of the right side.
+
+A tile [rows, NR] of sums stays in vector registers while k runs: per step one load for each vector of the panel, one
+broadcast for each row, and a fused multiply-add for each pair (as in BLIS, Van Zee and van de Geijn 2015).
+Every sum runs over k in ascending order, one term at a time, whatever the number of rows: a row's bits do not depend
+on the tile that it falls into. Kernels call it by address; the loops around it are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, Final, Literal
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from hepti_mqtt.kernels.machine.addresses import floats
+from hepti_mqtt.kernels.machine.isa import TILE, Tile
+from hepti_mqtt.kernels.machine.jit import lowered
+
+MR: Final = TILE.rows
+NR: Final = TILE.width
+
+Layout = Literal["rows", "columns"]
+
+_F32: Final = ir.FloatType()
+_I32: Final = ir.IntType(32)
+_I64: Final = ir.IntType(64)
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 10)
+_BYTE_POINTER: Final = ir.IntType(8).as_pointer()
+_PREFETCH_NAME: Final = "llvm.prefetch.p0"
+_READ_SECOND_LEVEL: Final = (0, 2, 1)  # read, locality, data
+_PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+
+
+class TileWriter:
+    """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
+    ahead, bytes ahead).
+
+    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR] with NR = tile.width, of which the first
+    `vectors` vectors count; start and c are [rows, vectors]. Addresses; strides in floats. With `prefetch`, every step
+    of k asks for the next "bytes ahead" of memory from `ahead` on: what the next tiles read comes while this one adds.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, tile: Tile, rows: int, vectors: int, layout: Layout, prefetch: bool
+    ) -> None:
+        self.tile, self.rows, self.vectors, self.layout, self.prefetch = tile, rows, vectors, layout, prefetch
+        self.vector = ir.VectorType(_F32, tile.lanes)
+        self.function = ir.Function(module, _SIGNATURE, name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        intrinsic = f"llvm.{'fma' if tile.fma else 'fmuladd'}.v{tile.lanes}f32"
+        self.multiply_add = module.globals.get(intrinsic) or ir.Function(
+            module, ir.FunctionType(self.vector, [self.vector] * 3), intrinsic
+        )
+        a, self.stride, self.k, b, start, self.start_stride, c, self.c_stride, self.ahead, self.bytes_ahead = (
+            self.function.args
+        )
+
+        self.a, self.b, self.start, self.c = (self.builder.inttoptr(p, _F32.as_pointer()) for p in (a, b, start, c))
+
+    def write(self) -> ir.Function:
+        """Return the finished function."""
+        b = self.builder
+        start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
+        at_rows = [b.gep(self.a, [b.mul(self.stride, self._int(i))]) for i in range(self.rows)]
+        if self.tile.lane_broadcast and self.layout == "rows":
+            whole = b.and_(self.k, self._int(-self.tile.lanes))
+            start = self._loop(self._int(0), whole, self.tile.lanes, start, lambda p: self._lanes_of_rows(at_rows, p))
+            sums = self._loop(whole, self.k, 1, start, lambda p: [self._splats(at_rows, p)])
+        elif self.layout == "rows":
+            sums = self._loop(self._int(0), self.k, 1, start, lambda p: [self._splats(at_rows, p)])
+        else:
+            sums = self._loop(self._int(0), self.k, 1, start, lambda p: [self._column(p)])
+        for place, total in enumerate(sums):
+            i, j = divmod(place, self.vectors)
+            self._store(total, self.c, self._at(self.c_stride, i, j))
+        b.ret_void()
+        return self.function
+
+    def _start(self, i: int, j: int) -> Any:
+        return self._load(self.start, self._at(self.start_stride, i, j))
+
+    def _at(self, stride: Any, i: int, j: int) -> Any:
+        return self.builder.add(self.builder.mul(stride, self._int(i)), self._int(j * self.tile.lanes))
+
+    def _loop(
+        self, first: Any, stop: Any, step: int, start: list[Any], left: Callable[[Any], list[list[Any]]]
+    ) -> list[Any]:
+        """Run p from first to stop; `left(p)` returns for each of `step` values of k the broadcast of every row."""
+        b = self.builder
+        before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed("<", first, stop), body, after)
+        b.position_at_end(body)
+        p = b.phi(_I64)
+        sums = [b.phi(self.vector) for _ in start]
+        new = list(sums)
+        for q, rows in enumerate(left(p)):
+            at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
+            panel = [self._load(self.b, b.add(at, self._int(j * self.tile.lanes))) for j in range(self.vectors)]
+            if self.prefetch and q == 0:
+                self._prefetch(p, step)
+            for i, x in enumerate(rows):
+                for j, w in enumerate(panel):
+                    place = i * self.vectors + j
+                    new[place] = b.call(self.multiply_add, [x, w, new[place]])
+        following = b.add(p, self._int(step))
+        b.cbranch(b.icmp_signed("<", following, stop), body, after)
+        p.add_incoming(first, before)
+        p.add_incoming(following, body)
+        b.position_at_end(after)
+        results = []
+        for phi, begin, end in zip(sums, start, new, strict=True):
+            phi.add_incoming(begin, before)
+            phi.add_incoming(end, body)
+            result = b.phi(self.vector)
+            result.add_incoming(begin, before)
+            result.add_incoming(end, body)
+            results.append(result)
+        return results
+
+    def _prefetch(self, p: Any, step: int) -> None:
+        """Ask for the share of steps p to p + step: one line of 64 bytes, or two."""
+        b, module = self.builder, self.function.module
+        ask = module.globals.get(_PREFETCH_NAME) or ir.Function(module, _PREFETCH, _PREFETCH_NAME)
+        count = 2 if 4 * self.tile.width * step > 64 else 1
+        for half in range(count):
+            address = b.add(self.ahead, b.mul(p, self.bytes_ahead))
+            if half:
+                address = b.add(address, b.ashr(b.mul(self.bytes_ahead, self._int(step)), self._int(1)))
+            b.call(ask, [b.inttoptr(address, _BYTE_POINTER), *(ir.Constant(_I32, v) for v in _READ_SECOND_LEVEL)])
+
+    def _splats(self, at_rows: list[Any], p: Any) -> list[Any]:
+        return [self._splat_of(self._scalar(row, p)) for row in at_rows]
+
+    def _lanes_of_rows(self, at_rows: list[Any], p: Any) -> list[list[Any]]:
+        vectors = [self._load(row, p) for row in at_rows]
+        return [[self._splat(v, lane) for v in vectors] for lane in range(self.tile.lanes)]
+
+    def _column(self, p: Any) -> list[Any]:
+        b = self.builder
+        at = b.gep(self.a, [b.mul(self.stride, p)])
+        whole = self.rows // self.tile.lanes * self.tile.lanes if self.tile.lane_broadcast else 0
+        vectors = [self._load(at, self._int(i)) for i in range(0, whole, self.tile.lanes)]
+        found = [self._splat(v, lane) for v in vectors for lane in range(self.tile.lanes)]
+        return found + [self._splat_of(self._scalar(at, self._int(i))) for i in range(whole, self.rows)]
+
+    def _scalar(self, base: Any, offset: Any) -> Any:
+        value = self.builder.load(self.builder.gep(base, [offset]))
+        value.align = 4
+        return value
+
+    def _splat_of(self, value: Any) -> Any:
+        return self._splat(
+            self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, ir.Constant(_I32, 0)), 0
+        )
+
+    def _splat(self, vector: Any, lane: int) -> Any:
+        mask = ir.Constant(ir.VectorType(_I32, self.tile.lanes), [lane] * self.tile.lanes)
+        return self.builder.shuffle_vector(vector, ir.Constant(self.vector, ir.Undefined), mask)
+
+    def _load(self, base: Any, offset: Any) -> Any:
+        value = self.builder.load(self._vector_at(base, offset))
+        value.align = 4
+        return value
+
+    def _store(self, value: Any, base: Any, offset: Any) -> None:
+        self.builder.store(value, self._vector_at(base, offset)).align = 4
+
+    def _vector_at(self, base: Any, offset: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(base, [offset]), self.vector.as_pointer())
+
+    @staticmethod
+    def _int(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+
+def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = False) -> Callable[..., Any]:
+    """Return the Numba intrinsic that calls the tile of 1 to `tile.rows` rows by number.
+
+    Arguments: those of `tile_of_rows`; with `panel` those of `panel_of_rows`; with `prefetch` too, of `panel_tile`.
+    """
+    widths = range(1, tile.vectors + 1) if panel else (tile.vectors,)
+    kind = f"{'panel' if panel else 'tile'}{'_ahead' if prefetch else ''}_{layout}"
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        module = builder.module
+        rows, vectors, *rest = arguments if panel else _of_whole_tile(tile, arguments)
+        rest += [ir.Constant(_I64, 0)] * (len(_SIGNATURE.args) - len(rest))  # where nothing is fetched ahead
+        end = builder.append_basic_block("tile.end")
+        choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, tile.rows)), rows), end)
+        for width, count in product(widths, range(1, tile.rows + 1)):
+            name = f"hepti_{kind}_{count}x{width}"
+            function = (
+                module.globals.get(name) or TileWriter(module, name, tile, count, width, layout, prefetch).write()
+            )
+            with builder.goto_block(builder.append_basic_block(name)):
+                choice.add_case(ir.Constant(_I64, width * tile.rows + count), builder.block)
+                builder.call(function, rest)
+                builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    def emit(_context: Any, _rows: Any, _a: Any, _as: Any, _k: Any, _b: Any, _s: Any, _ss: Any, _c: Any) -> Any:
+        return types.void(*[types.int64] * 8), codegen
+
+    def emit_panel(
+        _context: Any,
+        _rows: Any,
+        _vectors: Any,
+        _a: Any,
+        _as: Any,
+        _k: Any,
+        _b: Any,
+        _s: Any,
+        _ss: Any,
+        _c: Any,
+        _cs: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 10), codegen
+
+    def emit_panel_ahead(
+        _context: Any,
+        _rows: Any,
+        _vectors: Any,
+        _a: Any,
+        _as: Any,
+        _k: Any,
+        _b: Any,
+        _s: Any,
+        _ss: Any,
+        _c: Any,
+        _cs: Any,
+        _ahead: Any,
+        _bytes: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 12), codegen
+
+    return (emit_panel_ahead if prefetch else emit_panel) if panel else emit
+
+
+def _of_whole_tile(tile: Tile, arguments: Any) -> list[Any]:
+    rows, *rest = arguments
+    return [rows, ir.Constant(_I64, tile.vectors), *rest, ir.Constant(_I64, tile.width)]
+
+
+def _plain_tile(left: Any, width: int, b: int, start: int, start_stride: int, c: int, c_stride: int) -> None:
+    rows, k = left.shape
+    right = floats(b, k * NR).reshape(k, NR)[:, :width]
+    sums = [floats(start + 4 * i * start_stride, width) + left[i] @ right for i in range(rows)]
+    for i in range(rows):
+        floats(c + 4 * i * c_stride, width)[:] = sums[i]
+
+
+def _plain_rows(rows: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int) -> None:
+    left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
+    _plain_tile(left, NR, b, start, start_stride, c, NR)
+
+
+def _plain_panel(
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
+
+
+def _plain_panel_ahead(*arguments: int) -> None:
+    _plain_panel(*arguments[:-2])
+
+
+def _plain_columns(rows: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int) -> None:
+    _plain_panel_of_columns(rows, TILE.vectors, a, stride, k, b, start, start_stride, c, NR)
+
+
+def _plain_panel_of_columns(
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    left = np.asarray([floats(a + 4 * p * stride, rows) for p in range(k)], np.float32).reshape(k, rows).T
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
+
+
+# Fill c [rows, NR] with start [rows, NR] + a @ b, where a is [rows, k] (tile_of_rows) or the transpose of [k, rows]
+# (tile_of_columns) and b is [k, NR]. Arguments: rows (1 to MR), a, floats between rows of a as stored, k, b, start,
+# floats between rows of start (0 repeats one row), c; all but the numbers are addresses.
+tile_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_rows)
+tile_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_columns)
+
+# The same for the first `vectors` vectors of b alone, into rows of c that lie apart. Arguments: rows, vectors (1 to
+# TILE.vectors), a, floats between rows of a, k, b, start, floats between rows of start, c, floats between rows of c.
+panel_of_rows: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)
+panel_of_columns: Final = lowered(emit_tile("columns", TILE, panel=True), _plain_panel_of_columns)
+
+# `panel_of_rows` while memory that is needed next is fetched. Arguments: its own, first address to fetch (need not be
+# valid), bytes to fetch for each k.
+panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True, prefetch=True), _plain_panel_ahead)

@@ -1,0 +1,96 @@
+"""Arrays by address: what lets one compiled kernel read any number of arrays and weight segments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import float32, types
+from numba.np.numpy_support import carray
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, helper, kernel, lowered, reads
+
+GROUP: Final = 8
+_PREFETCH: Final = "llvm.prefetch.p0"
+_WRITE_FIRST_LEVEL: Final = (1, 3, 1)  # write, locality, data
+
+
+def _pointer_to(item: Any, c_type: Any) -> Any:
+    """Return the function from an address to a pointer to items of a type."""
+
+    def emit(_context: Any, _address: Any) -> Any:
+        result: Any = types.CPointer(item)  # type: ignore[no-untyped-call]
+
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return result(types.intp), codegen
+
+    return lowered(emit, lambda address: ctypes.cast(int(address), ctypes.POINTER(c_type)))
+
+
+_floats_at: Final = _pointer_to(types.float32, ctypes.c_float)
+_octets_at: Final = _pointer_to(types.uint8, ctypes.c_uint8)
+
+
+@helper
+def floats(address: int, count: int) -> Any:
+    """Return the f32 array [count] at an address."""
+    return carray(_floats_at(address), (count,), np.float32)
+
+
+@helper
+def octets(address: int, count: int) -> Any:
+    """Return the u8 array [count] at an address."""
+    return carray(_octets_at(address), (count,), np.uint8)
+
+
+def _emit_fetch(_context: Any, _address: Any) -> Any:
+    byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
+        ask = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
+        address = builder.inttoptr(arguments[0], byte_pointer)
+        builder.call(ask, [address, *(ir.Constant(word, v) for v in _WRITE_FIRST_LEVEL)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+# Ask for the cache line at an address, which need not be valid, so that a later store to it does not wait.
+fetch_to_write: Final = lowered(_emit_fetch, lambda _address: None)
+
+_F32 = reads(float32, 2)
+
+
+@kernel(INT_ARRAY, INT, *([_F32] * GROUP))
+def _note_addresses(out: Any, at: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> None:
+    out[at] = a.ctypes.data
+    out[at + 1] = b.ctypes.data
+    out[at + 2] = c.ctypes.data
+    out[at + 3] = d.ctypes.data
+    out[at + 4] = e.ctypes.data
+    out[at + 5] = f.ctypes.data
+    out[at + 6] = g.ctypes.data
+    out[at + 7] = h.ctypes.data
+
+
+def address_table(count: int) -> tuple[NDArray[np.int64], Callable[[Sequence[NDArray[np.float32]]], None]]:
+    """Return a table of `count` addresses, and the function that fills it from as many f32 arrays [.., ..].
+
+    Reading the address of one array in Python costs as much as unboxing all eight of a group in one compiled call.
+    """
+    table = np.zeros(-(-max(count, 1) // GROUP) * GROUP, np.int64)
+    padding = [np.empty((0, 0), np.float32)] * (len(table) - count)
+
+    def fill(arrays: Sequence[NDArray[np.float32]]) -> None:
+        padded = [*arrays, *padding]
+        for at in range(0, len(table), GROUP):
+            _note_addresses(table, at, *padded[at : at + GROUP])
+
+    return table, fill

@@ -1,0 +1,140 @@
+"""Kernel `assemble`, which only moves values: parts of several arrays put together into one, all of one dtype.
+
+It reads arrays of the rank of the slot that is written, 1 to 4. Attribute copies: (read, source, target), where read is
+the place of an array among those that are read, source and target are rectangles of one shape, a half-open range
+(start, stop) for each dimension. Targets fill the written slot, each element once.
+
+NumPy's own copies run at the speed of memory and release the GIL, for any dtype and rank: a compiled loop gains
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Check, Kernel, Run
+from hepti_mqtt.kernels.machine.workers import Workers
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.plan import Range
+from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.work import Work
+
+Place = tuple[slice, ...]
+
+# Copies of single rows up to which a copy each (0.5 to 1 µs) is about as fast as one np.take (2 µs).
+_FEW: Final = 4
+
+
+class _Copy(NamedTuple):
+    """One rectangle of a read and where it goes."""
+
+    read: int
+    source: tuple[Range, ...]
+    target: tuple[Range, ...]
+
+
+def _check_copies(check: Check, copies: Sequence[_Copy]) -> None:
+    shape = check.writes[0].shape
+    check.that(1 <= len(shape) <= 4, "assembles slots of 1 to 4 dimensions")
+    check.that(all(len(s.shape) == len(shape) for s in check.reads), "slots must have one number of dimensions")
+    filled, volume = np.zeros(shape, np.bool_), 0
+    for copy in copies:
+        check.that(0 <= copy.read < len(check.reads), f"copy {tuple(copy)} is of no array that it reads")
+        fits = _lies_in(copy.source, check.reads[copy.read].shape) and _lies_in(copy.target, shape)
+        alike = _extents(copy.source) == _extents(copy.target)
+        check.that(fits and alike, f"copy {tuple(copy)} does not lie in its arrays, or changes its shape")
+        filled[_place(copy.target)] = True
+        volume += math.prod(_extents(copy.target))
+    check.that(volume == filled.size and bool(filled.all()), "copies must fill each element of the result once")
+
+
+def _lies_in(ranges: Sequence[Range], shape: tuple[int, ...]) -> bool:
+    return len(ranges) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(ranges, shape, strict=True))
+
+
+def _extents(ranges: Sequence[Range]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in ranges)
+
+
+def _place(ranges: Sequence[Range]) -> Place:
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def _single_rows(
+    check: Check, copies: Sequence[_Copy]
+) -> tuple[list[tuple[int, NDArray[np.intp], slice]], list[_Copy]]:
+    """Return (the runs of more than _FEW whole rows of one read that follow each other in the result, the rest).
+
+    A run is (read, rows of it, rows of the result). Parts of rows would have to be contiguous for np.take.
+    """
+    whole = [tuple((0, n) for n in s.shape[1:]) for s in check.reads]
+    rest_of_row = tuple((0, n) for n in check.writes[0].shape[1:])
+
+    def is_row(copy: _Copy) -> bool:
+        whole_row = copy.source[1:] == whole[copy.read] and copy.target[1:] == rest_of_row
+        return whole_row and _extents(copy.source[:1]) == (1,)
+
+    rows = sorted((c for c in copies if is_row(c)), key=lambda c: (c.read, c.target[0]))
+    rest = [c for c in copies if not is_row(c)]
+    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if (a.read, a.target[0][1]) != (b.read, b.target[0][0])]
+    runs = []
+    for first, stop in pairwise([0, *cuts, len(rows)]):
+        run = rows[first:stop]
+        if len(run) <= _FEW:
+            rest += run
+            continue
+        places = np.asarray([c.source[0][0] for c in run], np.intp)
+        runs.append((run[0].read, places, slice(run[0].target[0][0], run[-1].target[0][1])))
+    return runs, rest
+
+
+def _copies(op: Compute) -> list[_Copy]:
+    """Return the copies of an op, without the empty ones."""
+    found = (_Copy(read, tuple(source), tuple(target)) for read, source, target in op.attrs["copies"])
+    return [c for c in found if 0 not in _extents(c.target)]
+
+
+def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(None)
+    check.weights(weights, 0)
+    check.that(all(s.dtype == check.writes[0].dtype for s in check.reads), "must read and write one dtype")
+    copies = _copies(op)
+    _check_copies(check, copies)
+    runs, rest = _single_rows(check, copies)
+    moves = [(c.read, _place(c.source), _place(c.target)) for c in rest]
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        out = writes[0]
+        for read, source, target in moves:
+            out[target] = reads[read][source]
+        for read, rows, among in runs:
+            # The rows are checked above; "raise" would go through a buffer.
+            np.take(reads[read], rows, axis=0, out=out[among], mode="clip")
+
+    return run
+
+
+def _reference_assemble(
+    op: Compute,
+    slots: Sequence[SlotSpec],
+    reads: Sequence[Array],
+    _weights: Sequence[Array],
+) -> list[Array]:
+    out = np.zeros(slots[op.writes[0]].shape, reads[0].dtype)
+    for read, source, target in op.attrs["copies"]:
+        out[_place(target)] = reads[read][_place(source)]
+    return [out]
+
+
+def _work_of_result(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    return Work("rowwise", nbytes=2.0 * slots[op.writes[0]].nbytes)
+
+
+ASSEMBLE: Final = Kernel("assemble", _bind_assemble, _reference_assemble, _work_of_result)

@@ -1,0 +1,1 @@
+"""What makes rows of a request's inputs: embeddings of tokens, patches of pictures."""

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_support import ALONE, Case, array
+
+from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
+from hepti_mqtt.kernels.gemm.linear import DEPTH, ROWS, SHALLOW
+from hepti_mqtt.kernels.machine.isa import OVERRIDE
+from hepti_mqtt.kernels.machine.jit import JIT
+
+
+def runnable():
+    """Return the instruction sets with a tile that this CPU can run."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return ["generic", "neon"]
+    features = llvm.get_host_cpu_features()
+    wide = [("avx2", "avx2"), ("avx512", "avx512f")]
+    return ["generic", "sse", *(name for name, feature in wide if features.get(feature))]
+
+
+def linear(m, k, widths, bias=True, activation=None, residual=False, x=None):
+    n = sum(widths)
+    reads = [array(m, k) if x is None else x, *([array(m, n)] if residual else [])]
+    weights = [array(k, w, scale=0.3) for w in widths]
+    biases = [array(w) for w in widths] if bias else []
+    return Case(
+        "linear",
+        reads,
+        [(m, n)],
+        [*weights, *biases],
+        packed=len(widths),
+        bias=bias,
+        activation=activation,
+        residual=residual,
+    )
+
+
+@given(
+    m=st.integers(0, 40),
+    k=st.integers(0, 70),
+    widths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    bias=st.booleans(),
+    activation=st.sampled_from(ACTIVATIONS),
+    residual=st.booleans(),
+)
+def test_any_shape_equals_the_reference(m, k, widths, bias, activation, residual):
+    linear(m, k, widths, bias, activation, residual).check(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 13, ROWS - 1, ROWS, ROWS + 1])
+@pytest.mark.parametrize("k", [SHALLOW + 1, DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
+    if not JIT:
+        m, k = min(m, 30), min(k, 40)
+    linear(m, k, [70, 70], activation=activation, residual=True).check(rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
+@pytest.mark.parametrize("name", runnable())
+def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
+    environment = {**os.environ, OVERRIDE: name, ALONE: "gemm.linear machine.handover"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("m", [*range(1, 30), 48, 61])
+def test_every_number_of_rows(m):
+    linear(m, 33, [64, 5]).check(atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("m", "widths"), [(1, [700, 300]), (130, [20]), (130, [300, 300, 300]), (57, [64])])
+def test_any_number_of_threads_gives_the_same_bits(threads, m, widths):
+    case = linear(m, 300, widths, activation="gelu", residual=True)
+    np.testing.assert_array_equal(case.run(threads)[0], case.run(1)[0])
+
+
+@given(m=st.integers(1, 40), data=st.data())
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
+    case = linear(m, 50, [40], activation="gelu")
+    first = data.draw(st.integers(0, m - 1))
+    stop = data.draw(st.integers(first + 1, m))
+    part = linear(stop - first, 50, [40], activation="gelu", x=case.reads[0][first:stop])
+    part.weights = case.weights
+    np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, 1e-42])
+def test_odd_values_stay_in_their_row(value):
+    x = array(9, 20)
+    x[4, 3] = value
+    case = linear(9, 20, [11], x=x)
+    got, want = case.run()[0], case.reference()[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert np.isfinite(np.delete(got, 4, axis=0)).all()
+
+
+def test_arrays_that_cannot_be_written_are_read():
+    x = np.frombuffer(array(7, 12).tobytes(), np.float32).reshape(7, 12)
+    assert not x.flags.writeable
+    linear(7, 12, [9], x=x).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "swish"}, "activation 'swish'"),
+        ({"residual": True}, "must read 2 slots"),
+        ({"bias": None}, None),
+    ],
+)
+def test_an_op_that_does_not_fit_is_refused(change, message):
+    case = linear(4, 6, [8])
+    attrs = {**case.op.attrs, **change}
+    if message is None:
+        del attrs["bias"]
+        message = "attribute 'bias' is missing"
+    case.op = type(case.op)("linear", case.op.reads, case.op.writes, (), attrs)
+    with pytest.raises(ValueError, match=message):
+        case.run()
+
+
+def test_weights_that_do_not_fit_are_refused():
+    case = linear(4, 6, [8])
+    good = case.weights
+    case.weights = linear(4, 5, [8]).weights
+    with pytest.raises(ValueError, match="has 5 rows, x has 6 columns"):
+        case.run()
+    case.weights = good[:1]
+    with pytest.raises(ValueError, match="needs"):
+        case.run()
+    case.weights = good[::-1]
+    with pytest.raises(ValueError, match="needs a packed f32 matrix"):
+        case.run()
+    case.weights = [good[0], good[0]]
+    with pytest.raises(ValueError, match="needs a plain array"):
+        case.run()
+
+
+def test_work_is_that_of_the_matmul():
+    work = linear(4, 6, [8, 3]).kernel.work(linear(4, 6, [8, 3]).op, linear(4, 6, [8, 3]).slots)
+    assert (work.kind, work.rows, work.k, work.n, work.flops) == ("linear", 4, 6, 11, 2 * 4 * 6 * 11)

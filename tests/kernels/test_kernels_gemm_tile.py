@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+from kernels_support import array
+
+from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, tile_of_columns, tile_of_rows
+from hepti_mqtt.kernels.machine.isa import OVERRIDE, TILES, isa
+from hepti_mqtt.kernels.machine.jit import JIT, lowered
+
+
+def compiled(tile):
+    @numba.njit
+    def call(rows, a, stride, k, b, start, start_stride, c):
+        tile(rows, a.ctypes.data, stride, k, b.ctypes.data, start.ctypes.data, start_stride, c.ctypes.data)
+
+    return call
+
+
+def check(call, layout, width, rows, k):
+    a, b = array(rows, k), array(k, width)
+    stored = np.zeros((rows, k + 3) if layout == "rows" else (k, rows + 3), np.float32)
+    stored[:, :-3] = a if layout == "rows" else a.T
+    for start, stride in ((array(width), 0), (array(rows, width), width)):
+        # Guards around the tile: it must not write beyond its rows.
+        c = np.full((rows + 2, width), 7, np.float32)
+        call(rows, stored, stored.shape[1], k, b, start, stride, c[1:])
+        np.testing.assert_allclose(c[1:-1], start + a.astype(np.float64) @ b, rtol=1e-4, atol=1e-4)
+        assert (c[[0, -1]] == 7).all()
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not JIT, reason="only compiled code has tiles of an instruction set")
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("name", TILES)
+def test_the_tile_of_every_instruction_set(name, layout):
+    tile = TILES[name]
+    call = compiled(lowered(emit_tile(layout, tile), compiled))
+    for rows in range(1, tile.rows + 1):
+        for k in (0, 1, 7, 32):
+            check(call, layout, tile.width, rows, k)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_the_tile_of_this_machine(layout):
+    call = compiled(tile_of_rows if layout == "rows" else tile_of_columns)
+    check(call, layout, NR, 3, 5)
+    check(call, layout, NR, 1, 0)
+
+
+def test_the_accumulators_of_every_tile_fit_the_registers():
+    registers = {"avx512": 32, "neon": 32, "avx2": 16, "sse": 16, "generic": 16}
+    for name, tile in TILES.items():
+        needed = tile.rows * tile.vectors + tile.vectors + (tile.rows if tile.lane_broadcast else 1)
+        assert needed <= registers[name], name
+
+
+def test_the_instruction_set_can_be_forced_to_one_that_exists(monkeypatch):
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    assert isa() in TILES
+    monkeypatch.setenv(OVERRIDE, "neon")
+    assert isa() == "neon"
+    monkeypatch.setenv(OVERRIDE, "mmx")
+    with pytest.raises(ValueError, match="'mmx' is not an instruction set"):
+        isa()
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("aarch64", {}, "neon"),
+        ("arm64", {}, "neon"),
+        ("armv7l", {}, "generic"),
+        ("x86_64", {"avx512f": True, "avx2": True, "fma": True}, "avx512"),
+        ("AMD64", {"avx2": True, "fma": True}, "avx2"),
+        ("x86_64", {"avx2": True}, "sse"),
+    ],
+)
+def test_the_instruction_set_follows_from_the_machine(monkeypatch, machine, features, expected):
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    assert isa() == expected
