@@ -169,6 +169,12 @@ class Check:
         )
         return np.ascontiguousarray(weight)
 
+    def table(self, weight: Weight, width: int) -> NDArray[np.float32]:
+        """Return a weight that must be a plain table [.., width]; one of a single row arrives as [width]."""
+        if isinstance(weight, np.ndarray) and weight.ndim == 1:
+            weight = weight.reshape(1, -1)
+        return self.plain(weight, (-1, width))
+
     def weights(self, weights: Sequence[Weight], count: int) -> None:
         """Check how many weights the op has."""
         self.that(len(weights) == count, f"needs {count} weights, got {len(weights)}")

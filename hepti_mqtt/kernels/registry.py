@@ -9,18 +9,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from hepti_mqtt.kernels.attention.cache import APPEND_ROWS, ATTENTION_AT, EMBED_AT
+from hepti_mqtt.kernels.attention.cache import APPEND_ROWS, ATTENTION_AT
 from hepti_mqtt.kernels.attention.combine import ATTENTION_COMBINE
 from hepti_mqtt.kernels.attention.ragged import ATTENTION, ATTENTION_BLOCK
 from hepti_mqtt.kernels.base import Kernel
-from hepti_mqtt.kernels.conv.conv2d import CONV2D, MAX_POOL2D
+from hepti_mqtt.kernels.conv.conv2d import CONV2D
+from hepti_mqtt.kernels.conv.max_pool2d import MAX_POOL2D
 from hepti_mqtt.kernels.gemm.linear import LINEAR
 from hepti_mqtt.kernels.reorder.codecs import FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.reorder.copies import ASSEMBLE
+from hepti_mqtt.kernels.rowwise.means import MEAN_ROWS
 from hepti_mqtt.kernels.rowwise.moments import MOMENTS, NORMALISE
-from hepti_mqtt.kernels.rowwise.norms import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, NORMALIZE_ROWS
-from hepti_mqtt.kernels.rowwise.sums import SUM
-from hepti_mqtt.kernels.stem.tokens import EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
+from hepti_mqtt.kernels.rowwise.norms import ADD_NORM, LAYER_NORM, NORMALIZE_ROWS
+from hepti_mqtt.kernels.rowwise.sums import ADD, SUM
+from hepti_mqtt.kernels.stem.patches import PATCHIFY, PREPEND_POSITIONS
+from hepti_mqtt.kernels.stem.tokens import EMBED_AT, EMBED_TOKENS
 
 _ALL: Final = (
     LINEAR,

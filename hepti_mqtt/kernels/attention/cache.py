@@ -1,15 +1,13 @@
-"""Kernels of a decoder whose one Program serves every position.
+"""Kernels of a decoder's cache of keys and values, whose one Program serves every position.
 
-`at` is an i32 slot [1] that is filled at run time: the number of rows that the cache has before the m new ones.
-
-embed_at      ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position.
 append_rows   state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. It may be written in place:
               where the result is the memory of the state, only the new rows move. f32.
 attention_at  q [m, *], kv [C, *], at -> [m, heads d]: query i over rows 0..at + i of kv, its own included. Attributes
-              q_column, k_column, v_column, heads, head_dim (d) and scale, as `attention` has.
-              What is in the other rows of kv is never read.
+              q_column, k_column, v_column, heads, head_dim (d) and scale, as `attention` has. What is in the other
+              rows of kv is never read.
 
-An id outside the vocabulary, and rows beyond the table or the cache, raise ValueError before anything is written.
+`at` is what `positions` says, the rows that the cache has; rows beyond the cache raise ValueError before anything is
+written.
 """
 
 from __future__ import annotations
@@ -22,59 +20,16 @@ import numpy as np
 
 from hepti_mqtt.kernels.attention.ragged import ATTENTION, GRAIN, check_heads, tiles_of
 from hepti_mqtt.kernels.attention.tiles import attention_units
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
+from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing
 from hepti_mqtt.kernels.machine.workers import Workers, ranges
-from hepti_mqtt.kernels.stem.tokens import check_ids, tables
+from hepti_mqtt.kernels.positions import check_at, first_of
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
 
-def _check(op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...]) -> Check:
-    """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes f32 [m, n]."""
-    check = Check(op, slots)
-    check.count(len(dtypes) + 1)
-    got = tuple(s.dtype for s in check.reads)
-    check.that(got == (*dtypes, "i32"), f"must read {[*dtypes, 'i32']}, not {list(got)}")
-    check.that(check.writes[0].dtype == "f32", "must write f32")
-    check.shape(check.reads[-1], (1,))
-    ranks = [len(s.shape) for s in (*check.reads[:-1], check.writes[0])]
-    check.that(ranks == [1 if d == "i32" else 2 for d in (*dtypes, "f32")], "slots must be matrices, ids a vector")
-    return check
-
-
-def _first(op: Compute, at: Array, m: int, size: int, what: str) -> int:
-    """Return the first of the m new rows; raises ValueError if they do not lie in `size`."""
-    first = int(at[0])
-    if first < 0 or first + m > size:
-        raise ValueError(
-            f"{op.kernel}: rows {first}..{first + m} do not lie in the {size} {what}; end sequences earlier"
-        )
-    return first
-
-
-def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check = _check(op, slots, ("i32",))
-    check.weights(weights, 2)
-    m, h = check.writes[0].shape
-    check.shape(check.reads[0], (m,))
-    word, position = (check.plain(w, (-1, h)) for w in tables(weights))
-    if not m or not h:
-        return nothing
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        ids, out = reads[0], writes[0]
-        check_ids(ids, len(word))
-        first = _first(op, reads[1], m, len(position), "positions of the model")
-        # The ids are checked above; "raise" would go through a buffer.
-        np.take(word, ids, axis=0, out=out, mode="clip")
-        np.add(out, position[first : first + m], out=out)
-
-    return run
-
-
 def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check = _check(op, slots, ("f32", "f32"))
+    check = check_at(op, slots, ("f32", "f32"))
     check.weights(weights, 0)
     (rows, width), m = check.reads[0].shape, check.reads[1].shape[0]
     check.shape(check.reads[1], (m, width))
@@ -83,7 +38,7 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         state, new, at = reads
         out = writes[0]
-        first = _first(op, at, m, rows, "rows of the cache")
+        first = first_of(op, at, m, rows, "rows of the cache")
         if out is not state and not np.may_share_memory(out, state):
             out[...] = state
         out[first : first + m] = new
@@ -92,7 +47,7 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
 
 
 def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check = _check(op, slots, ("f32", "f32"))
+    check = check_at(op, slots, ("f32", "f32"))
     check.weights(weights, 0)
     m, capacity = check.reads[0].shape[0], check.reads[1].shape[0]
     layout = check_heads(check)
@@ -109,7 +64,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         q, kv, at = reads
-        first = _first(op, at, m, capacity, "rows of the cache")
+        first = first_of(op, at, m, capacity, "rows of the cache")
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits)
         threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
@@ -117,17 +72,6 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         pool.each(attention_units, arguments, parts[threads - 1])
 
     return run
-
-
-def _reference_embed_at(
-    _op: Compute,
-    _slots: Sequence[SlotSpec],
-    reads: Sequence[Array],
-    weights: Sequence[Array],
-) -> list[Array]:
-    ids, first = reads[0], int(reads[1][0])
-    word, position = (np.atleast_2d(w).astype(np.float64) for w in weights)
-    return [word[ids] + position[first : first + len(ids)]]
 
 
 def _reference_append_rows(
@@ -153,11 +97,6 @@ def _reference_attention_at(
     return [ATTENTION.reference(whole, slots, (q, kv), ())[0]]
 
 
-def _work_embed_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
-    # Rows of two tables are read, one result is written.
-    return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
-
-
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=2.0 * slots[op.reads[1]].nbytes)
 
@@ -168,6 +107,5 @@ def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * (capacity + 1) / 2)
 
 
-EMBED_AT: Final = Kernel("embed_at", _bind_embed_at, _reference_embed_at, _work_embed_at)
 APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)
 ATTENTION_AT: Final = Kernel("attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at)
