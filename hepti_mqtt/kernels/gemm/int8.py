@@ -144,6 +144,25 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
     quantise(x, codes, scales, zeros, first, last)
 
 
+@helper
+def _in_turn(turn: int, panels: int, chunks: int) -> Any:
+    """Return which panel comes at a turn, and for which chunk of rows.
+
+    All panels for the first _CHUNKS chunks, then for the next: each panel for one chunk after the other.
+    """
+    group = turn // (_CHUNKS * panels)
+    panel, chunk = divmod(turn - group * _CHUNKS * panels, min(_CHUNKS, chunks - group * _CHUNKS))
+    return panel, chunk + group * _CHUNKS
+
+
+@helper
+def _fetch_rows(place: int, stride: int, rows: int, valid: int) -> None:
+    """Ask for the lines of `valid` values in some rows, so that storing them does not wait."""
+    for row in range(place, place + rows * stride, stride):
+        for line in range(row, row + 4 * valid, _LINE):
+            fetch_to_write(line)
+
+
 @kernel(
     reads(uint8, 2),
     INT,
@@ -188,12 +207,8 @@ def linear_int8(
     out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
     panel_count = last_panel - first_panel
     for turn in range(chunks * panel_count):
-        # All panels for the first _CHUNKS chunks of rows, then for the next: each panel for one chunk after the other.
-        group = turn // (_CHUNKS * panel_count)
-        of_group = min(_CHUNKS, chunks - group * _CHUNKS)
-        p, chunk = divmod(turn - group * _CHUNKS * panel_count, of_group)
+        p, chunk = _in_turn(turn, panel_count, chunks)
         p += first_panel
-        chunk += group * _CHUNKS
         first_tile, last_tile = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
         first = first_tile * height // tiles
         column, valid = panels[p, COLUMN], panels[p, VALID]
@@ -220,33 +235,16 @@ def linear_int8(
                 begin, begin_stride = (c, c_stride) if low > 0 else (panels[p, BIAS], 0)
                 if final:
                     place = out.ctypes.data + row * out_stride + 4 * column
-                    for of_row in range(place, place + count * out_stride, out_stride):
-                        for line in range(of_row, of_row + 4 * valid, _LINE):
-                            fetch_to_write(line)
+                    _fetch_rows(place, out_stride, count, valid)
                     if direct:
                         c, c_stride = place, out_stride
                 share = t - last_tile + _FETCHERS
                 ahead = codes + steps * GROUP * _NR + share * steps * _LINE
                 fetch = _LINE if share >= 0 else 0
                 dot_tile(
-                    count,
-                    vectors,
-                    x,
-                    stride,
-                    steps,
-                    codes,
-                    of_rows,
-                    zero,
-                    scale_stride,
-                    of_columns,
-                    of_codes,
-                    begin,
-                    begin_stride,
-                    c,
-                    c_stride,
-                    ahead,
-                    fetch,
-                )
+                    count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
+                    begin, begin_stride, c, c_stride, ahead, fetch
+                )  # fmt: skip
                 if final and not direct:
                     tile = floats(c, count * _NR)
                     activate(tile, activation)

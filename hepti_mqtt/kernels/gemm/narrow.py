@@ -97,44 +97,14 @@ def _linear_narrow(
                         c_stride = out_stride
                     if storage == F16:
                         half_tile(
-                            count,
-                            _VECTORS,
-                            x,
-                            stride,
-                            depth,
-                            codes,
-                            0,
-                            0,
-                            0,
-                            of_columns,
-                            0,
-                            begin,
-                            begin_stride,
-                            c,
-                            c_stride,
-                            0,
-                            0,
-                        )
+                            count, _VECTORS, x, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
+                            c, c_stride, 0, 0
+                        )  # fmt: skip
                     else:
                         byte_tile(
-                            count,
-                            _VECTORS,
-                            x,
-                            stride,
-                            depth,
-                            codes,
-                            0,
-                            0,
-                            0,
-                            of_columns,
-                            0,
-                            begin,
-                            begin_stride,
-                            c,
-                            c_stride,
-                            0,
-                            0,
-                        )
+                            count, _VECTORS, x, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
+                            c, c_stride, 0, 0
+                        )  # fmt: skip
                     if final and not direct:
                         tile = sums[i * _NR : (i + count) * _NR]
                         activate(tile, activation)
