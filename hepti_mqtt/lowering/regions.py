@@ -39,9 +39,20 @@ def both(s: Set, t: Set) -> Set:
         return s
     if len(s) == len(t) == 1:
         (a, b), (c, d) = s[0], t[0]
-        low, high = max(a, c), min(b, d)
+        low, high = a if a > c else c, b if b < d else d
         return ((low, high),) if low < high else ()
-    return tuple((max(a, c), min(b, d)) for a, b in s for c, d in t if max(a, c) < min(b, d))
+    out = []
+    i = j = 0
+    while i < len(s) and j < len(t):
+        (a, b), (c, d) = s[i], t[j]
+        low, high = a if a > c else c, b if b < d else d
+        if low < high:
+            out.append((low, high))
+        if b < d:
+            i += 1
+        else:
+            j += 1
+    return tuple(out)
 
 
 def without(s: Set, t: Set) -> Set:
@@ -94,7 +105,7 @@ def meet(r: Region, q: Region) -> Region | None:
         return r if all(r) else None
     out = []
     for s, t in zip(r, q, strict=True):
-        common = s if s == t else both(s, t)
+        common = both(s, t)
         if not common:
             return None
         out.append(common)
