@@ -26,7 +26,7 @@ from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.lowering.session_ops import Append, AttentionAt, Slice, State
 from hepti_mqtt.program import SlotDtype, WeightRef
 
-BEGUN: Final = 4  # layers that are built where others are skipped: the first ones and the last ones
+BEGUN: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
 ENDED: Final = 3
 
 
