@@ -13,8 +13,7 @@ from typing import Final
 
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import Piece
-from hepti_mqtt.lowering.map_ops import Conv
-from hepti_mqtt.lowering.ops import Activation, Add, LayerNorm, Linear, Normalise, Op
+from hepti_mqtt.lowering.ops import Activation, Add, Conv, LayerNorm, Linear, Normalise, Op
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 

@@ -11,7 +11,9 @@ from hepti_mqtt.lowering.graph import NOTHING, Graph, Skipped
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
+    Append,
     Attention,
+    AttentionAt,
     Columns,
     Input,
     Join,
@@ -20,10 +22,11 @@ from hepti_mqtt.lowering.ops import (
     Normalise,
     Op,
     Rows,
+    Slice,
+    State,
     Whole,
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
-from hepti_mqtt.lowering.session_ops import Append, AttentionAt, Slice, State
 from hepti_mqtt.program import SlotDtype, WeightRef
 
 BEGUN: Final = 5  # layers that are built where others are skipped: the first ones and the last ones

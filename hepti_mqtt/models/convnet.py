@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.lowering import Net, roles
-from hepti_mqtt.lowering.map_ops import Conv, Flatten, MaxPool, Reshape
+from hepti_mqtt.lowering.ops import Conv, Flatten, MaxPool, Reshape
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY_SPREAD, kind

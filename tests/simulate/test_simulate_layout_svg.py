@@ -10,7 +10,7 @@ import pytest
 from sites import FAMILIES, METHODS, plan, request
 
 from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Net, Table, on, roles, span, split
-from hepti_mqtt.lowering.map_ops import Conv
+from hepti_mqtt.lowering.ops import Conv
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.simulate import layout_svg

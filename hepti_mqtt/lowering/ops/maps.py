@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
-from hepti_mqtt.lowering.ops import Call, Op, Operand
+from hepti_mqtt.lowering.ops.base import Call, Op, Operand
 from hepti_mqtt.lowering.regions import Region, Set, span, union
 from hepti_mqtt.program import WeightRef
 
@@ -84,37 +83,3 @@ class MaxPool(Window):
 
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("max_pool2d", (), self.window(region))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reshape(Op):
-    """All of a tensor in another shape; source: the shape that it had."""
-
-    source: tuple[int, ...]
-
-    kind = "reshape"
-    is_view = True
-
-    def extent(self, region: Region) -> Region:
-        return self.full
-
-    def need(self, region: Region) -> tuple[Region, ...]:
-        return (tuple(span(0, n) for n in self.source),)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Flatten(Op):
-    """A map [Y, X, C] as one row [1, Y X C]: rows of the map are columns of it, in whole rows."""
-
-    source: tuple[int, int, int]
-
-    kind = "flatten"
-    is_view = True
-
-    def grain(self) -> tuple[int, ...]:
-        return 1, prod(self.source[1:])
-
-    def need(self, region: Region) -> tuple[Region, ...]:
-        row = prod(self.source[1:])
-        rows = tuple((a // row, z // row) for a, z in region[1])
-        return ((rows, *(span(0, n) for n in self.source[1:])),)
