@@ -1,0 +1,68 @@
+"""Every further family over a real broker and processes, under methods that are its own or of all transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.client.check import random_input
+from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.spec import Pictures
+
+# GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
+pytestmark = [pytest.mark.processes, pytest.mark.broker]
+
+AGENTS = {"a": "300MiB", "b": "300MiB"}
+CASES = (
+    ("tiny-distilbert", "row", {"variant": "kv"}),
+    ("tiny-albert", "column", {}),
+    ("tiny-electra", "block", {}),
+    ("tiny-debert", "decoupled", {"original": "everywhere"}),
+    ("tiny-debert", "decoupled", {"original": "megatron"}),
+    ("tiny-convnet", "map_rows", {}),
+    ("tiny-convnet", "fused_tiles", {}),
+)
+KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("families")
+    served = {kind: make_model(kind, directory / kind, seed=i) for i, kind in enumerate(KINDS)}
+    yield from running_site(directory, served, AGENTS)
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE, client_id="families") as found:
+        for kind in KINDS:
+            found.wait_ready(
+                kind, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
+            )
+        yield found
+
+
+@pytest.mark.parametrize(("kind", "strategy", "options"), CASES)
+def test_right_answer_same_bits_exact_bytes(
+    site: Site, hepti: Hepti, kind: str, strategy: str, options: dict[str, str]
+) -> None:
+    with Checkpoint.open(site.models[kind], kind) as checkpoint:
+        spec = checkpoint.spec
+        body = random_input(spec, 1 if isinstance(spec.reads, Pictures) else 11, seed=5)
+        prepared = prepare(checkpoint, {**body, "want": "hidden"})
+        hidden, _ = models.reference(spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+    pins = {"strategy": strategy, "options": options, "devices": list(AGENTS)}
+    first, second = (
+        foretold(lambda: hepti.infer(kind, **body, **pins, want="hidden", timeout_s=PATIENCE_S)) for _ in range(2)
+    )
+    np.testing.assert_allclose(first.hidden, hidden, atol=5e-5)
+    assert first.hidden.tobytes() == second.hidden.tobytes()
+    assert (first.plan["strategy"], first.plan["options"]) == (strategy, options)
+    assert set(first.plan["devices"]) == set(AGENTS)
+    assert first.raw["bytes_on_wire"] == first.raw["predicted_bytes"]
