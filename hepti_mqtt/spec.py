@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 Task = Literal["embedding", "classification", "masked_token", "image_classification", "generation"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
-
-EMBEDDING: Final = "embedding"
-CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,80 +46,18 @@ class RequestShape:
         return tuple(out)
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
-
-    masks: the task answers for mask tokens, so that a request has at least one.
-    """
-
-    vocab: int
-    longest: int
-    masks: bool = False
+class Reads(Protocol):
+    """What the requests of a model bring, and how they are packed: the family's own."""
 
     @property
     def below(self) -> int:
         """Return the bound below which all values of the input are."""
-        return self.vocab
 
     def shape(self, tokens: int | None = None) -> RequestShape:
-        """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""
-        length = self.longest if tokens is None else min(tokens, self.longest)
-        return RequestShape((length,), mask_rows=(0,) if self.masks else ())
+        """Return a representative request of one item: of so many tokens where it has any, else the largest."""
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
+    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
         """Return shape and dtype of what a request brings."""
-        return (shape.tokens,), "i32"
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding(Text):
-    """A request brings i32 [1 + m]: how many rows the cache of its session has already, then token ids."""
-
-    def shape(self, tokens: int | None = None) -> RequestShape:
-        """Return one step with a cache for a sequence of so many tokens, else the longest sequence in one run.
-
-        What a step costs depends on its position: the kernels reckon with the mean over a cache.
-        """
-        if tokens is None:
-            return RequestShape((self.longest,), cache=self.cache(self.longest))
-        return RequestShape((1,), cache=self.cache(tokens))
-
-    def cache(self, tokens: int) -> int:
-        """Return the rows of the cache of a sequence that ends with so many tokens."""
-        rows = CACHE_ROWS
-        while rows < tokens:
-            rows *= 2
-        return min(rows, self.longest)
-
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
-        """Return shape and dtype of what a request brings."""
-        return (1 + shape.tokens,), "i32"
-
-
-@dataclass(frozen=True, slots=True)
-class Pictures:
-    """A request brings pictures u8 [B, channels, size, size], each of which counts as `rows` tokens of its length."""
-
-    size: int
-    channels: int
-    rows: int = 1
-
-    @property
-    def below(self) -> int:
-        """Return the bound below which all values of the input are."""
-        return 256
-
-    def shape(self, _tokens: int | None = None) -> RequestShape:
-        """Return a request of one picture, whatever number of tokens is named."""
-        return RequestShape((self.rows,))
-
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
-        """Return shape and dtype of what a request brings."""
-        return (len(shape.lengths), self.channels, self.size, self.size), "u8"
-
-
-Reads = Text | Pictures
 
 
 class Spec(Hashable, Protocol):

@@ -11,10 +11,11 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.reads import Decoding, Pictures, Text
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.spec import Decoding, Pictures, RequestShape, Spec, TaskHead, Text
+from hepti_mqtt.spec import RequestShape, Spec, TaskHead
 from hepti_mqtt.strategies import STRATEGIES, make_plan
 
 MODEL = "m"

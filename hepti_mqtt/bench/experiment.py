@@ -18,7 +18,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
-from hepti_mqtt.spec import Pictures
+from hepti_mqtt.models.reads import Pictures
 
 Parsed = TypeVar("Parsed")
 

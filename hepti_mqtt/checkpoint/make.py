@@ -21,7 +21,8 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint.tokenizer_files import write_tokenizer
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, TensorSource, spec_from_config, tensor_sources
-from hepti_mqtt.spec import Spec, Text
+from hepti_mqtt.models.reads import Text
+from hepti_mqtt.spec import Spec
 
 _CHUNK: Final = 1 << 20
 _MAX_LAYERS: Final = 1000

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.models.reads import Pictures, Text
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.spec import Spec, Text
+from hepti_mqtt.spec import Spec
 
 
 def random_input(spec: Spec, count: int, seed: int) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def random_input(spec: Spec, count: int, seed: int) -> dict[str, Any]:
         if count > reads.longest:
             raise RequestError(f"{count} tokens are more than the {reads.longest} that the model reads")
         return {"ids": rng.integers(0, reads.vocab, count).tolist()}
+    assert isinstance(reads, Pictures)
     from PIL import Image
 
     pictures = []

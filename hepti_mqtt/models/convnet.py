@@ -18,9 +18,10 @@ from hepti_mqtt.lowering.ops import Conv, Flatten, MaxPool, Reshape
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY_SPREAD, kind
+from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.models.tensors import TensorSource, dense, vector, weight
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Pictures, RequestShape, TaskHead
+from hepti_mqtt.spec import RequestShape, TaskHead
 
 ARCHITECTURES: Final = {"ConvNetForImageClassification": "image_classification"}
 

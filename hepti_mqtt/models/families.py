@@ -16,10 +16,11 @@ from hepti_mqtt.lowering import Graph, Net
 from hepti_mqtt.models import albert, bert, convnet, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
+from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
-from hepti_mqtt.spec import Decoding, RequestShape, Spec, Want
+from hepti_mqtt.spec import RequestShape, Spec, Want
 
 Array = npt.NDArray[Any]
 

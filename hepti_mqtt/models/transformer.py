@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hepti_mqtt.spec import Activation, Decoding, Pictures, Reads, RequestShape, TaskHead, Text
+from hepti_mqtt.models.reads import Decoding, Pictures, Text
+from hepti_mqtt.spec import Activation, Reads, RequestShape, TaskHead
 
 
 @dataclass(frozen=True, slots=True)

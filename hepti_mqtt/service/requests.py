@@ -20,7 +20,8 @@ from tokenizers import Encoding
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError, WireError
 from hepti_mqtt.models import packed
-from hepti_mqtt.spec import Decoding, Pictures, RequestShape, Text, Want
+from hepti_mqtt.models.reads import Decoding, Pictures, Text
+from hepti_mqtt.spec import RequestShape, Want
 
 Floats = npt.NDArray[np.float32]
 
@@ -96,6 +97,7 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
         raise RequestError(
             f"model {checkpoint.model} generates no tokens; leave max_new_tokens out, or ask another model"
         )
+    assert isinstance(reads, Text)
     lengths, ids = _tokens(checkpoint, reads, request, key, several)
     rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
     return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make, make_model
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import spec_from_config, tensor_sources
-from hepti_mqtt.spec import Text
+from hepti_mqtt.models.reads import Text
 
 TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 

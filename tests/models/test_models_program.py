@@ -11,10 +11,11 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.models.plain import erf
+from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Compute, Recv
-from hepti_mqtt.spec import Pictures, RequestShape
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import program
 from hepti_mqtt.wire.manifest import Manifest, check_tile, tile_array
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models.plain import activate, erf
+from hepti_mqtt.models.reads import Pictures, Text
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Pictures, RequestShape, Text
+from hepti_mqtt.spec import RequestShape
 
 TINY = [kind for kind in KINDS if kind.startswith("tiny") and kind != "tiny-gpt2"]  # whose inputs begin otherwise
 

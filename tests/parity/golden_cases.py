@@ -10,7 +10,8 @@ import numpy as np
 
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.models import packed
-from hepti_mqtt.spec import Decoding, Pictures, RequestShape
+from hepti_mqtt.models.reads import Decoding, Pictures
+from hepti_mqtt.spec import RequestShape
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

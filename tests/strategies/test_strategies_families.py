@@ -11,9 +11,9 @@ from swarm import Swarm
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.models.reads import Text
 from hepti_mqtt.program import check
 from hepti_mqtt.simulate import Naming, sent_bytes
-from hepti_mqtt.spec import Text
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 
 SPECS = {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet")}
