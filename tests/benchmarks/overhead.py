@@ -79,7 +79,7 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, "planner"), x)
-        session._requests[run] = worker._Request(("m", Epoch(1, 1)), 0.0)
+        session._requests[run] = worker._Request(("m", Epoch(1, 1)), 0.0, frames.Session())
         started = time.perf_counter()
         while (step := here.next()) is not None:
             outgoing = step.run()
