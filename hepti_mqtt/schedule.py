@@ -1,9 +1,14 @@
-"""The one rule by which a Program runs, shared by the executor and the simulator."""
+"""The one machine by which Programs run: the executor gives it arrays and kernels, the simulator costs and links.
+
+It decides which op of a device runs next, what an exchange that arrives does, and when a slot and a run are over.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Generic, Literal, TypeVar
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.program import Key, Program, Recv, Slot, written
@@ -13,17 +18,20 @@ from hepti_mqtt.program import Key, Program, Recv, Slot, written
 class Template:
     """A Program prepared for running: readiness is a counter per op, and a slot is free after its last reader.
 
-    kept: slots that are filled from the start. pending: distinct slots that an op waits for. readers: ops that read a
-    slot or a view of it. uses: how many of them. recv: the op and slot that an exchange fills. inputs: the exchanges
-    that the request itself brings. first: ops that wait for nothing.
+    kept: slots that are filled from the start. pending: distinct slots that an op waits for. reads: these and the kept
+    ones. writes: slots that an op fills. readers: ops that read a slot or a view of it. uses: how many of them. recv:
+    the slot that an exchange fills. inputs: the exchanges that the request itself brings. first: ops that wait for
+    nothing. runnable: how many ops run; a Recv does not, its exchange arrives.
     """
 
     program: Program
     kept: tuple[Slot, ...]
     pending: tuple[int, ...]
+    reads: tuple[tuple[Slot, ...], ...]
+    writes: tuple[tuple[Slot, ...], ...]
     readers: tuple[tuple[int, ...], ...]
     uses: tuple[int, ...]
-    recv: Mapping[Key, tuple[int, Slot]]
+    recv: Mapping[Key, Slot]
     inputs: tuple[Key, ...]
     first: tuple[int, ...]
     runnable: int
@@ -32,22 +40,25 @@ class Template:
 def template(program: Program) -> Template:
     """Return the Template of a Program."""
     readers: list[list[int]] = [[] for _ in program.slots]
-    pending, first = [], []
-    recv: dict[Key, tuple[int, Slot]] = {}
+    pending, first, reads = [], [], []
+    recv: dict[Key, Slot] = {}
     kept = program.kept()
     for place, op in enumerate(program.ops):
         slots = program.reads(op)
+        reads.append(slots)
         for slot in slots:
             readers[slot].append(place)
         pending.append(len(set(slots).difference(kept)))
         if isinstance(op, Recv):
-            recv[op.key] = (place, written(op)[0])
+            recv[op.key] = op.slot
         elif not pending[-1]:
             first.append(place)
     return Template(
         program=program,
         kept=kept,
         pending=tuple(pending),
+        reads=tuple(reads),
+        writes=tuple(map(written, program.ops)),
         readers=tuple(tuple(r) for r in readers),
         uses=tuple(len(r) for r in readers),
         recv=recv,
@@ -55,3 +66,94 @@ def template(program: Program) -> Template:
         first=tuple(first),
         runnable=len(program.ops) - len(recv),
     )
+
+
+Refusal = Literal["duplicate", "unexpected"]
+
+
+class Run:
+    """One request on one device, under its admission number: what its ops still wait for, and who still reads a slot.
+
+    left: ops that have not run. A subclass adds what its user keeps of a run.
+    """
+
+    __slots__ = ("admission", "left", "pending", "received", "template", "uses")
+
+    def __init__(self, admission: int, template: Template) -> None:
+        self.admission = admission
+        self.template = template
+        self.pending = list(template.pending)
+        self.uses = list(template.uses)
+        self.received = [False] * len(template.uses)
+        self.left = template.runnable
+
+
+R = TypeVar("R", bound=Run)
+
+
+class Machine(Generic[R]):
+    """The runs of one device: of all ready ops the first by (admission number, position in the Program) is next.
+
+    An exchange fills its slot as soon as it is taken; it waits for no turn.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[int, R] = {}
+        self._ready: list[tuple[int, int]] = []
+
+    def admit(self, run: R) -> None:
+        """Begin a run; raises ValueError if one of this admission number runs already."""
+        if run.admission in self.runs:
+            raise ValueError(f"request {run.admission} runs already")
+        self.runs[run.admission] = run
+        for place in run.template.first:
+            heappush(self._ready, (run.admission, place))
+
+    def awaited(self, run: R, key: Key) -> Slot | Refusal:
+        """Return the slot that an exchange is to `fill`, or why it is dropped."""
+        slot = run.template.recv.get(key)
+        if slot is None:
+            return "unexpected"
+        return "duplicate" if run.received[slot] else slot
+
+    def fill(self, run: R, slot: Slot) -> bool:
+        """Take an exchange for good; return whether anybody reads its slot."""
+        run.received[slot] = True
+        self._wake(run, slot)
+        return bool(run.template.readers[slot])
+
+    def next(self) -> tuple[R, int] | None:
+        """Return the run and the place of the op that is next, or None if every run waits; it must run now."""
+        while self._ready:
+            admission, place = heappop(self._ready)
+            run = self.runs.get(admission)
+            if run is not None:
+                return run, place
+        return None
+
+    def ran(self, run: R, place: int) -> list[Slot]:
+        """Count an op as run; return the slots that nobody reads any more, what it wrote itself perhaps among them."""
+        template, uses = run.template, run.uses
+        free = []
+        for slot in template.writes[place]:
+            if template.readers[slot]:
+                self._wake(run, slot)
+            else:
+                free.append(slot)
+        for slot in template.reads[place]:
+            uses[slot] -= 1
+            if not uses[slot]:
+                free.append(slot)
+        run.left -= 1
+        return free
+
+    def drop(self, admission: int) -> R | None:
+        """Forget a run, whether it is over or not; return it, None if there is none."""
+        return self.runs.pop(admission, None)
+
+    def _wake(self, run: R, slot: Slot) -> None:
+        pending = run.pending
+        for place in run.template.readers[slot]:
+            pending[place] -= 1
+            if not pending[place]:
+                heappush(self._ready, (run.admission, place))

@@ -32,7 +32,7 @@ def run_programs(
     outputs: list[tuple[int, np.ndarray]] = []
     mail: list[tuple[str, tuple[int, int, str], np.ndarray]] = []
     while True:
-        ready = [name for name in executors if executors[name]._ready]
+        ready = [name for name in executors if executors[name]._machine._ready]
         if mail and (not ready or rng.random() < 0.5):
             to, key, array = mail.pop(rng.randrange(len(mail)))
             assert executors[to].deliver(1, key, array) == "filled", (to, key)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from hepti_mqtt.simulate.bytes import Naming, largest_packet_bytes, sent_bytes
-from hepti_mqtt.simulate.clock import DeviceUse, Event, Simulation, simulate
+from hepti_mqtt.simulate.clock import play, simulate
 from hepti_mqtt.simulate.explain import explain, timeline_svg, timeline_text
 from hepti_mqtt.simulate.layout_svg import layout_svg
+from hepti_mqtt.simulate.load import Load, RunTimes, load_of
 from hepti_mqtt.simulate.memory import SESSIONS_BESIDE, live_bytes, loading_total, most_live_bytes, weight_total
+from hepti_mqtt.simulate.outcome import DeviceUse, Event, Played, Request, Simulation
 from hepti_mqtt.simulate.work_factor import WorkFactor, plan_work, work_factor
 
 __all__ = [
     "SESSIONS_BESIDE",
     "DeviceUse",
     "Event",
+    "Load",
     "Naming",
+    "Played",
+    "Request",
+    "RunTimes",
     "Simulation",
     "WorkFactor",
     "explain",
     "largest_packet_bytes",
     "layout_svg",
     "live_bytes",
+    "load_of",
     "loading_total",
     "most_live_bytes",
     "plan_work",
+    "play",
     "sent_bytes",
     "simulate",
     "timeline_svg",

@@ -1,217 +1,340 @@
-"""The discrete-event simulator: devices with one compute thread each, links that queue, the executor's own rule."""
+"""The discrete-event simulator: the executor's own machine on devices with one session thread each, links that queue.
+
+A device's thread does one thing at a time, as its shell does: it takes what has arrived, in that order, and only then
+begins the op that the machine says. Taking a frame costs time like an op. The planner lets so many requests run at
+once; one is over when all parts of its answer and the reports of all devices are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf
-from typing import NamedTuple
+from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link
+from hepti_mqtt.cluster import Cluster, DeviceProfile
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.kernels import KERNELS
-from hepti_mqtt.program import Compute, Key, Program, Send, addresses, written
-from hepti_mqtt.schedule import Template, template
+from hepti_mqtt.models import input_bytes
+from hepti_mqtt.program import Compute, Key, Program, Send, addresses
+from hepti_mqtt.schedule import Machine, Run, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
+from hepti_mqtt.simulate.links import Links
+from hepti_mqtt.simulate.load import RunTimes
+from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Played, Request, Simulation
 from hepti_mqtt.spec import RequestShape, Spec
 
-
-class Event(NamedTuple):
-    """One bar of a time line: what a device (`compute`) or a link (`up`, `down`) did from start to stop, in seconds."""
-
-    device: str
-    lane: str
-    label: str
-    start: float
-    stop: float
+_ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
+_ENDS: Final = 1
 
 
-@dataclass(slots=True)
-class DeviceUse:
-    """What one device did for a request: seconds of compute, seconds idle until its last op, FLOPs, bytes sent."""
+class _Part:
+    """A device's Program with what its ops cost there, for any number of requests.
 
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    flops: float = 0.0
-    sent_bytes: int = 0
+    sizes: of each PUBLISH packet, by op. inner: of the layer that stands for several.
+    """
+
+    __slots__ = ("costs", "flops", "inner", "program", "sizes", "template")
+
+    def __init__(
+        self, naming: Naming, device: str, profile: DeviceProfile, program: Program, layer: int | None
+    ) -> None:
+        self.program, self.template = program, template(program)
+        self.costs: list[float] = []
+        self.sizes: list[tuple[int, ...]] = []
+        self.flops, self.inner = 0.0, DeviceUse()
+        for op in program.ops:
+            cost = 0.0
+            sizes: tuple[int, ...] = ()
+            if isinstance(op, Compute):
+                work = KERNELS[op.kernel].work(op, program.slots)
+                cost = profile.seconds(work)
+                self.flops += work.flops
+                if op.layer == layer:
+                    self.inner.compute_s += cost
+                    self.inner.flops += work.flops
+            elif isinstance(op, Send):
+                sizes = send_bytes(naming, device, op, program.slots[op.slot])
+                cost = profile.frame_seconds(len(op.to), sum(sizes))
+                self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
+            self.costs.append(cost)
+            self.sizes.append(sizes)
 
 
-@dataclass(slots=True)
-class Simulation:
-    """The outcome of one request: seconds from dispatch to answer at the planner, all bytes sent, and each device."""
+class _Run(Run):
+    __slots__ = ("part",)
 
-    seconds: float
-    nbytes: int
-    devices: dict[str, DeviceUse]
-    events: list[Event] = field(default_factory=list)
+    def __init__(self, admission: int, part: _Part) -> None:
+        super().__init__(admission, part.template)
+        self.part = part
 
 
-@dataclass(slots=True)
 class _Device:
-    program: Program
-    template: Template
-    costs: Sequence[float]
-    pending: list[int]
-    ready: list[int]
-    use: DeviceUse
-    inner: DeviceUse  # in the layer that stands for several
-    busy: bool = False
-    started: bool = False
-    finished_s: float = 0.0
+    """A device's session thread: what runs there, what has arrived, what came before its request."""
+
+    def __init__(self, name: str, profile: DeviceProfile) -> None:
+        self.name, self.profile = name, profile
+        self.machine: Machine[_Run] = Machine()
+        self.inbox: deque[Arrival] = deque()
+        self.early: dict[int, list[Key]] = defaultdict(list)
+        self.over: set[int] = set()
+        self.use = DeviceUse()
+        self.busy = False
+        self.finished_s = 0.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request that was dispatched; missing: parts of the answer and reports that are to come."""
+
+    request: Request
+    parts: dict[str, _Part]
+    asked_s: float
+    dispatched_s: float
+    missing: int
+    answered_s: float | None = None
 
 
 class _Clock:
+    """Devices, links and the planner at a moment; `layer` is the one that stands for several."""
+
     def __init__(
-        self, naming: Naming, cluster: Cluster, programs: Mapping[str, Program], record: bool, layer: int | None
+        self, naming: Naming, spec: Spec, cluster: Cluster, in_flight: int, record: bool, layer: int | None
     ) -> None:
-        self.naming, self.cluster, self.record, self.layer = naming, cluster, record, layer
-        self.ends: dict[int, float] = {}  # when the last op of a layer was over
-        self.names = tuple(programs)
-        self.queue: list[tuple[float, int, str, int]] = []
-        self.payload: dict[int, tuple[str, object]] = {}
-        self.serial = 0
-        self.free: dict[tuple[str, str], float] = {}
-        self.events: list[Event] = []
-        self.answered_s = 0.0
+        self.naming, self.spec, self.cluster = naming, spec, cluster
+        self.in_flight, self.record, self.layer = in_flight, record, layer
+        self.links = Links(cluster, self.note)
         self.devices: dict[str, _Device] = {}
-        for name, program in programs.items():
-            t = template(program)
-            profile = cluster.devices[name]
-            costs, flops, inner = [], 0.0, DeviceUse()
-            for op in program.ops:
-                if isinstance(op, Compute):
-                    work = KERNELS[op.kernel].work(op, program.slots)
-                    costs.append(profile.seconds(work))
-                    flops += work.flops
-                    if op.layer == layer:
-                        inner.compute_s += costs[-1]
-                        inner.flops += work.flops
-                elif isinstance(op, Send):
-                    size = sum(send_bytes(naming, name, op, program.slots[op.slot]))
-                    costs.append(profile.frame_seconds(len(op.to), size))
-                    inner.sent_bytes += size if op.layer == layer else 0
-                else:
-                    costs.append(profile.frame_seconds(1, program.slots[op.slot].nbytes))
-            use = DeviceUse(flops=flops)
-            self.devices[name] = _Device(program, t, costs, list(t.pending), [], use, inner)
+        self.listeners: dict[str, tuple[str, ...]] = {}
+        self.flights: dict[int, _Flight] = {}
+        self.waiting: deque[Request] = deque()
+        self.running = 0
+        self.nbytes = 0
+        self.ends: dict[int, float] = {}  # when the last op of a layer was over
+        self.events: list[Event] = []
+        self.arrivals: list[Arrival] = []
+        self.ran: list[tuple[str, int, int]] = []
+        self._known: dict[tuple[str, int], _Part] = {}
+        self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def play(self, requests: Sequence[Request]) -> None:
+        """Let time pass until all requests are answered, or nothing happens any more."""
+        names = dict.fromkeys(name for r in requests for name in r.programs)
+        self.devices = {name: _Device(name, self.cluster.devices[name]) for name in names}
+        hears: dict[str, set[str]] = {name: set() for name in names}
+        for programs in {id(r.programs): r.programs for r in requests}.values():
+            for name, program in programs.items():
+                hears[name].update(program.sources())
         # Whoever hears a device at all hears what it publishes to ALL.
-        hears = {name: set(program.sources()) for name, program in programs.items()}
-        self.listeners = {n: tuple(d for d in self.names if n in hears[d] and d != n) for n in self.names}
+        self.listeners = {n: tuple(d for d in names if n in hears[d] and d != n) for n in names}
+        self.waiting.extend(requests)
+        for asked_s in {r.asked_s or 0.0 for r in requests}:
+            self.at(asked_s, _ARRIVES, self.pump)
+        queue = self._queue
+        while queue:
+            now, _, _, act, what = heappop(queue)
+            act(now, *what)
 
-    def at(self, when: float, device: str, kind: str, value: object) -> None:
-        self.serial += 1
-        self.payload[self.serial] = (kind, value)
-        heappush(self.queue, (when, self.serial, device, self.serial))
-
-    def link(self, device: str) -> Link:
-        return self.cluster.planner_link if device == PLANNER else self.cluster.links[device]
-
-    def transmit(self, now: float, source: str, targets: Sequence[str], size: int, label: str) -> dict[str, float]:
-        """Return when each target has the packet: the source's uplink, the broker, each target's downlink, all FIFO.
-
-        The broker's own link carries a packet while the other end's does, and each target gets a copy.
-        """
-        up = self.link(source)
-        start = max(now, self.free.get((source, "up"), 0.0))
-        stop = max(start + size / up.up_bytes_per_s, self.pass_broker(start, "in", up.up_bytes_per_s, size))
-        self.free[source, "up"] = stop
-        self.note(source, "up", label, start, stop)
-        at_broker = stop + up.latency_s
-        arrivals = {}
-        for target in targets:
-            down = self.link(target)
-            through = self.pass_broker(at_broker, "out", down.down_bytes_per_s, size)
-            begin = max(at_broker, self.free.get((target, "down"), 0.0))
-            end = max(begin + size / down.down_bytes_per_s, through)
-            self.free[target, "down"] = end
-            self.note(target, "down", label, begin, end)
-            arrivals[target] = end + down.latency_s
-        return arrivals
-
-    def pass_broker(self, start: float, way: str, rate: float, size: int) -> float:
-        """Return when a packet from or to a link of this rate is through the broker's own, at once if not over it."""
-        broker = self.cluster.broker_bytes_per_s
-        if rate >= FAST_BYTES_PER_S or broker == inf:
-            return start
-        self.free["", way] = through = max(start, self.free.get(("", way), 0.0)) + size / broker
-        return through
+    def at(self, when: float, rank: int, act: Callable[..., None], *what: object) -> None:
+        """Call `act` with the time and `what` when it is time."""
+        self._serial += 1
+        heappush(self._queue, (when, rank, self._serial, act, what))
 
     def note(self, device: str, lane: str, label: str, start: float, stop: float) -> None:
+        """Add a bar to the time line."""
         if self.record and stop > start:
             self.events.append(Event(device, lane, label, start, stop))
 
-    def fill(self, state: _Device, slot: int) -> None:
-        for place in state.template.readers[slot]:
-            state.pending[place] -= 1
-            if not state.pending[place]:
-                heappush(state.ready, place)
+    # -- the planner ----------------------------------------------------------------------------------------------
 
-    def run_next(self, name: str, now: float) -> None:
-        state = self.devices[name]
-        if state.busy or not state.started or not state.ready:
+    def pump(self, now: float) -> None:
+        """Dispatch what waits, as far as it has been asked and there is room beside what runs."""
+        while self.waiting and self.running < self.in_flight and (self.waiting[0].asked_s or 0.0) <= now:
+            self.dispatch(now, self.waiting.popleft())
+
+    def dispatch(self, now: float, request: Request) -> None:
+        """Send a request to the devices of its plan."""
+        admission = len(self.flights) + 1
+        parts = {name: self.part(name, program) for name, program in request.programs.items()}
+        outputs = sum(isinstance(op, Send) and PLANNER in op.to for p in parts.values() for op in p.program.ops)
+        asked_s = now if request.asked_s is None else request.asked_s
+        self.flights[admission] = _Flight(request, parts, asked_s, now, outputs + len(parts))
+        self.running += 1
+        size = dispatch_bytes(self.naming, self.spec, request.shape)
+        self.nbytes += size
+        body = input_bytes(self.spec, request.shape)
+        for to, when in self.links.transmit(now, PLANNER, tuple(parts), size, "dispatch").items():
+            self.at(when, _ARRIVES, self.arrive, Arrival(when, to, admission, None, body, "dispatch"))
+
+    def part(self, name: str, program: Program) -> _Part:
+        """Return a device's Program with its costs."""
+        key = (name, id(program))
+        if key not in self._known:
+            self._known[key] = _Part(self.naming, name, self.cluster.devices[name], program, self.layer)
+        return self._known[key]
+
+    def heard(self, now: float, admission: int) -> None:
+        """Take a part of an answer, or a device's report."""
+        flight = self.flights[admission]
+        flight.missing -= 1
+        if not flight.missing:
+            flight.answered_s = now
+            self.running -= 1
+            self.pump(now)
+
+    # -- the devices ----------------------------------------------------------------------------------------------
+
+    def arrive(self, now: float, frame: Arrival) -> None:
+        """Put a frame into a device's inbox."""
+        device = self.devices[frame.device]
+        device.inbox.append(frame)
+        if self.record:
+            self.arrivals.append(frame)
+        if not device.busy:
+            self.turn(now, device)
+
+    def turn(self, now: float, device: _Device) -> None:
+        """Begin what a device does next: what has arrived goes first."""
+        if device.inbox:
+            frame = device.inbox.popleft()
+            until = now + device.profile.frame_seconds(1, frame.nbytes)
+            self.note(device.name, "send", frame.label, now, until)
+            device.busy = True
+            self.at(until, _ENDS, self.taken, device, frame)
             return
-        place = heappop(state.ready)
-        cost = state.costs[place]
-        op = state.program.ops[place]
-        state.busy = True
-        state.use.compute_s += cost if isinstance(op, Compute) else 0.0
-        label = op.kernel if isinstance(op, Compute) else state.program.node(op.node)
-        self.note(name, "compute" if isinstance(op, Compute) else "send", label, now, now + cost)
-        self.at(now + cost, name, "done", place)
+        if (found := device.machine.next()) is None:
+            return
+        run, place = found
+        until = now + run.part.costs[place]
+        if self.record:
+            self.record_op(now, until, device, run, place)
+        device.busy = True
+        self.at(until, _ENDS, self.computed, device, run, place)
 
-    def finish_op(self, name: str, place: int, now: float) -> None:
-        state = self.devices[name]
-        state.busy = False
-        state.finished_s = now
-        op = state.program.ops[place]
-        self.ends[op.layer] = now
+    def record_op(self, now: float, until: float, device: _Device, run: _Run, place: int) -> None:
+        """Write down that an op begins."""
+        op = run.part.program.ops[place]
+        lane, label = ("compute", op.kernel) if isinstance(op, Compute) else ("send", run.part.program.node(op.node))
+        self.note(device.name, lane, label, now, until)
+        self.ran.append((device.name, run.admission, place))
+
+    def taken(self, now: float, device: _Device, frame: Arrival) -> None:
+        """Do what a frame is for, now that the device has taken it."""
+        device.busy = False
+        machine, admission = device.machine, frame.admission
+        if frame.key is None:
+            run = _Run(admission, self.flights[admission].parts[device.name])
+            device.use.flops += run.part.flops
+            machine.admit(run)
+            for key in (*run.template.inputs, *device.early.pop(admission, ())):
+                self.deliver(machine, run, key)
+            self.end(now, device, run)
+        elif (known := machine.runs.get(admission)) is not None:
+            self.deliver(machine, known, frame.key)
+        elif admission not in device.over:
+            device.early[admission].append(frame.key)
+        if not device.busy:
+            self.turn(now, device)
+
+    def deliver(self, machine: Machine[_Run], run: _Run, key: Key) -> None:
+        """Hand an exchange to its run, which drops what it does not await."""
+        slot = machine.awaited(run, key)
+        if isinstance(slot, int):
+            machine.fill(run, slot)
+
+    def computed(self, now: float, device: _Device, run: _Run, place: int) -> None:
+        """Take the end of an op: send, wake its readers, go on."""
+        device.busy = False
+        device.finished_s = now
+        op = run.part.program.ops[place]
+        if self.layer is not None:
+            self.ends[op.layer] = now
         if isinstance(op, Send):
-            sizes = send_bytes(self.naming, name, op, state.program.slots[op.slot])
-            state.use.sent_bytes += sum(sizes)
-            label = state.program.node(op.node)
-            for to, size in zip(addresses(op), sizes, strict=True):
-                targets = self.listeners[name] if to == ALL else (to,)
-                for target, when in self.transmit(now, name, targets, size, label).items():
-                    self.at(when, target, "arrive", (op.node, op.part, name))
-        for slot in written(op):
-            self.fill(state, slot)
-        self.run_next(name, now)
+            self.send(now, device, run, op, run.part.sizes[place])
+        else:
+            device.use.compute_s += run.part.costs[place]
+        device.machine.ran(run, place)
+        self.end(now, device, run)
+        if not device.busy:
+            self.turn(now, device)
 
-    def arrive(self, name: str, key: Key, now: float) -> None:
-        if name == PLANNER:
-            self.answered_s = now
-            return
-        state = self.devices[name]
-        if (found := state.template.recv.get(key)) is not None:
-            heappush(state.ready, found[0])  # taking a frame costs the device time, as an op does
-            self.run_next(name, now)
+    def send(self, now: float, device: _Device, run: _Run, op: Send, sizes: Sequence[int]) -> None:
+        """Publish a slot to whom it is for, and to everyone who listens."""
+        name, program = device.name, run.part.program
+        device.use.sent_bytes += sum(sizes)
+        label, nbytes = program.node(op.node), program.slots[op.slot].nbytes
+        for to, size in zip(addresses(op), sizes, strict=True):
+            targets = self.listeners[name] if to == ALL else (to,)
+            for target, when in self.links.transmit(now, name, targets, size, label).items():
+                if target == PLANNER:
+                    self.at(when, _ARRIVES, self.heard, run.admission)
+                else:
+                    key = (op.node, op.part, name)
+                    self.at(when, _ARRIVES, self.arrive, Arrival(when, target, run.admission, key, nbytes, label))
+
+    def end(self, now: float, device: _Device, run: _Run) -> None:
+        """Begin the report of a run that has no op left."""
+        if not run.left:
+            device.machine.drop(run.admission)
+            device.over.add(run.admission)
+            device.busy = True
+            self.at(now + device.profile.frame_seconds(1, 0), _ENDS, self.report, device, run.admission)
+
+    def report(self, now: float, device: _Device, admission: int) -> None:
+        """Send the planner the report of a run."""
+        device.busy = False
+        size = done_bytes(self.naming, device.name)
+        device.use.sent_bytes += size
+        [when] = self.links.transmit(now, device.name, (PLANNER,), size, "done").values()
+        self.at(when, _ARRIVES, self.heard, admission)
+        self.turn(now, device)
+
+    # -- the outcome ----------------------------------------------------------------------------------------------
 
     def period(self) -> float:
         """Return by how much the repeated layer ends after the one before it."""
         assert self.layer is not None
         return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
-    def play(self, dispatch: int) -> None:
-        for target, when in self.transmit(0.0, PLANNER, self.names, dispatch, "dispatch").items():
-            self.at(when, target, "start", None)
-        while self.queue:
-            now, _, name, serial = heappop(self.queue)
-            kind, value = self.payload.pop(serial)
-            if kind == "start":
-                state = self.devices[name]
-                state.started = True
-                for place in state.template.first:
-                    heappush(state.ready, place)
-                for key in state.template.inputs:
-                    self.arrive(name, key, now)
-                self.run_next(name, now)
-            elif kind == "arrive":
-                assert isinstance(value, tuple)
-                self.arrive(name, value, now)
-            else:
-                assert isinstance(value, int)
-                self.finish_op(name, value, now)
+    def outcome(self) -> Played:
+        """Return what came of all requests; raises ValueError if Programs wait for each other for ever."""
+        stuck = {
+            name: sum(pending > 0 for run in device.machine.runs.values() for pending in run.pending)
+            for name, device in self.devices.items()
+            if device.machine.runs
+        }
+        if stuck:
+            raise ValueError(f"Programs wait for each other: ops never ready {stuck}")
+        runs = []
+        for flight in self.flights.values():
+            assert flight.answered_s is not None
+            sequences = len(flight.request.shape.lengths)
+            runs.append(RunTimes(flight.asked_s, flight.dispatched_s, flight.answered_s, sequences))
+        use = {name: device.use for name, device in self.devices.items()}
+        for device in self.devices.values():
+            device.use.wait_s = max(device.finished_s - device.use.compute_s, 0.0)
+        nbytes = self.nbytes + sum(u.sent_bytes for u in use.values())
+        return Played(tuple(runs), nbytes, use, self.events, self.arrivals, self.ran)
+
+
+def play(
+    naming: Naming,
+    spec: Spec,
+    requests: Sequence[Request],
+    cluster: Cluster,
+    in_flight: int,
+    record: bool = False,
+) -> Played:
+    """Play requests in their order, at most `in_flight` of them at once, on the cluster's measured curves and links.
+
+    The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
+    record: keep time line, arrivals and order of ops. Raises ValueError if Programs wait for each other for ever.
+    """
+    clock = _Clock(naming, spec, cluster, in_flight, record, None)
+    clock.play(requests)
+    return clock.outcome()
 
 
 def simulate(
@@ -228,20 +351,18 @@ def simulate(
     record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
     takes what that one adds to the layer before it. Raises ValueError if the Programs wait for each other for ever.
     """
-    clock = _Clock(naming, cluster, programs, record, None if repeated is None else repeated[0])
-    dispatch = dispatch_bytes(naming, spec, shape)
-    clock.play(dispatch)
-    stuck = {n: sum(1 for p in s.pending if p > 0) for n, s in clock.devices.items() if any(p > 0 for p in s.pending)}
-    if stuck:
-        raise ValueError(f"Programs wait for each other: ops never ready {stuck}")
-    total = dispatch
-    more, period = (0, 0.0) if repeated is None else (repeated[1] - 1, clock.period())
-    for name, state in clock.devices.items():
-        use, inner = state.use, state.inner
-        use.compute_s += more * inner.compute_s
-        use.flops += more * inner.flops
-        use.sent_bytes += more * inner.sent_bytes + done_bytes(naming, name)
-        use.wait_s = max(state.finished_s + more * period - use.compute_s, 0.0)
-        total += use.sent_bytes
-    seconds = clock.answered_s + more * period
-    return Simulation(seconds, total, {n: s.use for n, s in clock.devices.items()}, clock.events)
+    clock = _Clock(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
+    clock.play((Request(shape, programs),))
+    played = clock.outcome()
+    seconds, nbytes = played.runs[0].answered_s, played.nbytes
+    if repeated is not None:
+        more, period = repeated[1] - 1, clock.period()
+        seconds += more * period
+        for name, use in played.devices.items():
+            inner = clock.part(name, programs[name]).inner
+            use.compute_s += more * inner.compute_s
+            use.flops += more * inner.flops
+            use.sent_bytes += more * inner.sent_bytes
+            nbytes += more * inner.sent_bytes
+            use.wait_s = max(clock.devices[name].finished_s + more * period - use.compute_s, 0.0)
+    return Simulation(seconds, nbytes, played.devices, played.events)

@@ -7,7 +7,7 @@ from html import escape
 from typing import Final
 
 from hepti_mqtt.program import Compute, Op, Program, Send, SlotSpec, WeightRef
-from hepti_mqtt.simulate.clock import Event
+from hepti_mqtt.simulate.outcome import Event
 
 LANES: Final = ("compute", "send", "up", "down")
 _COLOURS: Final[Mapping[str, str]] = {"compute": "#3b7dd8", "send": "#8a63d2", "up": "#e08a2e", "down": "#3fa36b"}
