@@ -71,7 +71,7 @@ def template(program: Program) -> Template:
 Refusal = Literal["duplicate", "unexpected"]
 
 
-class Run:
+class ProgramRun:
     """One request on one device, under its admission number: what its ops still wait for, and who still reads a slot.
 
     left: ops that have not run. A subclass adds what its user keeps of a run.
@@ -88,10 +88,10 @@ class Run:
         self.left = template.runnable
 
 
-R = TypeVar("R", bound=Run)
+R = TypeVar("R", bound=ProgramRun)
 
 
-class Machine(Generic[R]):
+class RunMachine(Generic[R]):
     """The runs of one device: of all ready ops the first by (admission number, position in the Program) is next.
 
     An exchange fills its slot as soon as it is taken; it waits for no turn.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import KERNELS, Weight, Workers
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Recv, Send, Slot, SlotSpec, WeightRef
-from hepti_mqtt.schedule import Machine, Refusal, Run, Template, template
+from hepti_mqtt.schedule import ProgramRun, Refusal, RunMachine, Template, template
 
 Array = NDArray[Any]
 KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
@@ -101,7 +101,7 @@ class Outgoing(NamedTuple):
     array: Array
 
 
-class _Running(Run):
+class _Running(ProgramRun):
     """A run with its arrays, by slot. owned: those that the executor has made, and keeps."""
 
     __slots__ = ("bound", "owned", "slots", "states")
@@ -133,7 +133,7 @@ class Executor:
     """Runs admitted requests; holds their slots, and freed buffers by shape for the next op of the same shape."""
 
     def __init__(self) -> None:
-        self._machine: Machine[_Running] = Machine()
+        self._machine: RunMachine[_Running] = RunMachine()
         self._free: dict[SlotSpec, list[Array]] = {}
 
     def __contains__(self, admission: int) -> bool:

@@ -7,7 +7,7 @@ once; one is over when all parts of its answer and the reports of all devices ar
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,7 +18,7 @@ from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
-from hepti_mqtt.schedule import Machine, Run, template
+from hepti_mqtt.schedule import ProgramRun, RunMachine, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.links import Links
 from hepti_mqtt.simulate.load import RunTimes
@@ -62,7 +62,7 @@ class _Part:
             self.sizes.append(sizes)
 
 
-class _Run(Run):
+class _Run(ProgramRun):
     __slots__ = ("part",)
 
     def __init__(self, admission: int, part: _Part) -> None:
@@ -71,14 +71,12 @@ class _Run(Run):
 
 
 class _Device:
-    """A device's session thread: what runs there, what has arrived, what came before its request."""
+    """A device's session thread: what runs there, and what has arrived."""
 
     def __init__(self, name: str, profile: DeviceProfile) -> None:
         self.name, self.profile = name, profile
-        self.machine: Machine[_Run] = Machine()
+        self.machine: RunMachine[_Run] = RunMachine()
         self.inbox: deque[Arrival] = deque()
-        self.early: dict[int, list[Key]] = defaultdict(list)
-        self.over: set[int] = set()
         self.use = DeviceUse()
         self.busy = False
         self.finished_s = 0.0
@@ -221,24 +219,26 @@ class _Clock:
         self.ran.append((device.name, run.admission, place))
 
     def taken(self, now: float, device: _Device, frame: Arrival) -> None:
-        """Do what a frame is for, now that the device has taken it."""
+        """Do what a frame is for, now that the device has taken it.
+
+        No exchange comes before its request here: both pass the same queues. One may come after the end of its run, if
+        it was for others.
+        """
         device.busy = False
         machine, admission = device.machine, frame.admission
         if frame.key is None:
             run = _Run(admission, self.flights[admission].parts[device.name])
             device.use.flops += run.part.flops
             machine.admit(run)
-            for key in (*run.template.inputs, *device.early.pop(admission, ())):
+            for key in run.template.inputs:
                 self.deliver(machine, run, key)
             self.end(now, device, run)
         elif (known := machine.runs.get(admission)) is not None:
             self.deliver(machine, known, frame.key)
-        elif admission not in device.over:
-            device.early[admission].append(frame.key)
         if not device.busy:
             self.turn(now, device)
 
-    def deliver(self, machine: Machine[_Run], run: _Run, key: Key) -> None:
+    def deliver(self, machine: RunMachine[_Run], run: _Run, key: Key) -> None:
         """Hand an exchange to its run, which drops what it does not await."""
         slot = machine.awaited(run, key)
         if isinstance(slot, int):
@@ -278,7 +278,6 @@ class _Clock:
         """Begin the report of a run that has no op left."""
         if not run.left:
             device.machine.drop(run.admission)
-            device.over.add(run.admission)
             device.busy = True
             self.at(now + device.profile.frame_seconds(1, 0), _ENDS, self.report, device, run.admission)
 

@@ -1,0 +1,188 @@
+"""Executor and simulator run the same ops in the same order, if exchanges arrive at the same times.
+
+Sessions with real kernels and frames are driven as the agent's shell drives them, each on a clock of its own: an op or a
+frame takes what the device's profile says, and frames arrive when they did in the simulation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
+
+from hepti_mqtt import models
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import KERNELS, Workers
+from hepti_mqtt.program import Compute
+from hepti_mqtt.runtime.commands import Publish
+from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn, Subscribed
+from hepti_mqtt.runtime.local import pack
+from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.simulate import Naming, Request, play
+from hepti_mqtt.simulate.bytes import send_bytes
+from hepti_mqtt.spec import Decoding
+from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
+from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire.frames import Session, encode_work
+
+NAMING = Naming("home", "m")
+EPOCH = Epoch(1, 1)
+ABLE = [
+    (family, name)
+    for family, spec in EVERY_FAMILY.items()
+    for name, method in STRATEGIES.items()
+    if method.unsupported(models.graph(spec, models.largest_shape(spec))) is None
+]
+
+
+def profile(name, speed, frame_s):
+    curve = Curve(32, 32, ((1, 1e-4 / speed), (20, 1e-3 / speed)))
+    return DeviceProfile(name, (curve,), 1e6 * speed, 1e7 * speed, 1e-5, frame_s=frame_s, copy_bytes_per_s=1e7)
+
+
+@st.composite
+def sites(draw, names):
+    """Return devices of speeds and links between which exchanges overtake each other."""
+    speeds = {n: draw(st.floats(0.2, 5.0), label=f"speed of {n}") for n in names}
+    rates = {n: draw(st.floats(1e5, 1e7), label=f"rate of {n}") for n in names}
+    late = {n: draw(st.floats(1e-5, 5e-3), label=f"latency of {n}") for n in names}
+    frame_s = draw(st.floats(1e-5, 1e-3), label="seconds per frame")
+    return Cluster(
+        {n: profile(n, speeds[n], frame_s) for n in names}, {n: Link(late[n], rates[n], rates[n]) for n in names}
+    )
+
+
+@st.composite
+def questions(draw):
+    """Return spec, plan and requests of a family under a method that can divide it."""
+    family, name = draw(st.sampled_from(ABLE), label="family and method")
+    spec, method = EVERY_FAMILY[family], STRATEGIES[name]
+    devices = draw(st.integers(2, 4), label="devices")
+    devices = min(devices, method.most_devices or devices)
+    weights = draw(st.lists(st.sampled_from((0.5, 1.0, 2.0)), min_size=devices, max_size=devices), label="weights")
+    fixed = plan(spec, (name, draw(st.sampled_from(method.choices(devices)), label="options")), weights)
+    batches = ((1,), (2,)) if models.largest_shape(spec).tokens == 1 else ((5,), (4, 3), (1,), (2, 6, 1))
+    lengths = draw(st.lists(st.sampled_from(batches), min_size=2, max_size=3), label="lengths")
+    return spec, fixed, [request(spec, one, seed=seed) for seed, one in enumerate(lengths)]
+
+
+class Driven:
+    """One device's session, driven as the shell does."""
+
+    def __init__(self, spec, fixed, asked, cluster, name, arrivals):
+        self.name, self.asked, self.profile = name, asked, cluster.devices[name]
+        self.programs = [parts[name] for _, _, parts in asked]
+        self.arrivals = deque(arrivals)
+        self.session = WorkerSession(name, NAMING.site, 1 << 30, Workers(1))
+        self.now = 0.0
+        self.ran = []
+        self.prepare(spec, fixed)
+
+    def prepare(self, spec, fixed):
+        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked))
+        weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
+        for event in (
+            MessageIn(begun),
+            Loaded("m", EPOCH, weights),
+            Subscribed("m", EPOCH),
+            MessageIn(messages.Activate(2, "m", EPOCH)),
+        ):
+            self.session.handle(event, 0.0)
+
+    def advance(self, sent):
+        """Go on until there is nothing to do, or a frame is due that its sender has not sent yet in `sent`."""
+        while True:
+            if self.arrivals and self.arrivals[0].seconds <= self.now:
+                frame = self.arrivals[0]
+                if (payload := self.payload(frame, sent)) is None:
+                    return
+                self.arrivals.popleft()
+                self.now += self.profile.frame_seconds(1, frame.nbytes)
+                self.publish(self.session.handle(FrameIn(frames.decode(payload)), self.now), sent)
+            elif (step := self.session.next()) is not None:
+                self.ran.append((step.admission, step.place))
+                self.now += self.seconds(step)
+                self.publish(self.session.done(step, step.run(), 0.0, self.now), sent)
+            elif self.arrivals:
+                self.now = self.arrivals[0].seconds
+            else:
+                return
+
+    def payload(self, frame, sent):
+        if frame.key is not None:
+            return sent.get((frame.admission, frame.key))
+        shape, inputs, _ = self.asked[frame.admission - 1]
+        session = Session(frame.admission, final=True) if shape.cache else Session()
+        return encode_work("m", EPOCH, frame.admission, shape, inputs, session)
+
+    def seconds(self, step):
+        program = self.programs[step.admission - 1]
+        op = program.ops[step.place]
+        if isinstance(op, Compute):
+            return self.profile.seconds(KERNELS[op.kernel].work(op, program.slots))
+        sizes = send_bytes(NAMING, self.name, op, program.slots[op.slot])
+        return self.profile.frame_seconds(len(op.to), sum(sizes))
+
+    def publish(self, commands, sent):
+        for command in commands:
+            assert isinstance(command, Publish), command
+            frame = frames.decode(command.payload)
+            if frame.kind == "done":
+                self.now += self.profile.frame_seconds(1, 0)
+            else:
+                assert frame.kind in {"tensor", "output"}
+                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.payload
+
+
+def answers(sent, admissions):
+    """Return the answer of each request from the frames that are outputs."""
+    parts = defaultdict(list)
+    for payload in sent.values():
+        frame = frames.decode(payload)
+        if frame.kind == "output":
+            parts[frame.admission].append((frame.row_start, frame.array()))
+    return [np.concatenate([a for _, a in sorted(parts[n], key=lambda part: part[0])]) for n in admissions]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
+    spec, fixed, requests = data.draw(questions())
+    cluster = data.draw(sites(fixed.devices))
+    asked = [(shape, inputs, programs(spec, fixed, shape)) for shape, inputs in requests]
+    times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(asked), max_size=len(asked)), label="asked")
+    played = play(
+        NAMING,
+        spec,
+        [Request(shape, parts, at) for (shape, _, parts), at in zip(asked, sorted(times), strict=True)],
+        cluster,
+        in_flight=data.draw(st.integers(1, 3), label="in flight"),
+        record=True,
+    )
+    driven = {
+        name: Driven(spec, fixed, asked, cluster, name, [a for a in played.arrivals if a.device == name])
+        for name in fixed.devices
+    }
+    sent = {}
+    while any(d.arrivals for d in driven.values()):
+        before = [len(d.arrivals) for d in driven.values()]
+        for device in driven.values():
+            device.advance(sent)
+        assert [len(d.arrivals) for d in driven.values()] != before, "a frame arrived that nobody has sent"
+    for name, device in driven.items():
+        assert device.ran == [(admission, place) for n, admission, place in played.ran if n == name], name
+        assert not device.session.counters["duplicate"], "one frame, one exchange"
+        device.session.check()
+    for (shape, inputs, _), got in zip(asked, answers(sent, range(1, len(asked) + 1)), strict=True):
+        wanted = models.reference(spec, tensors(spec), inputs, shape)[1]
+        np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=1e-5)
+
+
+def test_it_is_about_every_family_with_methods_that_divide_it():
+    assert {family for family, _ in ABLE} == set(EVERY_FAMILY)
+    assert any(isinstance(EVERY_FAMILY[family].reads, Decoding) for family, _ in ABLE)
+    assert {"single", "row", "pipeline", "two_d"} <= {name for _, name in ABLE}
