@@ -9,7 +9,7 @@ from pathlib import Path
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import bench, lab
 from hepti_mqtt.config.argument_types import natural, natural_range, positive, seconds
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions, add_pins, add_site
+from hepti_mqtt.config.options import IN_FLIGHT, AgentOptions, PlannerOptions, add_pins, add_site
 
 
 def build() -> argparse.ArgumentParser:
@@ -30,7 +30,9 @@ def build() -> argparse.ArgumentParser:
 
 def _drawing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--explain", action="store_true", help="also print the work factor, each device's Program and the time line"
+        "--explain",
+        action="store_true",
+        help="also print the work factor, the throughput, each device's Program and the time line",
     )
     sub.add_argument(
         "--layer",
@@ -96,6 +98,16 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )
     sub.add_argument("--tokens", type=positive, default=128, help="tokens of the request (default 128)")
+    sub.add_argument(
+        "--requests", type=positive, metavar="N", help="play so many requests, and tell each strategy's throughput"
+    )
+    sub.add_argument(
+        "--in-flight",
+        type=positive,
+        default=IN_FLIGHT,
+        metavar="N",
+        help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
+    )
     _drawing(sub)
     add_pins(sub)
 

@@ -19,7 +19,10 @@ from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program
 from hepti_mqtt.simulate import (
+    ROUNDS,
+    Load,
     Naming,
+    Request,
     Simulation,
     explain,
     layout_svg,
@@ -27,6 +30,7 @@ from hepti_mqtt.simulate import (
     simulate,
     timeline_svg,
     timeline_text,
+    under_load,
 )
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import lowered, programs
@@ -89,17 +93,23 @@ def plan(args: argparse.Namespace) -> int:
         shown = hepti.plan(model, PLANNER_S)
         found = hepti.devices(wait_s=1.5) if wants_play(args) else []
     asked = _active(shown)
+    played = load = None
+    if asked and wants_play(args):
+        cluster = cluster_described(found, asked[1].devices)
+        played = play_plan(args.site, *asked, cluster)
+        load = plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.explain else None
     if args.json:
+        told = {"load": load.to_dict()} if load is not None else {}
         work = {"work": plan_work(*asked).to_dict()} if asked else {}
-        output.print_json({k: v for k, v in shown.items() if k != "spec"} | work)
+        output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | told)
     else:
         print_plan(model, shown)
         if args.story:
             print_story(model, shown)
-    if asked and wants_play(args):
-        played = play_plan(args.site, *asked, cluster_described(found, asked[1].devices))
+    if played is not None:
         draw_plan(args, played)
-        if args.explain and not args.json:
+        if load is not None and not args.json:
+            output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
             explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
 
@@ -185,6 +195,12 @@ def play_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: C
     parts = programs(spec, plan, shape)
     result = simulate(Naming(site, plan.model), spec, shape, parts, cluster, record=True)
     return Played(spec, plan, shape, parts, result)
+
+
+def plan_load(site: str, played: Played, cluster: Cluster, in_flight: int) -> Load:
+    """Return what several requests under a plan come to, so many of them at once, by simulation."""
+    request, naming = Request(played.shape, played.programs), Naming(site, played.plan.model)
+    return under_load(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
 
 
 def draw_plan(args: argparse.Namespace, played: Played) -> None:

@@ -14,7 +14,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.simulate import Naming, plan_work
+from hepti_mqtt.simulate import ROUNDS, Naming, plan_work
 from hepti_mqtt.spec import Spec
 
 
@@ -36,6 +36,8 @@ def simulate(args: argparse.Namespace) -> int:
         devices=pins.devices,
         wire=pins.wire,
         storage=pins.storage,
+        in_flight=args.in_flight,
+        requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
     decision = decide(question)
     rows = [
@@ -48,9 +50,10 @@ def simulate(args: argparse.Namespace) -> int:
             "missing_bytes": dict(c.price.missing),
             "needs_bytes": dict(c.price.needs),
         }
+        | ({} if c.price.load is None else {"load": c.price.load.to_dict()})
         for c in decision.ranking
     ]
-    chosen = decision.chosen.plan
+    chosen, load = decision.chosen.plan, decision.chosen.price.load
     played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
     if played is not None:
         draw_plan(args, played)
@@ -60,12 +63,13 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     output.print_table(
         f"{args.model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "predicted ms", "bytes", "MiB per device", "fits"),
+        ("strategy", "devices", "predicted ms", *(["requests/s"] if load else []), "bytes", "MiB per device", "fits"),
         [
             (
                 c.name,
                 ", ".join(c.plan.devices),
                 f"{c.price.seconds * 1e3:.1f}",
+                *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
                 c.price.nbytes,
                 " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
                 "yes" if c.price.feasible else "no",
@@ -74,6 +78,10 @@ def simulate(args: argparse.Namespace) -> int:
         ],
     )
     output.print_lines([f"why: {decision.reason}"])
+    if load is not None:
+        output.print_lines(
+            [f"{chosen.method}: latency alone {decision.chosen.price.seconds * 1e3:.1f} ms; {load.text()}"]
+        )
     if played is not None and args.explain:
         explain_plan(played, args.layer)
     return 0

@@ -20,6 +20,8 @@ from hepti_mqtt.plan import Storage, WireDtype
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.flight import Pins
 
+IN_FLIGHT: Final = 2  # requests that run at once per model, unless a planner is told otherwise
+
 
 class _Option(NamedTuple):
     """One option: the name of its value, its flag, and what `add_argument` takes besides."""
@@ -77,7 +79,7 @@ _PLANNER: Final = (
     _Option(
         "in_flight",
         "--in-flight",
-        {"type": positive, "default": 2, "help": "requests that run at once per model (default 2)"},
+        {"type": positive, "default": IN_FLIGHT, "help": f"requests that run at once per model (default {IN_FLIGHT})"},
     ),
     _Option(
         "broker_mbit",
@@ -185,7 +187,7 @@ class PlannerOptions:
 
     models: Mapping[str, str | Path]
     pins: PinOptions = field(default_factory=PinOptions)
-    in_flight: int = 2
+    in_flight: int = IN_FLIGHT
     broker_mbit: float | None = None
 
     @staticmethod

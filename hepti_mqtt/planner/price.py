@@ -14,11 +14,14 @@ from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
     DeviceUse,
+    Load,
     Naming,
+    Request,
     largest_packet_bytes,
     loading_total,
     most_live_bytes,
     simulate,
+    under_load,
     weight_total,
 )
 from hepti_mqtt.spec import RequestShape, Spec
@@ -34,6 +37,7 @@ class Question:
 
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage: what the
     user pinned. packet_bytes: of the largest packet that gets through, None if any does. learned: from earlier runs.
+    requests: so many are played for the throughput of the best candidates; 0: none.
     """
 
     naming: Naming
@@ -49,13 +53,15 @@ class Question:
     storage: Storage = "f32"
     packet_bytes: int | None = None
     learned: Learned = field(default_factory=Learned)
+    requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
     """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
 
-    learned: how many times as long it took in earlier runs than the simulator says.
+    learned: how many times as long it took in earlier runs than the simulator says. load: what it does with several
+    requests, where that was asked.
     """
 
     seconds: float
@@ -64,6 +70,7 @@ class Price:
     missing: Mapping[str, int]
     use: Mapping[str, DeviceUse]
     learned: float = 1.0
+    load: Load | None = None
 
     @property
     def expected_s(self) -> float:
@@ -121,7 +128,7 @@ def price(
     """Return the price of `plan`; known: its `memory`, where that is known already.
 
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
-    all layers are simulated.
+    all layers are simulated, and so are several requests if the question asks for their throughput.
     """
     spec, shape = question.spec, question.shape
     needs, missing = known or memory(question, plan)
@@ -129,4 +136,8 @@ def price(
     repeated = None if full else lowered(spec, plan, shape).repeated
     parts = (programs if repeated is None else short_programs)(spec, plan, shape)
     result = simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
-    return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned)
+    load = None
+    if full and question.requests:
+        alike = Request(shape, parts)
+        load = under_load(question.naming, spec, alike, question.cluster, question.in_flight, question.requests)
+    return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned, load)

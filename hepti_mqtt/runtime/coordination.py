@@ -183,7 +183,7 @@ class ShowPlan:
     """Publish the retained record of a model's plans.
 
     decision: of the last search, also if it changed nothing. progress: (bytes there, bytes in all) of the weights that
-    devices load for `preparing`. story: the last transitions of the model's plans.
+    devices load for `preparing`. story: the last transitions of the model's plans. in_flight: runs at once.
     """
 
     model: str
@@ -193,6 +193,7 @@ class ShowPlan:
     error: HeptiError | None = None
     progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     story: tuple[Transition, ...] = ()
+    in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ class Rollout:
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress))
         model.shown = plans.story.told
         story = plans.story.last(STORY)
-        return ShowPlan(model.served.name, model.active, plan, model.latest, model.error, progress, story)
+        name, in_flight = model.served.name, self._in_flight
+        return ShowPlan(name, model.active, plan, model.latest, model.error, progress, story, in_flight)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
     each strategy and variant, best first; expected_ms is predicted_ms times what earlier runs have taught. reason: why
     the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
     all] of the weights of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time;
-    zero_s: when the session's clock was zero.
+    zero_s: when the session's clock was zero. in_flight: requests that run at once.
     """
     decision, error = shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -28,6 +28,7 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
         "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
         "spec": spec.to_dict(),
         "directory": str(directory),
+        "in_flight": shown.in_flight,
         "candidates": [
             {
                 "name": c.name,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from hepti_mqtt.simulate.bytes import Naming, largest_packet_bytes, sent_bytes
-from hepti_mqtt.simulate.clock import play, simulate
+from hepti_mqtt.simulate.clock import play, simulate, under_load
 from hepti_mqtt.simulate.explain import explain, timeline_svg, timeline_text
 from hepti_mqtt.simulate.layout_svg import layout_svg
-from hepti_mqtt.simulate.load import Load, RunTimes, load_of
+from hepti_mqtt.simulate.load import ROUNDS, Load, RunTimes, load_of
 from hepti_mqtt.simulate.memory import SESSIONS_BESIDE, live_bytes, loading_total, most_live_bytes, weight_total
-from hepti_mqtt.simulate.outcome import DeviceUse, Event, Played, Request, Simulation
+from hepti_mqtt.simulate.outcome import DeviceUse, Event, Outcome, Request, Simulation
 from hepti_mqtt.simulate.work_factor import WorkFactor, plan_work, work_factor
 
 __all__ = [
+    "ROUNDS",
     "SESSIONS_BESIDE",
     "DeviceUse",
     "Event",
     "Load",
     "Naming",
-    "Played",
+    "Outcome",
     "Request",
     "RunTimes",
     "Simulation",
@@ -35,6 +36,7 @@ __all__ = [
     "simulate",
     "timeline_svg",
     "timeline_text",
+    "under_load",
     "weight_total",
     "work_factor",
 ]

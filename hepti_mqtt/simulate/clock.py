@@ -21,8 +21,8 @@ from hepti_mqtt.program import Compute, Key, Program, Send, addresses
 from hepti_mqtt.schedule import ProgramRun, RunMachine, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.links import Links
-from hepti_mqtt.simulate.load import RunTimes
-from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Played, Request, Simulation
+from hepti_mqtt.simulate.load import Load, RunTimes, load_of
+from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Request, Simulation
 from hepti_mqtt.spec import RequestShape, Spec
 
 _ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
@@ -297,7 +297,7 @@ class _Clock:
         assert self.layer is not None
         return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
-    def outcome(self) -> Played:
+    def outcome(self) -> Outcome:
         """Return what came of all requests; raises ValueError if Programs wait for each other for ever."""
         stuck = {
             name: sum(pending > 0 for run in device.machine.runs.values() for pending in run.pending)
@@ -315,7 +315,7 @@ class _Clock:
         for device in self.devices.values():
             device.use.wait_s = max(device.finished_s - device.use.compute_s, 0.0)
         nbytes = self.nbytes + sum(u.sent_bytes for u in use.values())
-        return Played(tuple(runs), nbytes, use, self.events, self.arrivals, self.ran)
+        return Outcome(tuple(runs), nbytes, use, self.events, self.arrivals, self.ran)
 
 
 def play(
@@ -325,7 +325,7 @@ def play(
     cluster: Cluster,
     in_flight: int,
     record: bool = False,
-) -> Played:
+) -> Outcome:
     """Play requests in their order, at most `in_flight` of them at once, on the cluster's measured curves and links.
 
     The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
@@ -334,6 +334,11 @@ def play(
     clock = _Clock(naming, spec, cluster, in_flight, record, None)
     clock.play(requests)
     return clock.outcome()
+
+
+def under_load(naming: Naming, spec: Spec, request: Request, cluster: Cluster, in_flight: int, requests: int) -> Load:
+    """Return latency and throughput of so many requests like this one, of whole Programs; raises as `play` does."""
+    return load_of(play(naming, spec, (request,) * requests, cluster, in_flight).runs, in_flight)
 
 
 def simulate(

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+ROUNDS: Final = 6  # as many requests in flight make a load that is steady: two rounds at its ends do not count
 
 
 class RunTimes(NamedTuple):
@@ -50,9 +52,9 @@ class Load:
 
     def text(self) -> str:
         """Return it as a sentence."""
-        each = "" if self.sequences_per_s == self.requests_per_s else f" ({self.sequences_per_s:.1f} sequences/s)"
+        each = "" if self.sequences_per_s == self.requests_per_s else f" ({self.sequences_per_s:.3g} sequences/s)"
         return (
-            f"throughput {self.requests_per_s:.1f} requests/s{each} with {self.in_flight} in flight; "
+            f"throughput {self.requests_per_s:.3g} requests/s{each} with {self.in_flight} in flight; "
             f"latency then {self.latency_s * 1e3:.1f} ms, the longest of {self.requests} {self.longest_s * 1e3:.1f} ms"
         )
 

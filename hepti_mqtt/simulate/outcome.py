@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True)
-class Played:
+class Outcome:
     """The outcome of several requests, by admission: all bytes sent, and each device.
 
     events, arrivals, ran: if recorded, the time line, which frames arrived, and (device, admission, place in the

@@ -207,7 +207,24 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert "row/kv" not in out
     assert all(device in out for device in found["chosen"]["devices"])
     assert "time line of 32 tokens" in out
+    assert "latency alone" in out
+    assert "with 2 in flight" in out
     assert ESCAPE not in out
+
+
+def test_simulate_tells_throughput_when_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--strategy", "single")
+    code, out, _ = run(capsys, *common, "--requests", "9", "--in-flight", "3")
+    assert code == 0
+    assert "requests/s" in out
+    assert "with 3 in flight; latency then" in out
+    load = json.loads(run(capsys, *common, "--requests", "9", "--json")[1])["candidates"][0]["load"]
+    assert (load["requests"], load["in_flight"]) == (9, 2)
+    assert load["requests_per_s"] > 0
+    code, out, _ = run(capsys, *common)
+    assert code == 0
+    assert "requests/s" not in out
+    assert "load" not in json.loads(run(capsys, *common, "--json")[1])["candidates"][0]
 
 
 def test_simulate_what_does_not_fit_ends_with_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

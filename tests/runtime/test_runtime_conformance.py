@@ -1,7 +1,7 @@
 """Executor and simulator run the same ops in the same order, if exchanges arrive at the same times.
 
-Sessions with real kernels and frames are driven as the agent's shell drives them, each on a clock of its own: an op or a
-frame takes what the device's profile says, and frames arrive when they did in the simulation.
+Sessions with real kernels and frames are driven as the agent's shell drives them, each on a clock of its own: an op or
+a frame takes what the device's profile says, and frames arrive when they did in the simulation.
 """
 
 from __future__ import annotations

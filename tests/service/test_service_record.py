@@ -55,11 +55,14 @@ def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
 def test_record_holds_what_people_and_programs_read():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan = decision.chosen.plan
-    record = msgpack.unpackb(encode_record(SPEC, Path("/models/m"), 9, ShowPlan("m", plan, None, decision)))
+    record = msgpack.unpackb(
+        encode_record(SPEC, Path("/models/m"), 9, ShowPlan("m", plan, None, decision, in_flight=3))
+    )
     assert Plan.from_dict(record["active"]) == plan
     assert ModelSpec.from_dict(record["spec"]) == SPEC
     assert record["preparing"] is None
     assert record["error"] is None
+    assert record["in_flight"] == 3
     assert (record["directory"], record["boot"], record["reason"]) == ("/models/m", 9, decision.reason)
     assert {c["name"] for c in record["candidates"]} == {c.name for c in decision.ranking}
     first = record["candidates"][0]
