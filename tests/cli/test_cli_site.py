@@ -245,10 +245,15 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "x.svg").read_text()
     assert "qkv" in (tmp_path / "y.svg").read_text("utf-8")
     assert found["candidates"]
+    assert "load" not in found
+    load = ask("plan", "tiny", "--explain")["load"]
+    assert (load["in_flight"], load["requests"]) == (2, 12)
     code, out, _ = run("plan", "tiny", "--explain", "--layer", "2")
     assert code == 0
     assert "why: row/" in out
     assert "work 1.00 of one device's" in out
+    assert "latency alone" in out
+    assert "with 2 in flight" in out
     assert "layer 2:" in out
     assert "time line" in out
     code, out, _ = run("plan", "tiny", "--story")
