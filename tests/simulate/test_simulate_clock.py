@@ -169,3 +169,41 @@ def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():
 
     # d1 takes one frame and sends one. It takes the request while d0 does, and reports while d0 takes the answer.
     assert seconds(d1=2.0) - seconds() == pytest.approx(2 * 1 * 0.1)
+
+
+def test_what_has_arrived_is_taken_before_the_next_op_wherever_it_stands_in_the_program():
+    a, b = Builder("d0"), Builder("d1")
+    x = a.recv((4, 8), PLANNER, 0)
+    a.send(x, ("d1",), 1)
+    a.send(x, ("d1",), 2)
+    x = b.recv((4, 8), "d0", 1)
+    for _ in range(9):
+        x = b.compute("add", (x,), (4, 8), bias=False)
+    b.send(b.compute("add", (x, b.recv((4, 8), "d0", 2)), (4, 8), bias=False), (PLANNER,), 3)
+    cluster = site("d0", "d1")
+    profiles = {n: replace(p, frame_s=1e-4) for n, p in cluster.devices.items()}
+    parts = {"d0": a.build(), "d1": b.build()}
+    events = simulate(NAMING, SPEC, SHAPE, parts, replace(cluster, devices=profiles), record=True).events
+    ops = [e for e in events if (e.device, e.lane) == ("d1", "compute")]
+    [taken] = [e for e in events if (e.device, e.lane, e.label) == ("d1", "send", "2")]
+    [arrived] = [e.stop + LATENCY for e in events if (e.device, e.lane, e.label) == ("d1", "down", "2")]
+    running = next(op for op in ops if op.start <= arrived < op.stop)
+    assert running is not ops[-2], "there are ops that could run first"
+    assert taken.start == running.stop
+
+
+def test_what_was_meant_for_others_costs_who_hears_it_too():
+    def seconds(frame_s: float) -> float:
+        head, other, last = Builder("d0"), Builder("d1"), Builder("d2")
+        x = head.recv((4, 8), PLANNER, 0)
+        head.send(x, ("d1", "d3"), 1)
+        head.send(x, ("d2",), 2)
+        other.recv((4, 8), "d0", 1)
+        last.send(last.recv((4, 8), "d0", 2), (PLANNER,), 3)
+        parts = {b.device: b.build() for b in (head, other, last)} | {"d3": replace(other.build(), device="d3")}
+        cluster = site(*parts)
+        slow = replace(cluster.devices["d2"], frame_s=frame_s)
+        return simulate(NAMING, SPEC, SHAPE, parts, replace(cluster, devices={**cluster.devices, "d2": slow})).seconds
+
+    # The request, what all hear, its own exchange, its answer and its report, one behind the other.
+    assert seconds(2.0) - seconds(1.0) == pytest.approx(5.0)
