@@ -21,7 +21,8 @@ from device_agent.health import HealthMonitor
 from device_agent.heartbeat import HeartbeatThread
 from device_agent.install import Directories, device_lock, directories
 from device_agent.loader import Event as LoadEvent
-from device_agent.loader import LoaderThread, WeightLoader, return_memory
+from device_agent.loader import WeightLoader, return_memory
+from device_agent.loader_thread import LoaderThread
 from device_agent.measure import Curves, self_measurement
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network

@@ -1,69 +1,38 @@
 """The weight loader: from a manifest's tiles to packed weights, by way of the disk cache or the planner.
 
-It is a state machine with the time as an argument; `LoaderThread` at the end gives it a thread. Loads run one after the
-other and take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under
-way, and the int8 blocks of which a part is missing (`simulate.loading_total`).
+It is a state machine with the time as an argument; `loader_thread` gives it a thread. Loads run one after the other and
+take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way, and
+the int8 blocks of which a part is missing (`simulate.loading_total`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import threading
-import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass
 from typing import Final
 
+from device_agent.load_job import Job
 from device_agent.tiles import TileCache
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
+from hepti_mqtt.kernels import Weight
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.commands import Load, Unload
 from hepti_mqtt.runtime.events import Loaded, LoadFailed, LoadProgress
 from hepti_mqtt.simulate import weight_total
-from hepti_mqtt.wire.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array, tile_hash
+from hepti_mqtt.wire.manifest import Manifest, tile_hash
 
 WINDOW: Final = 16  # tiles asked for and not yet there
 AGAIN_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MISMATCHES: Final = 3
 REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them is no damaged tile
-QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more than the window only if others' tiles
 
 Event = Loaded | LoadFailed | LoadProgress
-
-
-@dataclass(slots=True)
-class _Job:
-    load: Load
-    manifest: Manifest | None = None
-    buffers: dict[WeightRef, WeightBuffer] = field(default_factory=dict)
-    left: dict[WeightRef, int] = field(default_factory=dict)
-    places: dict[bytes, list[tuple[WeightRef, TilePlace]]] = field(default_factory=dict)
-    keep: set[bytes] = field(default_factory=set)
-    missing: set[bytes] = field(default_factory=set)
-    order: dict[bytes, int] = field(default_factory=dict)
-    in_order: deque[bytes] = field(default_factory=deque)
-    set_aside: set[bytes] = field(default_factory=set)
-    on_disk: deque[bytes] = field(default_factory=deque)
-    to_ask: deque[bytes] = field(default_factory=deque)
-    asked: dict[bytes, None] = field(default_factory=dict)
-    weights: dict[WeightRef, Weight] = field(default_factory=dict)
-    done_bytes: int = 0
-    total_bytes: int = 0
-    mismatches: int = 0
-
-    def may_take(self, digest: bytes) -> bool:
-        """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
-        while self.in_order and self.in_order[0] not in self.missing:
-            self.in_order.popleft()
-        return not self.in_order or self.order[digest] < self.order[self.in_order[0]] + TILES_AHEAD
 
 
 @dataclass(slots=True)
@@ -93,7 +62,7 @@ class WeightLoader:
         self._emit = emit
         self._ask = ask
         self._counters = counters
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._held: dict[tuple[bytes, WeightRef], _Held] = {}  # last used, last in order
         self._ever_asked: set[bytes] = set()
         self._moved_s = 0.0
@@ -103,7 +72,7 @@ class WeightLoader:
 
     def load(self, load: Load, now: float) -> None:
         """Begin, or queue, a load."""
-        self._jobs.append(_Job(load))
+        self._jobs.append(Job(load))
         wanted = {(load.manifest, ref) for ref in load.refs}
         self._make_room(load.spare_bytes, wanted)
         if len(self._jobs) == 1:
@@ -210,7 +179,7 @@ class WeightLoader:
         else:
             self._guarded(job, lambda: self._take(job, digest, data, now), now)
 
-    def _take(self, job: _Job, digest: bytes, data: bytes | memoryview, now: float) -> None:
+    def _take(self, job: Job, digest: bytes, data: bytes | memoryview, now: float) -> None:
         job.asked.pop(digest, None)
         if job.manifest is None:
             self._plan(job, Manifest.decode(bytes(data)))
@@ -218,47 +187,21 @@ class WeightLoader:
             job.missing.remove(digest)
             job.done_bytes += len(data)
             for ref, place in job.places[digest]:
-                self._put(job, ref, place, data)
+                job.put(ref, place, data)
         if job.missing:
             self._ask_more(job, now)
             self._tell(now)
         else:
             self._finish(job, now)
 
-    def _plan(self, job: _Job, manifest: Manifest) -> None:
+    def _plan(self, job: Job, manifest: Manifest) -> None:
         """Find out which tiles are needed and where each of them goes."""
-        if manifest.model != job.load.model:
-            raise ModelError(
-                f"the manifest is that of model {manifest.model}, not {job.load.model}; restart the planner"
-            )
-        job.manifest = manifest
-        for ref in job.load.refs:
-            held = self._held.get((job.load.manifest, ref))
-            if held is not None:
-                job.weights[ref] = held.weight
-                continue
-            tiles = manifest.tiles(ref)
-            job.buffers[ref], job.left[ref] = allocate(ref), len(tiles)
-            if not tiles:
-                job.weights[ref] = job.buffers.pop(ref).finish()
-            for place in tiles:
-                job.places.setdefault(place.hash, []).append((ref, place))
-        for digest, places in job.places.items():
-            job.total_bytes += places[0][1].nbytes
+        held = ((ref, self._held.get((job.load.manifest, ref))) for ref in job.load.refs)
+        job.plan(manifest, {ref: there.weight for ref, there in held if there is not None})
+        for digest in job.places:
             (job.on_disk if digest in self._cache else job.to_ask).append(digest)
-        job.missing = set(job.places)
-        job.order = {digest: place for place, digest in enumerate(job.places)}
-        # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
-        job.in_order = deque(job.places if any(loading_bytes(ref) for ref in job.buffers) else ())
-        job.keep = {job.load.manifest, *job.places}
 
-    def _put(self, job: _Job, ref: WeightRef, place: TilePlace, data: bytes | memoryview) -> None:
-        job.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
-        job.left[ref] -= 1
-        if not job.left[ref]:
-            job.weights[ref] = job.buffers.pop(ref).finish()
-
-    def _ask_more(self, job: _Job, now: float) -> None:
+    def _ask_more(self, job: Job, now: float) -> None:
         if len(job.asked) > WINDOW // 2 or not job.to_ask:
             return
         new: list[bytes] = []
@@ -268,7 +211,7 @@ class WeightLoader:
                 new.append(digest)
         self._ask_for(job, tuple(new), now)
 
-    def _ask_for(self, job: _Job, digests: tuple[bytes, ...], now: float) -> None:
+    def _ask_for(self, job: Job, digests: tuple[bytes, ...], now: float) -> None:
         if digests:
             job.asked.update(dict.fromkeys(digests))
             if len(self._ever_asked) > REMEMBERED:
@@ -278,7 +221,7 @@ class WeightLoader:
             self._moved_s = now
             self._ask(job.load.model, digests)
 
-    def _mismatch(self, job: _Job, now: float) -> None:
+    def _mismatch(self, job: Job, now: float) -> None:
         self._counters["tiles_mismatched"] += 1
         job.mismatches += 1
         if job.mismatches >= MISMATCHES:
@@ -290,7 +233,7 @@ class WeightLoader:
         elif len(job.asked) == 1:
             self.again(now)
 
-    def _finish(self, job: _Job, now: float) -> None:
+    def _finish(self, job: Job, now: float) -> None:
         load = job.load
         for ref, weight in job.weights.items():
             place = (load.manifest, ref)
@@ -300,7 +243,7 @@ class WeightLoader:
         self._emit(Loaded(load.model, load.epoch, job.weights))
         self._next(now)
 
-    def _fail(self, job: _Job, error: HeptiError, now: float) -> None:
+    def _fail(self, job: Job, error: HeptiError, now: float) -> None:
         self._emit(LoadFailed(job.load.model, job.load.epoch, error))
         self._next(now)
 
@@ -317,7 +260,7 @@ class WeightLoader:
         for job in self._jobs:  # also those that wait, or the planner would give them up
             self._emit(LoadProgress(job.load.model, job.load.epoch, job.done_bytes, job.total_bytes))
 
-    def _guarded(self, job: _Job, act: Callable[[], None], now: float) -> None:
+    def _guarded(self, job: Job, act: Callable[[], None], now: float) -> None:
         """Run `act`; what goes wrong with one load ends that load, with the reason."""
         try:
             act()
@@ -334,92 +277,3 @@ def return_memory() -> None:
     """Hand freed memory back to the system, where the C library is glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-@dataclass(frozen=True, slots=True)
-class TileIn:
-    """The body of a tile frame; `mine` as in `WeightLoader.tile`."""
-
-    body: bytes | memoryview
-    mine: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AskAgain:
-    """The connection or the planner is back."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-Input = Load | Unload | TileIn | AskAgain | _Stop
-
-
-class LoaderThread:
-    """Runs a `WeightLoader` in a thread of its own; `post` is safe from any thread."""
-
-    def __init__(self, loader: WeightLoader, counters: Counter[str], log: logging.Logger) -> None:
-        self._loader = loader
-        self._counters = counters
-        self._log = log
-        self._inputs: SimpleQueue[Input] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._queued_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="hepti-loader", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread and wait for it."""
-        self._inputs.put(_Stop())
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def post(self, item: Input) -> None:
-        """Hand over work; tiles beyond `QUEUED_BYTES` are dropped and counted, and asked for again later."""
-        if isinstance(item, TileIn):
-            with self._lock:
-                if self._queued_bytes + len(item.body) > QUEUED_BYTES:
-                    self._counters["tiles_overflowed"] += 1
-                    return
-                self._queued_bytes += len(item.body)
-        self._inputs.put(item)
-
-    def _run(self) -> None:
-        busy = False
-        while True:
-            deadline = self._loader.deadline()
-            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            try:
-                item = self._inputs.get(block=not busy, timeout=timeout)
-            except Empty:
-                item = None
-            if isinstance(item, _Stop):
-                return
-            try:
-                busy = self._turn(item)
-            except Exception as exc:
-                self._log.exception("the weight loader failed")
-                error = ModelError(f"the weight loader failed: {exc!r}; see the agent's log")
-                self._loader.abandon(error, time.monotonic())
-
-    def _turn(self, item: Load | Unload | TileIn | AskAgain | None) -> bool:
-        now = time.monotonic()
-        match item:
-            case Load():
-                self._loader.load(item, now)
-            case Unload():
-                self._loader.unload(item, now)
-            case TileIn(body, mine):
-                with self._lock:
-                    self._queued_bytes -= len(body)
-                self._loader.tile(body, mine, now)
-            case AskAgain():
-                self._loader.again(now)
-            case None:
-                self._loader.tick(now)
-        return self._loader.step(now)

@@ -16,7 +16,7 @@ from device_agent.events import (
     OwnStatus,
     PlannerStatus,
 )
-from device_agent.loader import TileIn
+from device_agent.loader_thread import TileIn
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER

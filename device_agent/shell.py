@@ -19,7 +19,7 @@ from device_agent.events import (
     PlannerStatus,
     Stop,
 )
-from device_agent.loader import AskAgain, LoaderThread
+from device_agent.loader_thread import AskAgain, LoaderThread
 from device_agent.meter import KERNEL, Meter
 from device_agent.network import PLANES, Network
 from device_agent.subscriptions import Subscriptions

@@ -13,11 +13,9 @@ from device_agent.loader import (
     MISMATCHES,
     PROGRESS_S,
     WINDOW,
-    AskAgain,
-    LoaderThread,
-    TileIn,
     WeightLoader,
 )
+from device_agent.loader_thread import AskAgain, LoaderThread, TileIn
 from device_agent.tiles import TileCache
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
@@ -346,7 +344,7 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
     def none_left(ref):
         raise MemoryError
 
-    monkeypatch.setattr("device_agent.loader.allocate", none_left)
+    monkeypatch.setattr("device_agent.load_job.allocate", none_left)
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL)
     (failed,) = device.of(LoadFailed)
@@ -440,7 +438,7 @@ def test_the_thread_survives_a_mistake(tmp_path, monkeypatch):
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("device_agent.loader.QUEUED_BYTES", 1000)
+    monkeypatch.setattr("device_agent.loader_thread.QUEUED_BYTES", 1000)
     counters = Counter()
     cache = TileCache(tmp_path, 0, counters)
     thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h: None, counters), counters, LOG)

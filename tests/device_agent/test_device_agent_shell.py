@@ -12,7 +12,7 @@ from device_agent_support import ListTransport
 from device_agent import meter as metering
 from device_agent.complaints import Complaints
 from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus, Stop
-from device_agent.loader import AskAgain
+from device_agent.loader_thread import AskAgain
 from device_agent.meter import Meter
 from device_agent.network import Network
 from device_agent.probe import Prober
