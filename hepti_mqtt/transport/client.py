@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
 from hepti_mqtt.transport.base import (
@@ -25,13 +25,11 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.link import Link, LinkLost, VersionRefused
+from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Filters, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
-from hepti_mqtt.wire.limits import packet_limit_error
 from hepti_mqtt.wire.topics import publish_bytes
 
-MAX_QUEUED_BYTES: Final = 64 * 2**20
-MAX_QUEUED: Final = 10_000
 BACKOFF_S: Final = (0.1, 5.0)
 RECONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
@@ -41,34 +39,15 @@ BATCH: Final = 64  # queued messages handed over before the socket is read again
 _log = logging.getLogger(__name__)
 
 
-class _Publish(NamedTuple):
-    topic: str
-    payload: bytes
-    qos: int
-    retain: bool
-    packet_bytes: int
-
-
-_Filters = tuple[tuple[str, int], ...]
-
-
-class _Subscribe(NamedTuple):
-    token: int
-
-
-class _Unsubscribe(NamedTuple):
-    filters: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class _Session:
     """What belongs to one connection; only the network thread touches it."""
 
-    inflight: dict[int, _Publish] = field(default_factory=dict)  # by packet id, QoS 1, sent
-    waiting: deque[_Publish] = field(default_factory=deque)  # QoS 1, until the broker's window opens
-    subscribing: dict[int, tuple[int, _Filters]] = field(default_factory=dict)  # by packet id
+    inflight: dict[int, Message] = field(default_factory=dict)  # by packet id, QoS 1, sent
+    waiting: deque[Message] = field(default_factory=deque)  # QoS 1, until the broker's window opens
+    subscribing: dict[int, tuple[int, Filters]] = field(default_factory=dict)  # by packet id
     awaited: set[int] = field(default_factory=set)  # tokens whose SUBACK comes before Connected
-    writing: _Publish | None = None
+    writing: Message | None = None
     announced: bool = False
 
 
@@ -100,17 +79,8 @@ class PahoTransport:
         self.url, self.client_id, self.name = url, client_id, name
         self._hear, self._tell = on_message, on_state
         self._protocols: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)
-        self._will, self._clean, self._max_queued_bytes = will, clean, max_queued_bytes
-        self._lock = threading.Lock()  # guards what follows, up to the blank line
-        self._queue: deque[_Publish | _Subscribe | _Unsubscribe] = deque()
-        self._queued_bytes = 0
-        self._filters: dict[int, _Filters] = {}
-        self._token = 0
-        self._up = False
-        self._largest_bytes: int | None = None  # as the broker said at the last connection
-        self._stop_at: float | None = None
-        self._counts = Counts()
-
+        self._will, self._clean = will, clean
+        self._outbox = Outbox(name, url.place, max_queued_bytes)
         self._wake = Wake()
         self._thread: threading.Thread | None = None
         self._session = _Session()
@@ -123,7 +93,7 @@ class PahoTransport:
         Raises NetworkError (nobody answers at host:port), RefusedError (user, password, client id), ConfigError (CA
         file); then nothing runs, and connect may be called again. Raises ValueError if already connected or closed.
         """
-        if self._thread is not None or self._stop_at is not None:
+        if self._thread is not None or self._stopping():
             raise ValueError("connect a transport once; make a new one after close")
         first: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(first, timeout_s), name=self.name, daemon=True)
@@ -147,31 +117,7 @@ class PahoTransport:
         TypeError for a payload that is not bytes; ValueError for a topic with a wildcard or a payload that no packet
         can carry.
         """
-        if not isinstance(payload, (bytes, bytearray)):
-            raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
-        if not topic or set(topic) & {"+", "#", "\0"} or qos not in (0, 1, 2):
-            raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
-        packet_bytes = publish_bytes(topic, len(payload), qos)
-        with self._lock:
-            if self._stop_at is not None:
-                raise NetworkError(f"the connection {self.name} is closed; nothing can be published on it")
-            if self._largest_bytes is not None and packet_bytes > self._largest_bytes:
-                raise packet_limit_error(
-                    self._largest_bytes, packet_bytes, "this message", f"the broker at {self.url.place}"
-                )
-            full = len(self._queue) >= MAX_QUEUED or (
-                self._queued_bytes > 0 and self._queued_bytes + packet_bytes > self._max_queued_bytes
-            )
-            if qos == 0 and (full or not self._up):
-                self._counts.lost += 1
-                return
-            if full:
-                raise NetworkError(
-                    f"{self._queued_bytes} bytes wait for the broker at {self.url.place}, which is too slow or away; "
-                    "send less, or try again later"
-                )
-            self._queue.append(_Publish(topic, payload, qos, retain, packet_bytes))
-            self._queued_bytes += packet_bytes
+        self._outbox.publish(topic, payload, qos, retain)
         self._wake.set()
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
@@ -179,53 +125,31 @@ class PahoTransport:
 
         Raises ValueError without filters or for one that MQTT does not allow.
         """
-        if not filters:
-            raise ValueError("name at least one filter")
-        for name, qos in filters:
-            levels = name.split("/")
-            wild = any(len(level) > 1 and set(level) & {"+", "#"} for level in levels) or "#" in levels[:-1]
-            if not name or wild or "\0" in name or qos not in (0, 1, 2):
-                raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
-        with self._lock:
-            self._token += 1
-            token = self._token
-            self._filters[token] = tuple(filters)
-            if self._up:  # otherwise it goes out with the others, once there is a connection
-                self._queue.append(_Subscribe(token))
+        token = self._outbox.subscribe(filters)
         self._wake.set()
         return token
 
     def unsubscribe(self, filters: Sequence[str]) -> None:
         """Leave filters and forget them."""
-        gone = set(filters)
-        with self._lock:
-            kept = {token: tuple(f for f in own if f[0] not in gone) for token, own in self._filters.items()}
-            self._filters = {token: own for token, own in kept.items() if own}
-            if self._up and gone:
-                self._queue.append(_Unsubscribe(tuple(sorted(gone))))
+        self._outbox.unsubscribe(filters)
         self._wake.set()
 
     def counts(self) -> Counts:
         """Return a snapshot of the counters."""
-        with self._lock:
-            return replace(self._counts)
+        return self._outbox.counts()
 
     @property
     def connected(self) -> bool:
         """Return whether the connection stands at this moment."""
-        return self._up
+        return self._outbox.up
 
     def close(self, last: Will | None = None, timeout_s: float = 2.0) -> None:
         """Send what is queued and `last` (if connected, for at most `timeout_s`), then disconnect cleanly.
 
         Blocks until the thread has ended, except when called on it. A second call does nothing.
         """
-        with self._lock:
-            if self._stop_at is not None:
-                return
-            self._stop_at = time.monotonic() + timeout_s
-            if last is not None:
-                self._queue.append(_Publish(*last, publish_bytes(last.topic, len(last.payload), last.qos)))
+        if not self._outbox.close(last, time.monotonic() + timeout_s):
+            return
         self._wake.set()
         thread = self._thread
         if thread is None:
@@ -260,12 +184,9 @@ class PahoTransport:
                         _log.info("%s: not connected again yet: %s", self.name, error)
                 if self._stopping():
                     return
-                with self._lock:
-                    self._counts.reconnections += 1
+                self._outbox.reconnected()
         finally:
-            with self._lock:
-                self._counts.lost += sum(isinstance(op, _Publish) for op in self._queue)
-                self._queue.clear()
+            self._outbox.clear()
             self._wake.close()
 
     def _pause(self, delay_s: float) -> None:
@@ -274,7 +195,7 @@ class PahoTransport:
             self._wake.wait(left)
 
     def _stopping(self) -> bool:
-        return self._stop_at is not None
+        return self._outbox.stop_at is not None
 
     def _open(self, timeout_s: float) -> Link:
         """Return an open link, of the first version of MQTT that the broker accepts."""
@@ -307,11 +228,11 @@ class PahoTransport:
         try:
             self._begin(link)
             while not self._stopping():
-                more = bool(self._queue) and not link.busy
+                more = not self._outbox.empty() and not link.busy
                 link.turn(0.0 if more else TURN_S)
                 self._feed(link)
             self._drain(link)
-            link.disconnect(max((self._stop_at or 0.0) - time.monotonic(), 0.2))
+            link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
             reason = str(error)
         except Exception as error:
@@ -322,9 +243,7 @@ class PahoTransport:
             self._emit(Disconnected(reason))
 
     def _begin(self, link: Link) -> None:
-        with self._lock:
-            self._up, self._largest_bytes = True, link.largest_packet_bytes
-            everything = dict(self._filters)
+        everything = self._outbox.connected(link.largest_packet_bytes)
         self._session = session = _Session(awaited=set(everything))
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
@@ -338,21 +257,15 @@ class PahoTransport:
     def _end(self, link: Link) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         session = self._session
-        with self._lock:
-            self._up = False
-            lost = [op for op in self._queue if isinstance(op, _Publish) and op.qos == 0]
-            kept = [op for op in self._queue if isinstance(op, _Publish) and op.qos > 0]
-            self._queue = deque([*session.inflight.values(), *session.waiting, *kept])
-            self._queued_bytes -= sum(op.packet_bytes for op in lost)
-            unfinished = session.writing is not None and link.busy
-            self._counts.lost += len(lost) + unfinished
+        unfinished = session.writing is not None and link.busy
+        self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
     def _drain(self, link: Link) -> None:
-        while time.monotonic() < (self._stop_at or 0.0):
+        while time.monotonic() < (self._outbox.stop_at or 0.0):
             self._feed(link)
-            if not self._queue and not self._session.inflight and not self._session.waiting and not link.busy:
+            if self._outbox.empty() and not self._session.inflight and not self._session.waiting and not link.busy:
                 return
-            link.turn(0.0 if self._queue and not link.busy else 0.1)
+            link.turn(0.0 if not self._outbox.empty() and not link.busy else 0.1)
 
     def _feed(self, link: Link) -> None:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
@@ -365,53 +278,44 @@ class PahoTransport:
             if session.waiting and len(session.inflight) < link.window:
                 self._send(link, session.waiting.popleft())
                 continue
-            with self._lock:
-                if not self._queue:
-                    return
-                op = self._queue.popleft()
-                filters = self._filters.get(op.token, ()) if isinstance(op, _Subscribe) else ()
-            if isinstance(op, _Publish) and op.qos > 0 and len(session.inflight) >= link.window:
+            op = self._outbox.take()
+            if op is None:
+                return
+            if isinstance(op, Message) and op.qos > 0 and len(session.inflight) >= link.window:
                 session.waiting.append(op)
-            elif isinstance(op, _Publish):
+            elif isinstance(op, Message):
                 self._send(link, op)
-            elif isinstance(op, _Unsubscribe):
+            elif isinstance(op, Unsubscription):
                 link.unsubscribe(op.filters)
-            elif filters:
-                session.subscribing[link.subscribe(filters)] = (op.token, filters)
+            elif op.filters:
+                session.subscribing[link.subscribe(op.filters)] = (op.token, op.filters)
 
-    def _send(self, link: Link, op: _Publish) -> None:
+    def _send(self, link: Link, op: Message) -> None:
         mid = link.publish(op.topic, op.payload, op.qos, op.retain)
-        with self._lock:
-            self._counts.published += 1
-            self._counts.published_bytes += op.packet_bytes
-            if op.qos == 0:
-                self._session.writing = op
-                self._queued_bytes -= op.packet_bytes
-            else:
-                self._session.inflight[mid] = op
+        self._outbox.sent(op)
+        if op.qos == 0:
+            self._session.writing = op
+        else:
+            self._session.inflight[mid] = op
         link.flush()
 
     # -- what arrives; called by the link on the network thread ------------------------------------------------------
 
     def on_message(self, topic: str, payload: bytes, qos: int) -> None:
         """Count a message and hand it over."""
-        with self._lock:
-            self._counts.received += 1
-            self._counts.received_bytes += publish_bytes(topic, len(payload), qos)
+        self._outbox.received(publish_bytes(topic, len(payload), qos))
         self._call(lambda: self._hear(topic, payload))
 
     def on_bad_topic(self) -> None:
         """Count a message whose topic is not UTF-8."""
-        with self._lock:
-            self._counts.bad += 1
+        self._outbox.bad()
 
     def on_acknowledged(self, mid: int, refusal: str | None) -> None:
         """Forget a QoS 1 message that the broker has taken or refused."""
         op = self._session.inflight.pop(mid, None)
         if op is None:
             return
-        with self._lock:
-            self._queued_bytes -= op.packet_bytes
+        self._outbox.acknowledged(op)
         if refusal is not None:
             self._emit(Refused(None, (op.topic,), refusal))
 
@@ -436,5 +340,4 @@ class PahoTransport:
         except Exception:
             # The connection must outlive a mistake in what it carries.
             _log.exception("%s: a callback failed", self.name)
-            with self._lock:
-                self._counts.bad += 1
+            self._outbox.bad()
