@@ -9,15 +9,17 @@ import json
 import platform
 import statistics
 import time
+from collections import Counter
 
 import numpy as np
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder
-from hepti_mqtt.runtime import worker
+from hepti_mqtt.runtime import runs
 from hepti_mqtt.runtime.executor import Executor, bind
 from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.topics import Topics
 
 OPS, RUNS = 400, 60
 INPUT, OUTPUT, VALUE = 0, 1, 2  # nodes; a value of each exchange has one of its own, from VALUE on
@@ -70,7 +72,7 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         sender.layer = receiver.layer = layer
         sender.send(value, ("b",), VALUE + layer)
         receiver.recv((rows, columns), "a", VALUE + layer)
-    session = worker.WorkerSession("a", "home", 1 << 30, Workers(1))
+    session = runs.Runs("a", Topics("home"), Workers(1), Counter())
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times = []
     out, into = bind(sender.build(), {}, Workers(1)), bind(receiver.build(), {}, Workers(1))
@@ -79,18 +81,17 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, "planner"), x)
-        session._requests[run] = worker._Request(("m", Epoch(1, 1)), 0.0, frames.Session())
+        sending = runs._Run(("m", Epoch(1, 1)), 0.0, frames.Session())
         started = time.perf_counter()
         while (step := here.next()) is not None:
             outgoing = step.run()
             if outgoing is not None:
-                for publish in session._send(session._requests[run], outgoing):
+                for publish in session.send(sending, outgoing):
                     frame = frames.decode(publish.payload)
                     array = frame.array()
                     assert there.deliver(run, (frame.node, frame.part, frame.source), array) == "filled"
         times.append((time.perf_counter() - started) / exchanges)
         assert np.array_equal(array, x)
-        del session._requests[run]
     return statistics.median(times) * 1e6
 
 

@@ -203,7 +203,7 @@ def test_a_deadline_that_passes_ends_the_request_and_frees_the_devices():
     swarm.submit("r", shape, inputs, deadline_s=swarm.now + 1)
     swarm.run(5)
     assert isinstance(swarm.errors["r"][0], DeadlineError)
-    assert all(not h.session._executor.admissions for h in swarm.hosts.values())
+    assert all(not h.session.runs.admissions for h in swarm.hosts.values())
 
 
 def test_the_same_request_twice_is_computed_once():
@@ -253,5 +253,5 @@ def test_early_frames_are_bounded_and_forgotten():
         frame = frames.Frame("tensor", MODEL, epoch, admission, 0, 1, "d1", 0, "f32", (1 << 20,), 0, (), body)
         host.handle(worker.FrameIn(frame), swarm.now)
         host.check()
-    assert 0 < host._early.nbytes <= EARLY_BYTES
+    assert 0 < host.runs.early_bytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0

@@ -1,0 +1,259 @@
+"""The runs on one device: the requests that are under way here, their sessions, and what they send."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from hepti_mqtt.ids import PLANNER, Epoch
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
+from hepti_mqtt.runtime.commands import Command, Publish
+from hepti_mqtt.runtime.early import EarlyFrames
+from hepti_mqtt.runtime.epochs import Epochs, Key
+from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step, bind
+from hepti_mqtt.runtime.resident import Resident
+from hepti_mqtt.runtime.sessions import SessionLostError, Sessions
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.strategies import program
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.frames import Frame, FrameKind, Session, decode_session, decode_work, encode, frame_bytes
+from hepti_mqtt.wire.topics import Topics, publish_bytes
+
+MODEL_PROGRAMS: Final = 16  # shapes whose bound Programs are kept per epoch
+REMEMBERED: Final = 1024  # admission numbers that are over, per model
+
+_DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
+
+
+@dataclass(slots=True)
+class _Run:
+    """A request that is under way here.
+
+    compute_s: of its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
+    """
+
+    key: Key
+    started_s: float
+    session: Session
+    compute_s: float = 0.0
+    sent_bytes: int = 0
+    outputs: int = 0
+
+
+class Runs:
+    """All runs of a device. counters: frames dropped, by reason."""
+
+    def __init__(self, device: str, topics: Topics, workers: Workers, counters: Counter[str]) -> None:
+        self._device, self._topics, self._workers, self._counters = device, topics, workers, counters
+        self._executor = Executor()
+        self._runs: dict[int, _Run] = {}
+        self._early = EarlyFrames()
+        self._sessions = Sessions(counters)
+        self._over: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def open_sessions(self) -> int:
+        """Return how many sessions have arrays here."""
+        return len(self._sessions)
+
+    @property
+    def admissions(self) -> tuple[int, ...]:
+        """Return the admission numbers of the runs."""
+        return tuple(self._runs)
+
+    @property
+    def early_bytes(self) -> int:
+        """Return the bytes of frames that wait for their requests."""
+        return self._early.nbytes
+
+    def over(self, admission: int) -> bool:
+        """Return whether a request has ended here."""
+        return admission in self._over
+
+    def restart(self) -> None:
+        """Forget the numbers of requests: a new planner counts its own from the beginning."""
+        self._over.clear()
+        self._early.clear()
+
+    def forget(self, key: Key) -> None:
+        """Give up the runs and sessions of an epoch."""
+        self._sessions.forget(*key)
+        for admission in [a for a, r in self._runs.items() if r.key == key]:
+            self.end(admission)
+
+    def cancel(self, admission: int) -> None:
+        """Give up a request of which somebody else may have lost something."""
+        if (request := self._runs.get(admission)) is not None:  # what was cached may be incomplete
+            self._sessions.end((*request.key, request.session.number))
+        self.end(admission)
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def work(self, resident: Resident, frame: Frame, now: float) -> list[Command]:
+        """Begin a request; raises WireError for a frame that is none."""
+        if frame.admission in self._executor:
+            self._counters["duplicate"] += 1
+            return []
+        shape, inputs = decode_work(frame)
+        session = decode_session(frame)
+        bound = self._bound(resident, shape)
+        try:
+            states = self._states(resident, bound, session, inputs, shape)
+        except SessionLostError as error:
+            self.end(frame.admission)
+            text = f"{self._device}: {error}"
+            return [self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, "session", text))]
+        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session)
+        self._executor.admit(frame.admission, bound, states)
+        for key in bound.template.inputs:
+            self._executor.deliver(frame.admission, key, inputs)
+        out: list[Command] = []
+        for early in self._early.take(frame.admission):
+            out += self._deliver(early)
+        return out + self._finish(frame.admission, now)
+
+    def _states(
+        self, resident: Resident, bound: Bound, session: Session, inputs: Array, shape: RequestShape
+    ) -> Mapping[str, Array]:
+        """Return the arrays that a run's session keeps here."""
+        if not shape.cache:
+            return {}
+        at, plan = int(inputs[0]), resident.plan
+        key = (plan.model, plan.epoch, session.number)
+        busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
+        return self._sessions.arrays(key, bound.template.program, at, at + shape.tokens, resident.sessions, busy)
+
+    def tensor(self, frame: Frame, now: float) -> list[Command]:
+        """Take what a peer has sent, or keep it until its request is here."""
+        if frame.admission in self._executor:
+            return self._deliver(frame)
+        if dropped := self._early.keep(frame, now):
+            self._counters["early_dropped"] += dropped
+        return []
+
+    def _deliver(self, frame: Frame) -> list[Command]:
+        try:
+            outcome = self._executor.deliver(frame.admission, (frame.node, frame.part, frame.source), frame.array())
+        except ValueError as exc:
+            self._counters["bad_shape"] += 1
+            return self._request_failed(frame.admission, "wire", f"{self._device}: frame of {frame.source}: {exc}")
+        if outcome != "filled":
+            self._counters[outcome] += 1
+        return []
+
+    def _bound(self, resident: Resident, shape: RequestShape) -> Bound:
+        bound = resident.bound.get(shape)
+        if bound is None:
+            assert resident.weights is not None
+            bound = bind(program(resident.spec, resident.plan, shape, self._device), resident.weights, self._workers)
+            resident.bound[shape] = bound
+            while len(resident.bound) > MODEL_PROGRAMS:
+                resident.bound.popitem(last=False)
+        resident.bound.move_to_end(shape)
+        return bound
+
+    # -- ops ------------------------------------------------------------------------------------------------------
+
+    def next(self) -> Step | None:
+        """Return the next op to run; the shell runs it and calls `done` or `broke`."""
+        return self._executor.next()
+
+    def done(self, step: Step, outgoing: Outgoing | None, seconds: float, now: float) -> list[Command]:
+        """Take the result of a step that took `seconds`; return what must be published."""
+        request = self._runs.get(step.admission)
+        if request is None:
+            return []
+        out: list[Command] = []
+        if outgoing is None:
+            request.compute_s += seconds
+        else:
+            out += self.send(request, outgoing)
+        return out + self._finish(step.admission, now)
+
+    def broke(self, step: Step, error: Exception) -> list[Command]:
+        """Give up a request whose op raised; the planner hears why."""
+        text = f"{self._device}: {step.kernel or 'send'} failed: {error}"
+        return self._request_failed(step.admission, "device", text)
+
+    def send(self, request: _Run, outgoing: Outgoing) -> list[Publish]:
+        """Return the publishes of what an op of a run sends."""
+        op, (model, epoch) = outgoing.op, request.key
+        output = op.to == (PLANNER,)
+        frame = self._frame_of("output" if output else "tensor", model, epoch, outgoing.admission, outgoing.array)
+        payload = encode(replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row))
+        request.outputs += output
+        out: list[Publish] = []
+        for to in addresses(op):
+            if output:
+                out.append(Publish(self._topics.up(self._device), payload, 1))
+            else:
+                out.append(Publish(self._topics.activation(model, op.layer, self._device, to), payload, 0, "data"))
+            request.sent_bytes += publish_bytes(out[-1].topic, len(payload), out[-1].qos)
+        return out
+
+    def _frame_of(
+        self,
+        kind: FrameKind,
+        model: str,
+        epoch: Epoch,
+        admission: int,
+        array: Array,
+        numbers: tuple[int, ...] = (),
+    ) -> Frame:
+        return Frame(
+            kind=kind,
+            model=model,
+            epoch=epoch,
+            admission=admission,
+            source=self._device,
+            dtype=_DTYPE[array.dtype.str],
+            shape=array.shape,
+            numbers=numbers,
+            body=array.data.cast("B") if array.size else b"",
+        )
+
+    def _finish(self, admission: int, now: float) -> list[Command]:
+        if not self._executor.finished(admission):
+            return []
+        request = self._runs[admission]
+        model, epoch = request.key
+        wait = max(now - request.started_s - request.compute_s, 0.0)
+        topic = self._topics.up(self._device)
+        sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
+        numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs)
+        self.end(admission)
+        if request.session.final:
+            self._sessions.end((model, epoch, request.session.number))
+        done = self._frame_of("done", model, epoch, admission, np.empty(0, np.uint8), numbers)
+        return [Publish(topic, encode(done), 1)]
+
+    def _request_failed(self, admission: int, code: str, text: str) -> list[Command]:
+        request = self._runs.get(admission)
+        if request is None:
+            return []
+        self.end(admission)
+        return [self._up(messages.RequestFailed(*request.key, admission, code, text))]
+
+    def end(self, admission: int) -> None:
+        """Forget a request; what still comes of it is late."""
+        self._executor.drop(admission)
+        self._runs.pop(admission, None)
+        self._early.take(admission)
+        self._over[admission] = None
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+
+    def _up(self, message: messages.Message) -> Publish:
+        return Publish(self._topics.up(self._device), messages.encode(message), 1)
+
+    def check(self, epochs: Epochs) -> None:
+        """Raise AssertionError if an invariant is broken; epochs: those that are here."""
+        assert set(self._runs) == set(self._executor.admissions)
+        self._early.check()
+        assert not set(self._over) & set(self._runs)
+        assert all(r.key in epochs for r in self._runs.values())
