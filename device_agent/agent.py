@@ -14,6 +14,7 @@ from typing import Final
 
 import psutil
 
+from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.config import AgentConfig
 from device_agent.events import AgentEvent, LinkUp, Stop
@@ -142,6 +143,7 @@ class _Agent:
             self._transport,
         )
         self._workers = Workers(config.threads)
+        self._builder = BuilderThread(config.device_id, self._workers, self.inbox.post)
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
         self._largest: int | None = None
@@ -155,7 +157,7 @@ class _Agent:
         budget = memory_budget(self._config.memory_bytes, int(psutil.virtual_memory().available))
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
         self._wait_for_broker(waiting, stop)
-        session = WorkerSession(self._config.device_id, self._config.site, budget, self._workers)
+        session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
         caps = self._caps(curves, budget, rss_idle)
         shell = Shell(
@@ -164,6 +166,7 @@ class _Agent:
             self.inbox,
             self._network,
             self._loader,
+            self._builder,
             meter,
             self._complaints,
             lambda link: self._announce(caps, link),
@@ -183,6 +186,7 @@ class _Agent:
             self._complaints,
         )
         self._loader.start()
+        self._builder.start()
         signals.deliver_to(self.inbox)
         shell.run()
 
@@ -193,6 +197,7 @@ class _Agent:
         farewell = self._shell is not None and self._shell.farewell
         self._network.close(self._will() if farewell else None)
         self._loader.close()
+        self._builder.close()
         self._workers.close()
 
     # -- parts ---------------------------------------------------------------------------------------------------

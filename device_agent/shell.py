@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.events import (
     Acknowledged,
@@ -25,7 +26,7 @@ from device_agent.network import PLANES, Network
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.commands import Command, Complain, Load, Plane, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.commands import Build, Command, Complain, Load, Plane, Publish, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
 from hepti_mqtt.runtime.executor import Step
 from hepti_mqtt.runtime.worker import WorkerSession
@@ -51,6 +52,7 @@ class Shell:
         inbox: Inbox[AgentEvent],
         network: Network,
         loader: LoaderThread,
+        builder: BuilderThread,
         meter: Meter,
         complaints: Complaints,
         announce: Callable[[LinkUp], int | None],
@@ -85,6 +87,7 @@ class Shell:
             Subscribe: self._subscribe,
             Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.models),
             Load: loader.post,
+            Build: builder.post,
             Unload: self._unload,
             Complain: lambda c: complaints.add(c.kind, c.text),
         }

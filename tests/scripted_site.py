@@ -17,7 +17,7 @@ from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.flight import Chunk, Job, Pins, RequestKey
 from hepti_mqtt.spec import RequestShape, TaskHead
-from hepti_mqtt.strategies import STRATEGIES, make_plan
+from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame, decode, decode_work
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
@@ -68,7 +68,7 @@ def everyone(question: Question) -> Decision:
     options = question.options or STRATEGIES[strategy].options[0]
     plan = make_plan(question.spec, template, strategy, options, (1.0,) * len(devices))
     candidate = Candidate(plan, replace(price(question, plan), seconds=0.0), (1.0,) * len(devices))
-    return Decision(candidate, (candidate,), "", question.cluster)
+    return Decision(candidate, (candidate,), "", question.cluster, programs_digest(question.spec, plan))
 
 
 class Site:
@@ -164,7 +164,8 @@ class Site:
         for device, message in self.prepares().items():
             if device in devices or not devices:
                 plan = Plan.from_dict(message.plan)
-                self.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000)))
+                digest = programs_digest(SPEC, plan)
+                self.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
 
     def settle(self) -> Plan:
         """Let the search and the preparation after joins go through; return the active plan."""

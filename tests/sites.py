@@ -16,7 +16,7 @@ from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.spec import RequestShape, Spec, TaskHead
-from hepti_mqtt.strategies import STRATEGIES, make_plan
+from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
 
 MODEL = "m"
 TOLERANCE = 5e-5  # max |difference| of hidden states and outputs in f32; the values are of the order of 1 to 10
@@ -105,7 +105,9 @@ def always(fixed: Plan) -> Callable[[Question], Decision]:
     def decider(question: Question) -> Decision:
         chosen = replace(fixed, epoch=question.epoch)
         candidate = Candidate(chosen, price(question, chosen, full=True), ())
-        return Decision(candidate, (candidate,), "pinned by the test", question.cluster)
+        return Decision(
+            candidate, (candidate,), "pinned by the test", question.cluster, programs_digest(question.spec, chosen)
+        )
 
     return decider
 

@@ -22,7 +22,7 @@ from hepti_mqtt.models import packed
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
-from hepti_mqtt.runtime import commands, coordination, coordinator, worker
+from hepti_mqtt.runtime import building, commands, coordination, coordinator, worker
 from hepti_mqtt.runtime.flight import Chunk, Generation, Job, RequestKey, RunStats
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.spec import RequestShape
@@ -185,7 +185,7 @@ class Swarm:
     def join(self, name: str, flops_per_s: float, memory: int) -> None:
         """Start (or restart) a device."""
         boot = self.hosts[name].boot + 1 if name in self.hosts else 1
-        session = worker.WorkerSession(name, SITE, memory, self.workers)
+        session = worker.WorkerSession(name, SITE, memory)
         self.hosts[name] = Host(session, flops_per_s, memory, boot)
         caps = messages.Caps(
             device=name,
@@ -235,6 +235,8 @@ class Swarm:
                 host.filters -= set(command.filters)
             elif isinstance(command, commands.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
+            elif isinstance(command, commands.Build):
+                self.after(self.rng.random() * 0.02, lambda c=command: self._built(name, host, c))
 
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
@@ -249,6 +251,12 @@ class Swarm:
         if host.alive:
             event = worker.Loaded(command.model, command.epoch, pack(self.tensors, command.refs))
             self._host_commands(name, host, host.session.handle(event, self.now))
+
+    def _built(self, name: str, host: Host, command: commands.Build) -> None:
+        if host.alive:
+            out = host.session.handle(building.build(command, name, self.workers), self.now)
+            self._host_commands(name, host, out)
+            self._work(name, host)
 
     def _host_publish(self, name: str, publish: commands.Publish) -> None:
         self._count(publish)

@@ -58,6 +58,7 @@ def devices(args: argparse.Namespace) -> int:
                 _scaled(hb.get("bandwidth_bytes_per_s"), 8e-6, 0),
                 _scaled(hb.get("cpu_other"), 100, 0),
                 _scaled(hb.get("slowdown"), 1, 2),
+                str(hb["counters"].get("programs_built_late", 0)) if "counters" in hb else "-",
             )
         )
     columns = (
@@ -71,6 +72,7 @@ def devices(args: argparse.Namespace) -> int:
         "Mbit/s",
         "other CPU %",
         "slowdown",
+        "built late",
     )
     output.print_table(f"site {args.site}", columns, rows)
     return 0

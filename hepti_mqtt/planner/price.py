@@ -20,6 +20,7 @@ from hepti_mqtt.simulate import (
     largest_packet_bytes,
     loading_total,
     most_live_bytes,
+    programs_bytes,
     simulate,
     under_load,
     weight_total,
@@ -84,13 +85,14 @@ class Price:
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:
-    """Return the resident bytes of a device under a plan: weights, live slots and sessions of the requests in flight.
+    """Return the resident bytes of a device under a plan: weights, Programs, slots and sessions of requests in flight.
 
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
     """
     refs = resident_weights(question.spec, plan, device)
     live = most_live_bytes(question.spec, plan, device, question.in_flight)
-    return weight_total(refs) + max(live, loading_total(refs))
+    kept = weight_total(refs) + programs_bytes(question.spec, plan, device)
+    return kept + max(live, loading_total(refs))
 
 
 def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:

@@ -15,7 +15,7 @@ from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.price import Price, Question, memory, plan_packet, price, tile_packet
-from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan
+from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
 EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
@@ -45,12 +45,14 @@ class Decision:
     """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
 
     `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
+    `digest`: `strategies.programs_digest` of the plan.
     """
 
     chosen: Candidate
     ranking: tuple[Candidate, ...]
     reason: str
     cluster: Cluster
+    digest: bytes
 
     @property
     def single(self) -> Candidate | None:
@@ -77,7 +79,9 @@ def decide(question: Question) -> Decision:
     chosen = top[0]
     reason = _reason(top, chosen)
     plan = replace(chosen.plan, reason=reason)
-    return Decision(replace(chosen, plan=plan), tuple(top), reason, question.cluster)
+    return Decision(
+        replace(chosen, plan=plan), tuple(top), reason, question.cluster, programs_digest(question.spec, plan)
+    )
 
 
 def _check_pins(question: Question) -> None:

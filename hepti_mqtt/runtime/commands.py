@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import Weight
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import RequestShape, Spec
 
 Plane = Literal["control", "data"]
 
@@ -74,4 +78,18 @@ class Complain:
     text: str
 
 
-Command = Publish | Subscribe | Unsubscribe | Load | Unload | Complain
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build a device's Program for a request shape beside the session's thread; the shell reports `Built`.
+
+    number: of the order, which `Built` carries. weights: of the epoch, to which the kernels are bound.
+    """
+
+    number: int
+    spec: Spec
+    plan: Plan
+    shape: RequestShape
+    weights: Mapping[WeightRef, Weight]
+
+
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | Build | Complain

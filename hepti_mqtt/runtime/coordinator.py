@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from hepti_mqtt import __version__
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
@@ -238,6 +239,8 @@ class CoordinatorSession:
             return []
         if event.decision is None:
             error = event.error or PlanError("no plan")
+            if refused := self.membership.refused():
+                error = PlanError("; ".join([str(error), *refused]))
             plans.ended(search, "no plan", now, str(error))
             return self._rollout.no_plan(model, search.pins, error, now)
         chosen = event.decision.chosen.plan
@@ -279,7 +282,13 @@ class CoordinatorSession:
             self.counters["foreign_message"] += 1
             return []
         model = self._models.get(message.model)
-        return [] if model is None else self._rollout.heard(model, device, message, now)
+        if model is None:
+            return []
+        record = model.plans.preparing
+        if isinstance(message, messages.Ready) and record is not None and not record.derived_by(message):
+            why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
+            return [Note("refused", why), *self._lost(device, "is of another version", now)]
+        return self._rollout.heard(model, device, message, now)
 
     def _pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: search, prepare, release, dispatch."""

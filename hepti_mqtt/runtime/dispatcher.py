@@ -139,6 +139,7 @@ class Dispatcher:
                 self._session = self._session % MAX_SESSION + 1
                 job.generation.begin(plan.epoch, self._session)
             part, session = job.generation.next()
+        model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))

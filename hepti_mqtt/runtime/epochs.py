@@ -2,7 +2,8 @@
 
     asked -> loading or subscribing -> ready -> active -> released
 
-An epoch is `loading` when only its weights are missing, `subscribing` when only acknowledgements of its filters are.
+An epoch is `loading` when only its weights are missing or the Programs that are built with them before the first
+request, `subscribing` when only acknowledgements of its filters are.
 
 While the control connection is away the planner may hear our will and release our epochs, which we then never hear; or
 it may hear nothing (a broker that was killed, a switch that was turned off and on) and go on with them. So an epoch
@@ -122,6 +123,10 @@ class Epochs:
         """Return what all epochs need side by side, and these with them."""
         return resident_bytes([*self._residents.values(), *more])
 
+    def residents(self) -> list[Resident]:
+        """Return the epochs that are here, in the order in which they came."""
+        return list(self._residents.values())
+
     def filters(self) -> set[str]:
         """Return the filters that some epoch needs."""
         return {f for r in self._residents.values() for f in r.filters}
@@ -134,7 +139,7 @@ class Epochs:
         """Raise AssertionError if an invariant is broken."""
         assert not self._released
         for resident in self._residents.values():
-            here = (resident.weights is not None, resident.subscribed)
+            here = (resident.loaded, resident.subscribed)
             assert resident.state == "doubted" or here == _HERE[resident.state]
 
 

@@ -9,6 +9,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.program import WeightRef
+from hepti_mqtt.runtime.executor import Bound
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 
@@ -64,6 +65,14 @@ class Subscribed:
 
 
 @dataclass(frozen=True, slots=True)
+class Built:
+    """The shell has built what the order of this number asked for, or could not."""
+
+    number: int
+    made: Bound | Exception
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerLost:
     """The planner restarted: its boot counter changed, so everything of the earlier boot is void."""
 
@@ -77,4 +86,4 @@ class Doubt:
     why: str
 
 
-WorkerEvent = MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | PlannerLost | Doubt
+WorkerEvent = MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | Built | PlannerLost | Doubt

@@ -114,6 +114,13 @@ class Job:
             return chunks
         return chunks + [RequestShape((1,), cache=self.generation.cache)] * (self.generation.most - 1)
 
+    def next_shapes(self, chunk: int) -> list[RequestShape]:
+        """Return the shapes of the runs that a waiting chunk leads to, should the plan change before the first."""
+        if self.generation is None:
+            return [self.chunks[chunk].shape]
+        rows, cache = len(self.generation.prompt) + len(self.generation.tokens), self.generation.cache
+        return [RequestShape((rows,), cache=cache), RequestShape((1,), cache=cache)]
+
     def output(self) -> Array:
         """Return the outputs of all chunks, one below the other; the tokens [n] i32 of a job that generates."""
         if self.generation is not None:

@@ -23,7 +23,8 @@ class Member:
     """One device as it has described itself; `seen_s` is when its last heartbeat came.
 
     calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
-    loads computes slowly and has a full link, which says nothing of how it will be.
+    loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
+    until it starts anew.
     """
 
     name: str
@@ -34,11 +35,12 @@ class Member:
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
+    refused: str = ""
 
     @property
     def usable(self) -> bool:
-        """Return whether plans may use the device: online, and described by caps of the same boot."""
-        return self.online and self.caps is not None and self.caps.boot == self.boot
+        """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
+        return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -101,6 +103,8 @@ class Membership:
         member = self._member(name)
         if caps.boot < member.boot:
             return None
+        if member.caps is not None and member.caps.boot != caps.boot:
+            member.refused = ""
         was, member.caps = member.usable, caps
         if was and not member.usable:
             member.online = False  # its status of the same boot follows
@@ -139,6 +143,17 @@ class Membership:
         for member in lost:
             member.online = False
         return [m.name for m in lost]
+
+    def refuse(self, name: str) -> str:
+        """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
+        member = self._member(name)
+        version = member.caps.version if member.caps is not None else "unknown"
+        member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
+        return member.refused
+
+    def refused(self) -> list[str]:
+        """Return why devices that are there are not used."""
+        return [m.refused for m in self.members.values() if m.refused and m.online]
 
     def usable(self) -> dict[str, Member]:
         """Return the devices that plans may use."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
 from hepti_mqtt.runtime.coordination import Served
 from hepti_mqtt.runtime.flight import Job, Pins, Run
 from hepti_mqtt.runtime.plans import Plans
+from hepti_mqtt.spec import RequestShape
+
+FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
+FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger ones would fill the Prepare
 
 
 @dataclass(slots=True)
@@ -32,6 +37,7 @@ class ModelState:
     spare: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
     asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+    late: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # shapes of late, the last one last
     shown: int = 0  # how much of the plans' story the published record has
 
     @property
@@ -48,6 +54,27 @@ class ModelState:
     def tokens(self) -> int:
         """Return the request length to plan for: the median of late ones, or the served default."""
         return sorted(self.recent)[len(self.recent) // 2] if self.recent else self.served.tokens
+
+    def dispatched(self, shape: RequestShape) -> None:
+        """Remember the shape of a run."""
+        self.late[shape] = None
+        self.late.move_to_end(shape)
+        if len(self.late) > FORESEEN:
+            self.late.popitem(last=False)
+
+    def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
+        """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
+
+        First those that wait already, then those of late, the last one first; then the one that plans are made for. If
+        requests wait and no plan serves them, no other shape holds them up.
+        """
+        waiting = dict.fromkeys(
+            s for job, chunk in self.queue if job.computes and not job.over for s in job.next_shapes(chunk)
+        )
+        shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
+        first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
+        urgent = bool(waiting) and self.plans.standing is None
+        return tuple(first), sum(s in waiting for s in first) if urgent else len(first)
 
     def follow_pins(self, now: float) -> None:
         """Search under the pins of the first request that waits, if it has others.

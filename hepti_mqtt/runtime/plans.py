@@ -17,6 +17,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.states import Machine, Story, Table
+from hepti_mqtt.wire.messages import Ready
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[
@@ -115,6 +116,11 @@ class PlanRecord:
     def heard_s(self) -> float:
         """Return when there was last an exchange with the devices."""
         return max(self.asked_s, self.progress_s)
+
+    def derived_by(self, ready: Ready) -> bool:
+        """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
+        asked = self.state == "preparing" and ready.txn == self.txn
+        return not asked or ready.digest == self.decision.digest
 
 
 class Plans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,9 +14,9 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.executor import Bound
-from hepti_mqtt.simulate import SESSIONS_BESIDE, loading_total, most_live_bytes, weight_total
+from hepti_mqtt.simulate import PROGRAMS, SESSIONS_BESIDE, loading_total, most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import peers, resident_weights
+from hepti_mqtt.strategies import peers, programs_digest, resident_weights
 from hepti_mqtt.wire.messages import Prepare
 from hepti_mqtt.wire.topics import Topics
 
@@ -25,11 +25,13 @@ EpochState = Literal["asked", "loading", "subscribing", "ready", "active", "doub
 
 @dataclass(slots=True)
 class Resident:
-    """A plan on a device, ready when `weights` are there and its filters are `subscribed`.
+    """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
 
     txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
-    of these are kept. loading_bytes: beside the weights while they are loaded. bound: Programs by request shape. state:
-    changed by `runtime.epochs` alone.
+    of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of the bound Programs
+    that are kept. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are to be built, `urgent` whatever
+    runs meanwhile. loaded: weights are there, and the Programs that the planner wanted before. bound: Programs by
+    request shape, the last used last. state: changed by `runtime.epochs` alone.
     """
 
     plan: Plan
@@ -39,8 +41,13 @@ class Resident:
     live_bytes: int
     sessions: int
     loading_bytes: int
+    programs_bytes: int
     filters: tuple[str, ...]
+    digest: bytes
+    urgent: deque[RequestShape]
+    foreseen: deque[RequestShape]
     weights: Mapping[WeightRef, Weight] | None = None
+    loaded: bool = False
     subscribed: bool = False
     bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
     state: EpochState = "asked"
@@ -53,7 +60,18 @@ class Resident:
     @property
     def ready(self) -> bool:
         """Return whether requests can run under the plan."""
-        return self.weights is not None and self.subscribed and self.state != "released"
+        return self.loaded and self.subscribed and self.state != "released"
+
+    def keep(self, shape: RequestShape, bound: Bound) -> None:
+        """Keep a Program for the next request of its shape, in place of the one used longest ago."""
+        self.bound[shape] = bound
+        while len(self.bound) > PROGRAMS:
+            self.bound.popitem(last=False)
+
+    def foresee(self, shape: RequestShape | None) -> None:
+        """A run of this shape comes soon, so its Program is built if it is not there."""
+        if shape is not None and shape not in self.bound and shape not in self.urgent:
+            self.urgent.append(shape)
 
 
 def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
@@ -62,24 +80,40 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
         refs = resident_weights(spec, plan, device)
         live = most_live_bytes(spec, plan, device, message.in_flight)
-        sources = sorted(peers(spec, plan, device))
+        programs = programs_bytes(spec, plan, device)
+        sources, digest = sorted(peers(spec, plan, device)), programs_digest(spec, plan)
     except (KeyError, TypeError, ValueError) as exc:
         raise WireError(f"prepare {message.txn}: the plan cannot be read ({exc!r}); update agent or planner") from exc
     filters = tuple(sorted(f for source in sources for f in topics.activations_from(plan.model, source, device)))
     sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
-    return Resident(plan, spec, message.txn, refs, live, sessions, loading_total(refs), filters)
+    shapes = tuple(dict.fromkeys(message.shapes))
+    return Resident(
+        plan=plan,
+        spec=spec,
+        txn=message.txn,
+        refs=refs,
+        live_bytes=live,
+        sessions=sessions,
+        loading_bytes=loading_total(refs),
+        programs_bytes=programs,
+        filters=filters,
+        digest=digest,
+        urgent=deque(shapes[: message.needed]),
+        foreseen=deque(shapes[message.needed :]),
+    )
 
 
 def resident_bytes(residents: Iterable[Resident]) -> int:
     """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
 
-    Loads run one after the other too, beside the plans that are loaded already.
+    Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
     """
     refs: dict[str, set[WeightRef]] = {}
     live: dict[str, int] = {}
     running: dict[str, int] = {}
-    loading = 0
+    loading, programs = 0, 0
     for r in residents:
+        programs += r.programs_bytes
         model = r.plan.model
         refs.setdefault(model, set()).update(r.refs)
         live[model] = max(live.get(model, 0), r.live_bytes)
@@ -88,4 +122,4 @@ def resident_bytes(residents: Iterable[Resident]) -> int:
         else:
             running[model] = max(running.get(model, 0), r.live_bytes)
     beside = max(sum(live.values()), sum(running.values()) + loading)
-    return sum(weight_total(held) for held in refs.values()) + beside
+    return sum(weight_total(held) for held in refs.values()) + programs + beside

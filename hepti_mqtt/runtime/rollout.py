@@ -89,7 +89,8 @@ class Rollout:
         record.asked_s = now
         served = model.served
         spec = served.spec.to_dict()
-        message = messages.Prepare(record.txn, record.plan.to_dict(), spec, served.manifest, self._in_flight)
+        plan, foreseen = record.plan.to_dict(), model.foreseen()
+        message = messages.Prepare(record.txn, plan, spec, served.manifest, self._in_flight, *foreseen)
         return [self.tell(d, message) for d in record.plan.devices if d in record.waiting]
 
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PLANNER, Epoch
-from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
-from hepti_mqtt.runtime.commands import Command, Publish
+from hepti_mqtt.runtime.building import Building, next_step
+from hepti_mqtt.runtime.commands import Command, Complain, Publish
 from hepti_mqtt.runtime.early import EarlyFrames
 from hepti_mqtt.runtime.epochs import Epochs, Key
-from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step, bind
+from hepti_mqtt.runtime.events import Built
+from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step
 from hepti_mqtt.runtime.resident import Resident
 from hepti_mqtt.runtime.sessions import SessionLostError, Sessions
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame, FrameKind, Session, decode_session, decode_work, encode, frame_bytes
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
-MODEL_PROGRAMS: Final = 16  # shapes whose bound Programs are kept per epoch
 REMEMBERED: Final = 1024  # admission numbers that are over, per model
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
@@ -48,8 +48,9 @@ class _Run:
 class Runs:
     """All runs of a device. counters: frames dropped, by reason."""
 
-    def __init__(self, device: str, topics: Topics, workers: Workers, counters: Counter[str]) -> None:
-        self._device, self._topics, self._workers, self._counters = device, topics, workers, counters
+    def __init__(self, device: str, topics: Topics, counters: Counter[str]) -> None:
+        self._device, self._topics, self._counters = device, topics, counters
+        self._building = Building(counters)
         self._executor = Executor()
         self._runs: dict[int, _Run] = {}
         self._early = EarlyFrames()
@@ -81,7 +82,8 @@ class Runs:
         self._early.clear()
 
     def forget(self, key: Key) -> None:
-        """Give up the runs and sessions of an epoch."""
+        """Give up the runs and sessions of an epoch, and what is being built for it."""
+        self._building.forget(key)
         self._sessions.forget(*key)
         for admission in [a for a, r in self._runs.items() if r.key == key]:
             self.end(admission)
@@ -90,18 +92,51 @@ class Runs:
         """Give up a request of which somebody else may have lost something."""
         if (request := self._runs.get(admission)) is not None:  # what was cached may be incomplete
             self._sessions.end((*request.key, request.session.number))
+        if (frame := self._building.drop(admission)) is not None:
+            self._sessions.end((frame.model, frame.epoch, decode_session(frame).number))
         self.end(admission)
+
+    # -- Programs -------------------------------------------------------------------------------------------------
+
+    def build(self, residents: Iterable[Resident]) -> list[Command]:
+        """Return the order for the next Program, if there is one to be built."""
+        order = self._building.next(residents, idle=not self._runs)
+        return [] if order is None else [order]
+
+    def built(self, event: Built, now: float) -> tuple[Resident | None, list[Command]]:
+        """Begin the requests that waited for a Program, or end them if there is none; return whose plan it is of."""
+        found = self._building.built(event)
+        if found is None:
+            return None, []
+        resident, shape, waited = found
+        out: list[Command] = []
+        if isinstance(event.made, Exception):
+            text = f"{self._device} cannot build the Program of {shape}: {event.made!r}"
+            code = event.made.code if isinstance(event.made, HeptiError) else "device"
+            out.append(Complain("programs_failed", text))
+            for frame in waited:
+                self.end(frame.admission)
+                out.append(self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, code, text)))
+            return resident, out
+        for frame in waited:
+            out += self.work(resident, frame, now)
+        return resident, out
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def work(self, resident: Resident, frame: Frame, now: float) -> list[Command]:
-        """Begin a request; raises WireError for a frame that is none."""
-        if frame.admission in self._executor:
+        """Begin a request, or keep it until its Program is built; raises WireError for a frame that is none."""
+        if frame.admission in self._executor or frame.admission in self._building:
             self._counters["duplicate"] += 1
             return []
         shape, inputs = decode_work(frame)
         session = decode_session(frame)
-        bound = self._bound(resident, shape)
+        bound = resident.bound.get(shape)
+        if bound is None:
+            self._building.wait(frame, shape)
+            return []
+        resident.bound.move_to_end(shape)
+        resident.foresee(next_step(shape, session))
         try:
             states = self._states(resident, bound, session, inputs, shape)
         except SessionLostError as error:
@@ -145,17 +180,6 @@ class Runs:
         if outcome != "filled":
             self._counters[outcome] += 1
         return []
-
-    def _bound(self, resident: Resident, shape: RequestShape) -> Bound:
-        bound = resident.bound.get(shape)
-        if bound is None:
-            assert resident.weights is not None
-            bound = bind(program(resident.spec, resident.plan, shape, self._device), resident.weights, self._workers)
-            resident.bound[shape] = bound
-            while len(resident.bound) > MODEL_PROGRAMS:
-                resident.bound.popitem(last=False)
-        resident.bound.move_to_end(shape)
-        return bound
 
     # -- ops ------------------------------------------------------------------------------------------------------
 
@@ -243,6 +267,7 @@ class Runs:
         """Forget a request; what still comes of it is late."""
         self._executor.drop(admission)
         self._runs.pop(admission, None)
+        self._building.drop(admission)
         self._early.take(admission)
         self._over[admission] = None
         while len(self._over) > REMEMBERED:
@@ -255,5 +280,6 @@ class Runs:
         """Raise AssertionError if an invariant is broken; epochs: those that are here."""
         assert set(self._runs) == set(self._executor.admissions)
         self._early.check()
+        self._building.check()
         assert not set(self._over) & set(self._runs)
         assert all(r.key in epochs for r in self._runs.values())

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.commands import Command, Complain, Load, Publish, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.epochs import EndEvent, Epochs, Key
 from hepti_mqtt.runtime.events import (
+    Built,
     FrameIn,
     Loaded,
     LoadFailed,
@@ -38,13 +38,13 @@ class WorkerSession:
     that are here. runs: the requests that are under way.
     """
 
-    def __init__(self, device: str, site: str, memory_bytes: int, workers: Workers) -> None:
+    def __init__(self, device: str, site: str, memory_bytes: int) -> None:
         self.device = device
         self.topics = Topics(site)
         self.memory_bytes = memory_bytes
         self.counters: Counter[str] = Counter()
         self.epochs = Epochs(device, self.counters)
-        self.runs = Runs(device, self.topics, workers, self.counters)
+        self.runs = Runs(device, self.topics, self.counters)
         self._illegal = 0  # steps that the log tells of
 
     @property
@@ -62,13 +62,15 @@ class WorkerSession:
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
             out = self._preparation(event, now)
+        elif isinstance(event, Built):
+            out = self._built(event, now)
         elif isinstance(event, PlannerLost):
             out = self._forget([key for key in self.epochs if key[1].boot != event.boot], "planner lost", now)
             self.runs.restart()
         else:
             self.epochs.doubt(now, event.why)
             out = []
-        return out + self._unload()
+        return [*out, *self._unload(), *self.runs.build(self.epochs.residents())]
 
     def _message(self, message: messages.Message, now: float) -> list[Command]:
         handler = self._messages().get(type(message))
@@ -125,17 +127,28 @@ class WorkerSession:
             return [*out, self._failed(resident, event.error.code, str(event.error), 0)]
         if isinstance(event, Loaded):
             resident.weights = event.weights
-            self.epochs.step(resident, "loaded", now)
-        else:
-            resident.subscribed = True
-            self.epochs.step(resident, "subscribed", now)
+            return self._loaded(resident, now)
+        resident.subscribed = True
+        self.epochs.step(resident, "subscribed", now)
         return self._ready_if_complete(resident)
+
+    def _loaded(self, resident: Resident, now: float) -> list[Command]:
+        """A plan is loaded when its weights are there and the Programs that the planner wants before."""
+        if resident.weights is None or resident.urgent:
+            return []
+        resident.loaded = True
+        self.epochs.step(resident, "loaded", now)
+        return self._ready_if_complete(resident)
+
+    def _built(self, event: Built, now: float) -> list[Command]:
+        resident, out = self.runs.built(event, now)
+        return out if resident is None or resident.loaded else [*out, *self._loaded(resident, now)]
 
     def _ready_if_complete(self, resident: Resident) -> list[Command]:
         if not resident.ready:
             return []
-        plan = resident.plan
-        return [self._up(messages.Ready(resident.txn, plan.model, plan.epoch, weight_total(resident.refs)))]
+        ready = messages.Ready(resident.txn, *resident.key, weight_total(resident.refs), resident.digest)
+        return [self._up(ready)]
 
     def _failed(self, resident: Resident, code: str, text: str, missing: int) -> Publish:
         return self._up(messages.Failed(resident.txn, *resident.key, code, text, missing))
@@ -208,7 +221,9 @@ class WorkerSession:
 
     def done(self, step: Step, outgoing: Outgoing | None, seconds: float, now: float) -> list[Command]:
         """Take the result of a step that took `seconds`; return what must be published."""
-        return self.runs.done(step, outgoing, seconds, now)
+        out = self.runs.done(step, outgoing, seconds, now)
+        # What is built only while no request runs may have waited for this one's end.
+        return out if self.runs.admissions else [*out, *self.runs.build(self.epochs.residents())]
 
     def broke(self, step: Step, error: Exception) -> list[Command]:
         """Give up a request whose op raised; the planner hears why."""

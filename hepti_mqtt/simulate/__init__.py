@@ -7,11 +7,20 @@ from hepti_mqtt.simulate.clock import play, simulate, under_load
 from hepti_mqtt.simulate.explain import explain, timeline_svg, timeline_text
 from hepti_mqtt.simulate.layout_svg import layout_svg
 from hepti_mqtt.simulate.load import ROUNDS, Load, RunTimes, load_of
-from hepti_mqtt.simulate.memory import SESSIONS_BESIDE, live_bytes, loading_total, most_live_bytes, weight_total
+from hepti_mqtt.simulate.memory import (
+    PROGRAMS,
+    SESSIONS_BESIDE,
+    live_bytes,
+    loading_total,
+    most_live_bytes,
+    programs_bytes,
+    weight_total,
+)
 from hepti_mqtt.simulate.outcome import DeviceUse, Event, Outcome, Request, Simulation
 from hepti_mqtt.simulate.work_factor import WorkFactor, plan_work, work_factor
 
 __all__ = [
+    "PROGRAMS",
     "ROUNDS",
     "SESSIONS_BESIDE",
     "DeviceUse",
@@ -32,6 +41,7 @@ __all__ = [
     "most_live_bytes",
     "plan_work",
     "play",
+    "programs_bytes",
     "sent_bytes",
     "simulate",
     "timeline_svg",

@@ -11,7 +11,7 @@ from hepti_mqtt.kernels.weights import BLOCK, PANELS
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Program, SlotSpec, WeightRef, written
+from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, written
 from hepti_mqtt.schedule import template
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import largest, passes
@@ -20,6 +20,11 @@ from hepti_mqtt.wire.manifest import TILE, TILES_AHEAD
 # Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
 # they said ended early, and no run of theirs comes that says so.
 SESSIONS_BESIDE: Final = 1
+PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
+# Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
+# what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
+OP_BYTES: Final = 3 << 10
+COLUMN_BYTES: Final = 8
 
 
 def weight_total(refs: Iterable[WeightRef]) -> int:
@@ -80,6 +85,21 @@ def most_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> 
     made = tuple(largest(spec, plan, device))
     buffers = max(live_bytes(passes(m.short(device), plan)) for m in made)
     return runs * buffers + (runs + SESSIONS_BESIDE) * max(session_bytes(m, device) for m in made)
+
+
+def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
+    """Return a bound of the bytes of all bound Programs that a device keeps for a plan."""
+    return PROGRAMS * max(_bound_bytes(m, device) for m in largest(spec, plan, device))
+
+
+def _bound_bytes(made: Lowered, device: str) -> int:
+    layer, times = made.repeated or (-1, 1)
+    whole = 0
+    for op in made.short(device).ops:
+        refs = op.weights if isinstance(op, Compute) else ()
+        columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
+        whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
+    return whole
 
 
 def session_bytes(made: Lowered, device: str) -> int:

@@ -11,6 +11,7 @@ from hepti_mqtt.strategies.programs import (
     peers,
     program,
     programs,
+    programs_digest,
     resident_weights,
     short_programs,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "peers",
     "program",
     "programs",
+    "programs_digest",
     "resident_weights",
     "short_programs",
 ]

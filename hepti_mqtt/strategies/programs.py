@@ -48,6 +48,8 @@ class _Divided:
 def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
     """Return what a request becomes under a plan, for all of its devices; the last ones are kept.
 
+    Safe on any thread: the interpreter locks the cache, and what two threads work out at once is equal.
+
     Raises KeyError for an unknown strategy, ValueError for shares that do not fit the model.
     """
     return _lowered(spec, _Divided(plan), shape)
@@ -68,6 +70,11 @@ def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
     if outline is not None and not table.uniform:
         raise SkippedError
     return Lowered(division.graph, table, plan.devices, outline)
+
+
+def programs_digest(spec: Spec, plan: Plan) -> bytes:
+    """Return 8 bytes that are equal where planner and devices derive the same Programs from a plan; all lower it."""
+    return lowered(spec, plan, largest_shape(spec)).digest
 
 
 def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:

@@ -7,7 +7,8 @@ from math import isfinite
 from typing import Any, Final
 
 from hepti_mqtt.ids import Epoch, check_name
-from hepti_mqtt.wire.frames import U63
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.wire.frames import U63, WANTS, check_shape
 
 Plain = Mapping[str, Any]
 
@@ -16,6 +17,9 @@ MAX_TEXT: Final = 65_536
 MAX_HASHES: Final = 16_384
 MAX_COUNTERS: Final = 256
 MAX_DEPTH: Final = 16
+MAX_SHAPES: Final = 16
+MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
+PROGRAMS_BYTES: Final = 8
 
 
 def count(value: Any) -> int:
@@ -76,6 +80,38 @@ def digests(value: Any) -> tuple[bytes, ...]:
     if type(value) not in (list, tuple) or not 0 < len(value) <= MAX_HASHES:
         raise ValueError(f"not a list of 1 to {MAX_HASHES} hashes")
     return tuple(digest(entry) for entry in value)
+
+
+def programs_digest(value: Any) -> bytes:
+    """Return the digest of Programs."""
+    if type(value) is not bytes or len(value) != PROGRAMS_BYTES:
+        raise ValueError(f"not a digest of {PROGRAMS_BYTES} bytes")
+    return value
+
+
+def shapes(value: Any) -> tuple[RequestShape, ...]:
+    """Return a bounded tuple of request shapes, from their plain form or as they are; raises `WireError` too."""
+    if type(value) not in (list, tuple) or len(value) > MAX_SHAPES:
+        raise ValueError(f"not a list of at most {MAX_SHAPES} shapes")
+    return tuple(_shape(plain_shape(entry) if isinstance(entry, RequestShape) else entry) for entry in value)
+
+
+def plain_shape(shape: RequestShape) -> list[Any]:
+    """Return a request's shape as plain data: [want, cache, lengths, mask rows]."""
+    return [WANTS.index(shape.want), shape.cache, list(shape.lengths), list(shape.mask_rows)]
+
+
+def _shape(value: Any) -> RequestShape:
+    if type(value) is not list or len(value) != 4:
+        raise ValueError("not a shape [want, cache, lengths, mask rows]")
+    want, cache, lengths, masks = value
+    if type(lengths) is not list or type(masks) is not list or len(lengths) + len(masks) > MAX_SHAPE_NUMBERS:
+        raise ValueError(f"a shape's lengths and mask rows are not lists of {MAX_SHAPE_NUMBERS} numbers together")
+    if count(want) >= len(WANTS):
+        raise ValueError(f"a shape cannot have want {want}")
+    shape = RequestShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
+    check_shape(shape)
+    return shape
 
 
 def epoch(value: Any) -> Epoch:

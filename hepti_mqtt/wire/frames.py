@@ -333,7 +333,8 @@ def _block_bytes(sequences: int, masks: int) -> int:
     return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
 
 
-def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
+def check_shape(shape: RequestShape) -> None:
+    """Raise `WireError` unless a request may have this shape; its numbers are whole numbers."""
     sequences, tokens = len(shape.lengths), shape.tokens
     if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.lengths) < 1 or tokens > MAX_TOKENS:
         raise WireError(
@@ -345,6 +346,11 @@ def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...])
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
     if shape.cache and (sequences > 1 or not tokens <= shape.cache <= MAX_TOKENS):
         raise WireError(f"a cache of {shape.cache} rows is not for {sequences} sequences of {tokens} tokens")
+
+
+def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
+    check_shape(shape)
+    sequences, tokens = len(shape.lengths), shape.tokens
     ids = dtype == "i32" and dims == (tokens + bool(shape.cache),)
     pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
     if not ids and not pixels:

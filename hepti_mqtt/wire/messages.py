@@ -16,6 +16,7 @@ import msgpack
 
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import checks
 from hepti_mqtt.wire.checks import Plain
 from hepti_mqtt.wire.frames import MAGIC, Body, Frame
@@ -29,7 +30,8 @@ class Prepare:
     """Planner to agent: make a plan ready (weights, kernels, subscriptions), then answer `Ready`.
 
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
-    be under way at once.
+    be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
+    `needed` of them are built before the device is ready, the others while no request runs.
     """
 
     txn: int
@@ -37,6 +39,8 @@ class Prepare:
     spec: Plain
     manifest: bytes
     in_flight: int
+    shapes: tuple[RequestShape, ...] = ()
+    needed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,16 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Agent to planner: the plan is loaded, and every subscription is acknowledged."""
+    """Agent to planner: the plan is loaded, and every subscription is acknowledged.
+
+    digest: `Lowered.digest` of the longest request, by which the planner sees that both derive the same Programs.
+    """
 
     txn: int
     model: str
     epoch: Epoch
     resident_bytes: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +211,14 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "spec": checks.plain,
         "manifest": checks.digest,
         "in_flight": checks.count,
+        "shapes": checks.shapes,
+        "needed": checks.count,
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
     Cancel: {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count},
     Drain: {"txn": checks.count},
-    Ready: {**_EPOCH_KEY, "resident_bytes": checks.count},
+    Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
     Failed: {**_EPOCH_KEY, "code": checks.text, "text": checks.text, "missing_bytes": checks.count},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
@@ -312,10 +322,16 @@ def _pack(message: object, head: list[Any]) -> bytes:
     _verify(message)
     values = [getattr(message, entry.name) for entry in fields(message)]  # type: ignore[arg-type]
     try:
-        payload: bytes = msgpack.packb(head + values)
+        payload: bytes = msgpack.packb(head + values, default=_plain)
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
     return _limit(message, payload)
+
+
+def _plain(value: object) -> list[Any]:
+    if isinstance(value, RequestShape):
+        return checks.plain_shape(value)
+    raise TypeError(f"{type(value).__name__} is no plain data")
 
 
 def _unpack(payload: Body) -> list[Any]:

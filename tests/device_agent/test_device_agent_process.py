@@ -112,10 +112,11 @@ class Planner:
         template = Plan(MODEL, Epoch(self.boot, number), strategy, devices, devices[0])
         return make_plan(self.checkpoint.spec, template, strategy, options or {}, (1.0,) * len(devices))
 
-    def prepare(self, plan):
-        spec, digest = self.checkpoint.spec, self.checkpoint.manifest.digest
+    def prepare(self, plan, *shapes):
+        spec, manifest = self.checkpoint.spec.to_dict(), self.checkpoint.manifest.digest
         for device in plan.devices:
-            self.tell(device, messages.Prepare(plan.epoch.number, plan.to_dict(), spec.to_dict(), digest, 1))
+            number = plan.epoch.number
+            self.tell(device, messages.Prepare(number, plan.to_dict(), spec, manifest, 1, shapes, len(shapes)))
         for device in plan.devices:
             self.wait(device, messages.Ready, lambda m: m.epoch == plan.epoch)
 
@@ -230,6 +231,19 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     assert planner.tiles_sent == sent
     beat = planner.wait("two1", messages.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
     assert beat.counters.get("tiles_asked", 0) == 0
+
+
+def test_a_foreseen_request_finds_its_program_and_the_heartbeat_tells_which_did_not(planner, agents):
+    agents.start("ahead1")
+    planner.online("ahead1")
+    plan = planner.plan(("ahead1",))
+    planner.prepare(plan, RequestShape((5, 9)), RequestShape((3,)))
+
+    for admission, lengths in enumerate([(5, 9), (3,), (4,)], 1):
+        planner.infer(plan, admission, lengths)
+    beat = planner.wait("ahead1", messages.Heartbeat, lambda h: h.counters.get("programs_built_late"))
+    assert beat.counters["programs_built_ahead"] == 2
+    assert beat.counters["programs_built_late"] == 1, "of three lengths one was not foreseen"
 
 
 def test_a_broker_that_restarts_is_met_again(planners, agents):

@@ -21,11 +21,12 @@ from hepti_mqtt import models
 from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.runtime.building import build
 from hepti_mqtt.runtime.commands import Load, Unload
 from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.runtime.worker import WorkerSession
-from hepti_mqtt.simulate import live_bytes, weight_total
+from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import program, resident_weights
 from hepti_mqtt.transport import Inbox
@@ -59,6 +60,16 @@ class ListLoader:
         return [i for i in self.posted if isinstance(i, Load)]
 
 
+class NowBuilder:
+    """Builds at once what is posted."""
+
+    def __init__(self, inbox, workers):
+        self.inbox, self.workers = inbox, workers
+
+    def post(self, order):
+        self.inbox.post(build(order, "d0", self.workers))
+
+
 class Device:
     def __init__(self, memory_bytes=1 << 30, limit=None):
         log = logging.getLogger("test")
@@ -70,7 +81,8 @@ class Device:
             TOPICS, "d0", self.inbox, Prober("d0", BOOT), self.loader.post, self.complaints, self.make
         )
         self.workers = Workers(1)
-        self.session = WorkerSession("d0", "home", memory_bytes, self.workers)
+        self.session = WorkerSession("d0", "home", memory_bytes)
+        self.builder = NowBuilder(self.inbox, self.workers)
         self.meter = Meter(swarm.curves(1e9))
         self.shell = Shell(
             self.session,
@@ -78,6 +90,7 @@ class Device:
             self.inbox,
             self.network,
             self.loader,
+            self.builder,
             self.meter,
             self.complaints,
             self.announce,
@@ -372,7 +385,8 @@ BLOCK = replace(sites.plan(SPEC, ("block", {}), (1.0, 1.0)), epoch=Epoch(1, 2))
 
 def needs(*plans):
     refs = {ref for plan in plans for ref in resident_weights(SPEC, plan, "d0")}
-    return weight_total(refs) + 2 * live_bytes(program(SPEC, plans[-1], models.largest_shape(SPEC), "d0"))
+    live = 2 * live_bytes(program(SPEC, plans[-1], models.largest_shape(SPEC), "d0"))
+    return weight_total(refs) + live + sum(programs_bytes(SPEC, plan, "d0") for plan in plans)
 
 
 @pytest.mark.parametrize("doubted", [True, False])

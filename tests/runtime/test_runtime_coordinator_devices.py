@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scripted_site import LOST_S, Site, caps, everyone, heartbeat
+from scripted_site import LOST_S, SPEC, Site, caps, everyone, heartbeat
 
 from hepti_mqtt.cluster import Link
 from hepti_mqtt.errors import PlanError, RemoteError
@@ -14,6 +14,7 @@ from hepti_mqtt.runtime import coordination as co
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.membership import CALM_S, SLOWDOWNS
 from hepti_mqtt.runtime.rollout import REFUSALS, RETRY_S
+from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
@@ -207,7 +208,7 @@ def test_preparation_without_progress_is_given_up() -> None:
         plan = Plan.from_dict(second.plan)
         site.event(co.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
     assert site.prepares()["a"] == second, "progress keeps it alive"
-    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0)))
+    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
     assert site.session.plan("m") is None, "a Ready of the one given up activates nothing"
 
 
@@ -278,7 +279,8 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     site.tick(1.1)
     for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
         plan = Plan.from_dict(message.plan)
-        site.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000)))
+        digest = programs_digest(SPEC, plan)
+        site.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
     site.submit("r1")
     site.answer(1)
     pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))

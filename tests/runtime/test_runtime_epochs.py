@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,8 @@ from sites import FAMILIES, plan, request, tensors
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.commands import Complain, Load, Publish, Unload, Unsubscribe
+from hepti_mqtt.runtime.building import build
+from hepti_mqtt.runtime.commands import Build, Complain, Load, Publish, Unload, Unsubscribe
 from hepti_mqtt.runtime.epochs import EPOCHS, Epochs
 from hepti_mqtt.runtime.events import Doubt, FrameIn, Loaded, LoadFailed, MessageIn, PlannerLost, Subscribed
 from hepti_mqtt.runtime.local import pack
@@ -25,6 +26,7 @@ from hepti_mqtt.wire.topics import Topics
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
+WORKERS = Workers(1)
 PLAN = plan(SPEC, ("single", {}), (1.0,))
 ONE, TWO, OTHER = ("m", Epoch(1, 1)), ("m", Epoch(1, 2)), ("n", Epoch(1, 3))
 
@@ -41,7 +43,7 @@ class Device:
     """A session whose every step is written down; it prepares an epoch at once, as far as a state wants it."""
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
-        self.session = WorkerSession("d0", "home", memory_bytes, Workers(1))
+        self.session = WorkerSession("d0", "home", memory_bytes)
         self.taken: set[tuple[str, str, str]] = set()
         self.now = 0.0
         self.admission = 0
@@ -51,6 +53,8 @@ class Device:
         out = self.session.handle(event, self.now)
         self.session.check()
         self.taken |= {(t.before, t.event, t.after) for t in self.session.epochs.story.last()}
+        for order in [c for c in out if isinstance(c, Build)]:
+            out += self(build(order, "d0", WORKERS))
         return out
 
     def tell(self, message: messages.Message) -> list[object]:
@@ -233,7 +237,7 @@ def test_an_epoch_in_doubt_still_gets_ready() -> None:
 
 
 def resident(key: tuple[str, Epoch]) -> Resident:
-    return Resident(replace(PLAN, model=key[0], epoch=key[1]), SPEC, 1, (), 0, 1, 0, ())
+    return Resident(replace(PLAN, model=key[0], epoch=key[1]), SPEC, 1, (), 0, 1, 0, 0, (), bytes(8), deque(), deque())
 
 
 def filled() -> Epochs:

@@ -10,7 +10,7 @@ from scripted_site import Site
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.strategies import make_plan
+from hepti_mqtt.strategies import make_plan, programs_digest
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}
@@ -28,7 +28,7 @@ def two(question: Question) -> Decision:
     """Decide between a split and one device, whose simulated times are given."""
     found = [candidate(question, "row", ("a", "b")), candidate(question, "single", ("a",))]
     ranking = tuple(sorted(found, key=lambda c: c.price.expected_s))
-    return Decision(ranking[0], ranking, "", question.cluster)
+    return Decision(ranking[0], ranking, "", question.cluster, programs_digest(question.spec, ranking[0].plan))
 
 
 class Timed(Site):

@@ -289,7 +289,7 @@ def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
     swapping = site.session._models["m"].plans.preparing
     assert swapping is not None
     for device in "ab":
-        site.event(co.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1)))
+        site.event(co.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1, bytes(8))))
     assert swapping.state == "swapping"
     site.answer(1)
     site.ready()

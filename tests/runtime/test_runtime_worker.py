@@ -9,11 +9,10 @@ from sites import FAMILIES, plan
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.commands import Load, Subscribe
 from hepti_mqtt.runtime.events import MessageIn
 from hepti_mqtt.runtime.worker import WorkerSession
-from hepti_mqtt.simulate import weight_total
+from hepti_mqtt.simulate import programs_bytes, weight_total
 from hepti_mqtt.strategies import resident_weights
 from hepti_mqtt.wire import messages
 
@@ -26,7 +25,7 @@ def prepare(fixed, number=1, model="m", in_flight=1):
 
 
 def session(memory=1 << 30, device="d0"):
-    return WorkerSession(device, "home", memory, Workers(1))
+    return WorkerSession(device, "home", memory)
 
 
 def refusal(out):
@@ -52,16 +51,17 @@ def test_asks_for_exactly_the_weights_of_its_programs():
 def test_two_epochs_of_one_model_share_weights_two_models_do_not():
     whole = plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
     weights = weight_total(resident_weights(SPEC, whole, "d0"))
+    beside = 2 * programs_bytes(SPEC, whole, "d0")
     roomy = session()
     roomy.handle(prepare(whole), 0.0)
-    tight = int(1.9 * weights)
+    tight = int(1.9 * weights) + beside
     roomy.memory_bytes = tight
     same = roomy.handle(prepare(whole, 2), 0.0)
     assert any(isinstance(c, Load) for c in same)
     other = refusal(roomy.handle(prepare(whole, 3, model="other"), 0.0))
     assert isinstance(other, messages.Failed)
     assert other.code == "memory"
-    assert other.missing_bytes > 2 * weights - tight - 1
+    assert other.missing_bytes > 2 * weights + beside - tight - 1
 
 
 def test_refuses_what_does_not_fit_with_the_missing_bytes():

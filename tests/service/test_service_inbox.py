@@ -28,7 +28,7 @@ TOPICS = [
 
 
 def test_every_kind_becomes_its_event():
-    ready = messages.Ready(1, "m", Epoch(1, 1), 5)
+    ready = messages.Ready(1, "m", Epoch(1, 1), 5, bytes(8))
     frame = frames.Frame("done", "m", Epoch(1, 1), 3, source="a", numbers=(1, 2, 3))
     status = messages.Status("online", 1)
     known = {

@@ -236,7 +236,7 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
     output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
     done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
     said = [
-        messages.Ready(1, "bert", epoch, 5),
+        messages.Ready(1, "bert", epoch, 5, bytes(8)),
         messages.Failed(1, "bert", epoch, "memory", "no room", 5),
         messages.RequestFailed("bert", epoch, 5, "device", "broken"),
         messages.TileAsk("bert", (b"\0" * 32,)),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.frames import encode as encode_frame
@@ -57,13 +58,16 @@ PLAIN = st.dictionaries(
     ),
     max_size=4,
 )
+SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: RequestShape(tuple(n)))
+SHAPES |= st.builds(RequestShape, st.tuples(st.integers(1, 60)), st.just("hidden"), cache=st.integers(60, 1024))
+SHAPES |= st.builds(RequestShape, st.just((9, 9)), mask_rows=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
 MESSAGES = st.one_of(
-    st.builds(Prepare, COUNTS, PLAIN, PLAIN, HASHES, COUNTS),
+    st.builds(Prepare, COUNTS, PLAIN, PLAIN, HASHES, COUNTS, st.lists(SHAPES, max_size=16).map(tuple), COUNTS),
     st.builds(Activate, COUNTS, NAMES, EPOCHS),
     st.builds(Release, COUNTS, NAMES, EPOCHS),
     st.builds(Cancel, NAMES, EPOCHS, COUNTS),
     st.builds(Drain, COUNTS),
-    st.builds(Ready, COUNTS, NAMES, EPOCHS, COUNTS),
+    st.builds(Ready, COUNTS, NAMES, EPOCHS, COUNTS, st.binary(min_size=8, max_size=8)),
     st.builds(Progress, COUNTS, NAMES, EPOCHS, COUNTS, COUNTS),
     st.builds(Failed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS),
     st.builds(TileAsk, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
@@ -129,12 +133,16 @@ def test_codes_never_change():
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "96 01 01 81 a161 01 80 c420" + "00" * 32 + "02"),
+        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "98 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00"),
+        (
+            Prepare(1, {}, {}, bytes(32), 2, (RequestShape((3, 4), "hidden"), RequestShape((5,), cache=64)), 1),
+            "98 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01",
+        ),
         (Activate(1, "m", Epoch(2, 3)), "94 02 01 a16d 92 02 03"),
         (Release(1, "m", Epoch(2, 3)), "94 03 01 a16d 92 02 03"),
         (Cancel("m", Epoch(2, 3), 4), "94 04 a16d 92 02 03 04"),
         (Drain(255), "92 05 ccff"),
-        (Ready(1, "m", Epoch(2, 3), 256), "95 64 01 a16d 92 02 03 cd0100"),
+        (Ready(1, "m", Epoch(2, 3), 256, b"12345678"), "96 64 01 a16d 92 02 03 cd0100 c408 3132333435363738"),
         (Progress(1, "m", Epoch(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
         (Failed(1, "m", Epoch(2, 3), "c", "t", 0), "97 66 01 a16d 92 02 03 a163 a174 00"),
         (TileAsk("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
@@ -208,7 +216,7 @@ def test_a_field_of_another_type_is_a_wire_error_or_still_valid(message, data):
     assert decode(encode(back)) == back
 
 
-@pytest.mark.parametrize("message", [Ready(1, "m", Epoch(2, 3), 4), Failed(1, "m", Epoch(2, 3), "c", "t", 0)])
+@pytest.mark.parametrize("message", [Ready(1, "m", Epoch(2, 3), 4, bytes(8)), Failed(1, "m", Epoch(2, 3), "c", "t", 0)])
 def test_a_field_too_many_or_too_few_is_a_wire_error(message):
     values = msgpack.unpackb(encode(message))
     for wrong in (values[:-1], [*values, 0]):
@@ -230,6 +238,22 @@ def test_a_field_too_many_or_too_few_is_a_wire_error(message):
         {"txn": -1},
         {"txn": True},
         {"in_flight": 1.0},
+        {"needed": -1},
+        {"shapes": 5},
+        {"shapes": [[0, 0, [1]]]},
+        {"shapes": [[0, 0, 1, []]]},
+        {"shapes": [[2, 0, [1], []]]},
+        {"shapes": [[True, 0, [1], []]]},
+        {"shapes": [[0, 0, [], []]]},
+        {"shapes": [[0, 0, [0], []]]},
+        {"shapes": [[0, 0, ["1"], []]]},
+        {"shapes": [[0, 0, [2**62], []]]},
+        {"shapes": [[0, 0, [3], [2, 1]]]},
+        {"shapes": [[0, 2, [3], []]]},
+        {"shapes": [[0, 64, [3, 4], []]]},
+        {"shapes": [[0, 0, [1] * 4097, []]]},
+        {"shapes": [RequestShape((1,))] * 17},
+        {"shapes": [RequestShape((1.5,))]},
         {"spec": {"a": b"x" * 1_000_001}},
     ],
 )
