@@ -143,7 +143,7 @@ class _Agent:
             self._transport,
         )
         self._workers = Workers(config.threads)
-        self._builder = BuilderThread(config.device_id, self._workers, self.inbox.post)
+        self._builder = BuilderThread(config.device_id, self._topics, self._workers, self.inbox.post)
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
         self._largest: int | None = None

@@ -7,20 +7,21 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build
-from hepti_mqtt.runtime.commands import Build
-from hepti_mqtt.runtime.events import Built
+from hepti_mqtt.runtime.building import build, study
+from hepti_mqtt.runtime.commands import Build, Study
+from hepti_mqtt.runtime.events import Built, Studied
+from hepti_mqtt.wire.topics import Topics
 
 
 class BuilderThread:
-    """Builds the Programs of `device` one after the other; `post` is safe from any thread, `emit` is called on its own.
+    """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
 
-    The session orders one at a time, so that nothing piles up here.
+    The session orders one Program at a time and each plan once, so that nothing piles up here.
     """
 
-    def __init__(self, device: str, workers: Workers, emit: Callable[[Built], None]) -> None:
-        self._device, self._workers, self._emit = device, workers, emit
-        self._orders: SimpleQueue[Build | None] = SimpleQueue()
+    def __init__(self, device: str, topics: Topics, workers: Workers, emit: Callable[[Built | Studied], None]) -> None:
+        self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
+        self._orders: SimpleQueue[Build | Study | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
 
     def start(self) -> None:
@@ -33,10 +34,13 @@ class BuilderThread:
         if self._thread.is_alive():
             self._thread.join()
 
-    def post(self, order: Build) -> None:
+    def post(self, order: Build | Study) -> None:
         """Hand over an order."""
         self._orders.put(order)
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._emit(build(order, self._device, self._workers))
+            if isinstance(order, Study):
+                self._emit(study(order, self._device, self._topics))
+            else:
+                self._emit(build(order, self._device, self._workers))

@@ -26,7 +26,18 @@ from device_agent.network import PLANES, Network
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.commands import Build, Command, Complain, Load, Plane, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.commands import (
+    Build,
+    Command,
+    Complain,
+    Load,
+    Plane,
+    Publish,
+    Study,
+    Subscribe,
+    Unload,
+    Unsubscribe,
+)
 from hepti_mqtt.runtime.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
 from hepti_mqtt.runtime.executor import Step
 from hepti_mqtt.runtime.worker import WorkerSession
@@ -88,6 +99,7 @@ class Shell:
             Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.models),
             Load: loader.post,
             Build: builder.post,
+            Study: builder.post,
             Unload: self._unload,
             Complain: lambda c: complaints.add(c.kind, c.text),
         }

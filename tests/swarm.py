@@ -237,6 +237,8 @@ class Swarm:
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
             elif isinstance(command, commands.Build):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._built(name, host, c))
+            elif isinstance(command, commands.Study):
+                self.after(self.rng.random() * 0.02, lambda c=command: self._studied(name, host, c))
 
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
@@ -257,6 +259,11 @@ class Swarm:
             out = host.session.handle(building.build(command, name, self.workers), self.now)
             self._host_commands(name, host, out)
             self._work(name, host)
+
+    def _studied(self, name: str, host: Host, command: commands.Study) -> None:
+        if host.alive:
+            event = building.study(command, name, host.session.topics)
+            self._host_commands(name, host, host.session.handle(event, self.now))
 
     def _host_publish(self, name: str, publish: commands.Publish) -> None:
         self._count(publish)

@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.commands import Build
+from hepti_mqtt.runtime.commands import Build, Study
 from hepti_mqtt.runtime.epochs import Key
-from hepti_mqtt.runtime.events import Built
+from hepti_mqtt.runtime.events import Built, Studied
 from hepti_mqtt.runtime.executor import bind
-from hepti_mqtt.runtime.resident import Resident
+from hepti_mqtt.runtime.resident import Resident, resident_of
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import program
 from hepti_mqtt.wire.frames import Frame, Session
+from hepti_mqtt.wire.topics import Topics
 
 
 def build(order: Build, device: str, workers: Workers) -> Built:
@@ -32,6 +34,16 @@ def build(order: Build, device: str, workers: Workers) -> Built:
         return Built(order.number, bind(program(order.spec, order.plan, order.shape, device), order.weights, workers))
     except Exception as error:  # its requests hear of it, or the session complains
         return Built(order.number, error)
+
+
+def study(order: Study, device: str, topics: Topics) -> Studied:
+    """Return what a Prepare needs on a device, or why it cannot be had; safe beside the session's thread as `build`."""
+    try:
+        return Studied(order.prepare, resident_of(order.prepare, device, topics))
+    except HeptiError as error:
+        return Studied(order.prepare, error)
+    except Exception as error:  # the planner hears of it
+        return Studied(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
 
 
 def next_step(shape: RequestShape, session: Session) -> RequestShape | None:

@@ -11,6 +11,7 @@ from hepti_mqtt.kernels import Weight
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.wire.messages import Prepare
 
 Plane = Literal["control", "data"]
 
@@ -79,6 +80,13 @@ class Complain:
 
 
 @dataclass(frozen=True, slots=True)
+class Study:
+    """Find out what a Prepare needs here (it lowers the longest requests), beside the session's thread: `Studied`."""
+
+    prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
 class Build:
     """Build a device's Program for a request shape beside the session's thread; the shell reports `Built`.
 
@@ -92,4 +100,4 @@ class Build:
     weights: Mapping[WeightRef, Weight]
 
 
-Command = Publish | Subscribe | Unsubscribe | Load | Unload | Build | Complain
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | Study | Build | Complain

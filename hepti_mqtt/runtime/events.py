@@ -10,6 +10,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.executor import Bound
+from hepti_mqtt.runtime.resident import Resident
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 
@@ -65,6 +66,14 @@ class Subscribed:
 
 
 @dataclass(frozen=True, slots=True)
+class Studied:
+    """What a Prepare needs here, or why it cannot be had."""
+
+    prepare: messages.Prepare
+    found: Resident | HeptiError
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """The shell has built what the order of this number asked for, or could not."""
 
@@ -86,4 +95,6 @@ class Doubt:
     why: str
 
 
-WorkerEvent = MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | Built | PlannerLost | Doubt
+WorkerEvent = (
+    MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | Studied | Built | PlannerLost | Doubt
+)

@@ -74,6 +74,19 @@ class Resident:
             self.urgent.append(shape)
 
 
+def plan_key(message: Prepare) -> tuple[str, Epoch]:
+    """Return the model and the epoch of a Prepare; raises WireError for a plan that cannot be read."""
+    try:
+        plan, _ = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _unreadable(message, exc) from exc
+    return plan.model, plan.epoch
+
+
+def _unreadable(message: Prepare, error: Exception) -> WireError:
+    return WireError(f"prepare {message.txn}: the plan cannot be read ({error!r}); update agent or planner")
+
+
 def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
     """Return what a device will keep for a Prepare; raises WireError for a plan that cannot be read."""
     try:
@@ -83,7 +96,7 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
         programs = programs_bytes(spec, plan, device)
         sources, digest = sorted(peers(spec, plan, device)), programs_digest(spec, plan)
     except (KeyError, TypeError, ValueError) as exc:
-        raise WireError(f"prepare {message.txn}: the plan cannot be read ({exc!r}); update agent or planner") from exc
+        raise _unreadable(message, exc) from exc
     filters = tuple(sorted(f for source in sources for f in topics.activations_from(plan.model, source, device)))
     sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
     shapes = tuple(dict.fromkeys(message.shapes))

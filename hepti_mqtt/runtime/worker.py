@@ -6,10 +6,10 @@ The shell hands it what arrived with the time, runs the ops that `next` returns,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.runtime.commands import Command, Complain, Load, Publish, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.runtime.commands import Command, Complain, Load, Publish, Study, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.epochs import EndEvent, Epochs, Key
 from hepti_mqtt.runtime.events import (
     Built,
@@ -19,11 +19,12 @@ from hepti_mqtt.runtime.events import (
     LoadProgress,
     MessageIn,
     PlannerLost,
+    Studied,
     Subscribed,
     WorkerEvent,
 )
 from hepti_mqtt.runtime.executor import Outgoing, Step
-from hepti_mqtt.runtime.resident import Resident, resident_of
+from hepti_mqtt.runtime.resident import Resident, plan_key
 from hepti_mqtt.runtime.runs import Runs
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire import messages
@@ -44,6 +45,7 @@ class WorkerSession:
         self.memory_bytes = memory_bytes
         self.counters: Counter[str] = Counter()
         self.epochs = Epochs(device, self.counters)
+        self._asked: dict[Key, messages.Prepare] = {}  # that are being studied; the last of each
         self.runs = Runs(device, self.topics, self.counters)
         self._illegal = 0  # steps that the log tells of
 
@@ -62,12 +64,17 @@ class WorkerSession:
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
             out = self._preparation(event, now)
+        elif isinstance(event, Studied):
+            out = self._studied(event, now)
         elif isinstance(event, Built):
             out = self._built(event, now)
         elif isinstance(event, PlannerLost):
-            out = self._forget([key for key in self.epochs if key[1].boot != event.boot], "planner lost", now)
+            out = self._forget(
+                [k for k in (*self.epochs, *self._asked) if k[1].boot != event.boot], "planner lost", now
+            )
             self.runs.restart()
         else:
+            self._asked.clear()  # a planner that still wants them asks again
             self.epochs.doubt(now, event.why)
             out = []
         return [*out, *self._unload(), *self.runs.build(self.epochs.residents())]
@@ -85,21 +92,36 @@ class WorkerSession:
             messages.Activate: self._activate,
             messages.Release: lambda m, now: self._forget([(m.model, m.epoch)], "release", now),
             messages.Cancel: self._cancel,
-            messages.Drain: lambda _, now: self._forget(self.epochs, "drain", now),
+            messages.Drain: lambda _, now: self._forget([*self.epochs, *self._asked], "drain", now),
         }
 
     # -- epochs ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, message: messages.Prepare, now: float) -> list[Command]:
+    def _prepare(self, message: messages.Prepare, _now: float) -> list[Command]:
         try:
-            resident = resident_of(message, self.device, self.topics)
+            key = plan_key(message)
         except WireError:
             self.counters["bad_prepare"] += 1
             raise
-        plan = resident.plan
-        if (known := self.epochs.get(plan.model, plan.epoch)) is not None:
+        if (known := self.epochs.get(*key)) is not None:
             known.txn = message.txn
             return self._ready_if_complete(known)
+        studied, self._asked[key] = key in self._asked, message
+        return [] if studied else [Study(message)]
+
+    def _studied(self, event: Studied, now: float) -> list[Command]:
+        key = plan_key(event.prepare)
+        message = self._asked.get(key)
+        if message is None or message.plan != event.prepare.plan:  # released meanwhile
+            return []
+        del self._asked[key]
+        if isinstance(event.found, HeptiError):
+            self.counters["bad_prepare"] += 1
+            text = f"{self.device}: {event.found}"
+            return [Complain("event_errors", text), self._failed(message.txn, key, event.found.code, text, 0)]
+        resident = event.found
+        resident.txn = message.txn
+        plan = resident.plan
         out: list[Command] = []
         if self.epochs.needed_bytes(resident) > self.memory_bytes:
             out = self._forget_doubted(self.epochs.doubted(), "memory", now)
@@ -110,7 +132,7 @@ class WorkerSession:
                 f"{self.device} needs {needed / 2**20:.1f} MiB for plan {plan.epoch} of {plan.model} beside what it "
                 f"holds, its budget is {self.memory_bytes / 2**20:.1f} MiB"
             )
-            return [*out, self._failed(resident, "memory", text, missing)]
+            return [*out, self._failed(resident.txn, key, "memory", text, missing)]
         self.epochs.enter(resident, now)
         load = Load(message.txn, plan.model, plan.epoch, message.manifest, resident.refs, self._spare_bytes())
         return [*out, Subscribe(plan.model, plan.epoch, resident.filters), load]
@@ -124,7 +146,7 @@ class WorkerSession:
             return [self._up(progress)]
         if isinstance(event, LoadFailed):
             out = self._forget([resident.key], "failed", now, str(event.error))
-            return [*out, self._failed(resident, event.error.code, str(event.error), 0)]
+            return [*out, self._failed(resident.txn, resident.key, event.error.code, str(event.error), 0)]
         if isinstance(event, Loaded):
             resident.weights = event.weights
             return self._loaded(resident, now)
@@ -150,8 +172,8 @@ class WorkerSession:
         ready = messages.Ready(resident.txn, *resident.key, weight_total(resident.refs), resident.digest)
         return [self._up(ready)]
 
-    def _failed(self, resident: Resident, code: str, text: str, missing: int) -> Publish:
-        return self._up(messages.Failed(resident.txn, *resident.key, code, text, missing))
+    def _failed(self, txn: int, key: Key, code: str, text: str, missing: int) -> Publish:
+        return self._up(messages.Failed(txn, *key, code, text, missing))
 
     def _activate(self, message: messages.Activate, now: float) -> list[Command]:
         out = self._forget_doubted(self.epochs.doubted(message.model, message.epoch), "outlived", now)
@@ -166,7 +188,9 @@ class WorkerSession:
         texts = (f"plan {epoch} of {model} was given up while we were away" for model, epoch in keys)
         return [*(Complain("epochs_forgotten", text) for text in texts), *self._forget(keys, event, now)]
 
-    def _forget(self, keys: Iterable[Key], event: EndEvent, now: float, why: str = "") -> list[Command]:
+    def _forget(self, keys: Collection[Key], event: EndEvent, now: float, why: str = "") -> list[Command]:
+        for key in keys:
+            self._asked.pop(key, None)
         self.epochs.end(keys, event, now, why)
         return self._unload()
 

@@ -21,8 +21,8 @@ from hepti_mqtt import models
 from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build
-from hepti_mqtt.runtime.commands import Load, Unload
+from hepti_mqtt.runtime.building import build, study
+from hepti_mqtt.runtime.commands import Load, Study, Unload
 from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.runtime.worker import WorkerSession
@@ -67,7 +67,10 @@ class NowBuilder:
         self.inbox, self.workers = inbox, workers
 
     def post(self, order):
-        self.inbox.post(build(order, "d0", self.workers))
+        if isinstance(order, Study):
+            self.inbox.post(study(order, "d0", TOPICS))
+        else:
+            self.inbox.post(build(order, "d0", self.workers))
 
 
 class Device:

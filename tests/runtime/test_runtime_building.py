@@ -15,8 +15,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build
-from hepti_mqtt.runtime.commands import Build, Command, Complain, Publish
+from hepti_mqtt.runtime.building import build, study
+from hepti_mqtt.runtime.commands import Build, Command, Complain, Publish, Study
 from hepti_mqtt.runtime.events import Built, FrameIn, Loaded, MessageIn, Subscribed, WorkerEvent
 from hepti_mqtt.runtime.executor import bind
 from hepti_mqtt.runtime.local import pack
@@ -61,7 +61,9 @@ class Device:
     def _take(self, commands: Iterable[Command]) -> None:
         self.session.check()
         for command in commands:
-            if isinstance(command, Build):
+            if isinstance(command, Study):
+                self(study(command, "d0", self.session.topics))
+            elif isinstance(command, Build):
                 self.orders.append(command)
             elif isinstance(command, Publish):
                 self.sent.append(messages.decode_up(command.payload))

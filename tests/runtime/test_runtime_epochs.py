@@ -13,8 +13,8 @@ from sites import FAMILIES, plan, request, tensors
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build
-from hepti_mqtt.runtime.commands import Build, Complain, Load, Publish, Unload, Unsubscribe
+from hepti_mqtt.runtime.building import build, study
+from hepti_mqtt.runtime.commands import Build, Complain, Load, Publish, Study, Unload, Unsubscribe
 from hepti_mqtt.runtime.epochs import EPOCHS, Epochs
 from hepti_mqtt.runtime.events import Doubt, FrameIn, Loaded, LoadFailed, MessageIn, PlannerLost, Subscribed
 from hepti_mqtt.runtime.local import pack
@@ -55,6 +55,10 @@ class Device:
         self.taken |= {(t.before, t.event, t.after) for t in self.session.epochs.story.last()}
         for order in [c for c in out if isinstance(c, Build)]:
             out += self(build(order, "d0", WORKERS))
+        studies = [c for c in out if isinstance(c, Study)]
+        out = [c for c in out if not isinstance(c, Study)]
+        for order in studies:
+            out += self(study(order, "d0", self.session.topics))
         return out
 
     def tell(self, message: messages.Message) -> list[object]:
