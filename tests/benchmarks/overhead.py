@@ -72,7 +72,7 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         sender.layer = receiver.layer = layer
         sender.send(value, ("b",), VALUE + layer)
         receiver.recv((rows, columns), "a", VALUE + layer)
-    session = runs.Runs("a", Topics("home"), Workers(1), Counter())
+    session = runs.Runs("a", Topics("home"), Counter())
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times = []
     out, into = bind(sender.build(), {}, Workers(1)), bind(receiver.build(), {}, Workers(1))
