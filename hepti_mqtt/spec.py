@@ -101,6 +101,7 @@ class TaskHead:
     pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence, its first row
     (cls), its last one, or the rows at mask tokens. pooler: a dense layer after cls. outputs: columns of the
     logits, 0 without. activation: of the dense layer before the last one: the pooler's, or that before the vocabulary.
+    tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its own.
     """
 
     task: Task
@@ -110,3 +111,4 @@ class TaskHead:
     outputs: int = 0
     labels: tuple[str, ...] = ()
     activation: HeadActivation = "tanh"
+    tied: bool = False

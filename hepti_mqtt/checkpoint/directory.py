@@ -226,7 +226,7 @@ def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mappin
     for source in tensor_sources(spec):
         name = next((name for name in source.stored if name in stored), None)
         if name is None:
-            missing.append(source.stored[0])
+            missing.append(source.usual)
         elif stored[name].shape != source.stored_shape:
             wrong.append(f"{name} is {list(stored[name].shape)} instead of {list(source.stored_shape)}")
         elif not stored[name].is_float:

@@ -76,14 +76,14 @@ def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float]:
 
 def _write_weights(path: Path, spec: Spec, seed: int, spread: float) -> None:
     """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
-    named = {_stored_name(source) for source in tensor_sources(spec)}
-    # A tensor that may be stored under the name of another one is tied to it.
-    sources = [source for source in tensor_sources(spec) if named.isdisjoint(source.stored[1:])]
+    sources: dict[str, TensorSource] = {}
+    for source in tensor_sources(spec):
+        sources.setdefault(source.usual, source)  # tensors that are tied have one name
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for source in sources:
+    for name, source in sources.items():
         nbytes = 4 * math.prod(source.stored_shape)
-        header[_stored_name(source)] = {
+        header[name] = {
             "dtype": "F32",
             "shape": list(source.stored_shape),
             "data_offsets": [at, at + nbytes],
@@ -94,13 +94,13 @@ def _write_weights(path: Path, spec: Spec, seed: int, spread: float) -> None:
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for source in sources:
+        for source in sources.values():
             _write_tensor(file, source, seed, spread)
     os.replace(partial, path)
 
 
 def _write_tensor(file: BinaryIO, source: TensorSource, seed: int, spread: float) -> None:
-    for chunk in _normals(seed, _stored_name(source), math.prod(source.shape)):
+    for chunk in _normals(seed, source.usual, math.prod(source.shape)):
         chunk *= np.float32(spread)
         if source.name.endswith("norm.weight"):
             chunk += np.float32(1)
@@ -111,7 +111,3 @@ def _normals(seed: int, name: str, count: int) -> Iterator[npt.NDArray[np.float3
     stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(name.encode())])))
     for start in range(0, count, _CHUNK):
         yield stream.standard_normal(min(_CHUNK, count - start), dtype=np.float32)
-
-
-def _stored_name(source: TensorSource) -> str:
-    return source.stored[0]

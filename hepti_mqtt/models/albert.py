@@ -49,7 +49,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an ALBERT, from the stem to the head; those of a layer once."""
     base, h = ("albert.", ""), spec.hidden
-    yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in")
+    yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in", "predictions.decoder")
     yield from text.layer_tensors(spec, SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)
     if spec.head.pooler:
         yield from dense("head.pooler", base, "pooler", h, h)

@@ -71,10 +71,12 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a BERT-like model, from the stem to the head."""
     base = (ARCHITECTURES[spec.architecture].prefix, "")
-    yield from text.stem_tensors(spec, base)
+    roberta = base[0] == "roberta."
+    masks = "lm_head." if roberta else "cls.predictions."
+    yield from text.stem_tensors(spec, base, decoder=f"{masks}decoder")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
-    h, task, roberta = spec.hidden, spec.head.task, base[0] == "roberta."
+    h, task = spec.hidden, spec.head.task
     if task == "classification" and roberta:
         # RoBERTa's classifier is a dense with tanh and a projection: BERT's pooler and classifier under other names.
         yield from dense("head.pooler", ("classifier.",), "dense", h, h)
@@ -84,9 +86,8 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         if task == "classification":
             yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
     elif task == "masked_token":
-        prefix = "lm_head." if roberta else "cls.predictions."
         transform, transform_norm = ("dense", "layer_norm") if roberta else ("transform.dense", "transform.LayerNorm")
-        transform, transform_norm, decoder, bias = names((prefix,), transform, transform_norm, "decoder", "bias")
+        transform, transform_norm, decoder, bias = names((masks,), transform, transform_norm, "decoder", "bias")
         yield from text.mask_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 

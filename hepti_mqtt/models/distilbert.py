@@ -41,7 +41,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DistilBERT, from the stem to the head."""
     base, h = ("distilbert.", ""), spec.hidden
-    yield from text.stem_tensors(spec, base)
+    yield from text.stem_tensors(spec, base, decoder="vocab_projector")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"transformer.layer.{i}.", LAYER)
     if spec.head.task == "classification":

@@ -33,7 +33,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an ELECTRA, from the stem to the head."""
     base, h = ("electra.", ""), spec.hidden
-    yield from text.stem_tensors(spec, base, "embeddings_project")
+    yield from text.stem_tensors(spec, base, "embeddings_project", "generator_lm_head")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
     if spec.head.task == "classification":

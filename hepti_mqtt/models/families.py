@@ -85,8 +85,8 @@ def family_stored(stored: Container[str]) -> Family | None:
     for family in FAMILIES.values():
         for kind in family.KINDS.values():
             sources = tensor_sources(spec_from_config(kind.config, kind.extras))
-            # The first name has the family's prefix: without it BERT's and ELECTRA's are the same.
-            share = sum(source.stored[0] in stored for source in sources) / len(sources)
+            # The usual name has the family's prefix: without it BERT's and ELECTRA's are the same.
+            share = sum(source.usual in stored for source in sources) / len(sources)
             found.append((share, family))
     share, family = max(found, key=lambda entry: entry[0])
     return family if share > 0.5 else None

@@ -6,6 +6,7 @@ m new tokens, C rows of the cache, h hidden, a heads, d = h / a, f MLP width, V 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +31,6 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
         config.only(key, value, value)
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         config.only(key, False, False)
-    config.only("tie_word_embeddings", True, True)
     hidden = config.positive("n_embd")
     vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
     return ModelSpec(
@@ -44,7 +44,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
         activation=config.activation("activation_function"),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         max_tokens=positions,
-        head=TaskHead("generation", "last", outputs=vocab),
+        head=TaskHead("generation", "last", outputs=vocab, tied=config.flag("tie_word_embeddings", True)),
         text=TextStem(vocab, positions, types=1),
     )
 
@@ -54,7 +54,9 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     assert spec.text is not None
     h, f = spec.hidden, spec.mlp
     base = ("transformer.", "")
-    yield table("stem.word", names(base, "wte.weight"), spec.text.vocab, h)
+    decoder, words = "lm_head.weight", names(base, "wte.weight")
+    tied = spec.head.tied
+    yield table("stem.word", (*words, decoder) if tied else words, spec.text.vocab, h)
     yield table("stem.position", names(base, "wpe.weight"), spec.text.positions, h)
     for i in range(spec.layers):
         here, stored = f"layers.{i}", f"h.{i}"
@@ -65,8 +67,8 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from conv1d(f"{here}.mlp_up", base, f"{stored}.mlp.c_fc", h, f)
         yield from conv1d(f"{here}.mlp_down", base, f"{stored}.mlp.c_proj", f, h)
     yield from norm("final_norm", base, "ln_f", h)
-    # Tied: the word embeddings are the matrix of the logits too.
-    yield weight("head.decoder.weight", ("lm_head.weight", *names(base, "wte.weight")), h, spec.text.vocab)
+    logits = weight("head.decoder.weight", (decoder, *words) if tied else (decoder,), h, spec.text.vocab)
+    yield replace(logits, made=words[0] if tied else "")
 
 
 def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:

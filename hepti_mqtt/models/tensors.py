@@ -18,7 +18,8 @@ class TensorSource:
 
     shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
     first found counts. stored_shape: as the checkpoint has it, with `shape`'s elements in the same order, or in the
-    order of its transpose where `transposed` ([out, in]). layout: how kernels use it.
+    order of its transpose where `transposed` ([out, in]). layout: how kernels use it. made: the name in a new
+    checkpoint where that is not the first; two tensors that are tied have one.
     """
 
     name: str
@@ -27,6 +28,12 @@ class TensorSource:
     stored_shape: tuple[int, ...]
     transposed: bool = False
     layout: Layout = "plain"
+    made: str = ""
+
+    @property
+    def usual(self) -> str:
+        """Return the name that most checkpoints have for it."""
+        return self.made or self.stored[0]
 
 
 def names(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:

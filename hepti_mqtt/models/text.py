@@ -7,6 +7,7 @@ embeddings to h columns, 0 where the tables have h columns themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
@@ -108,10 +109,16 @@ def plain_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: Requ
     return plain.linear(t, "stem.projection", x) if stem.width else x
 
 
-def stem_tensors(spec: ModelSpec, base: tuple[str, ...], projection: str = "") -> Iterator[TensorSource]:
-    """Yield the tensors of the stem; projection: what a checkpoint calls the dense layer from e to h columns."""
+def stem_tensors(
+    spec: ModelSpec, base: tuple[str, ...], projection: str = "", decoder: str = ""
+) -> Iterator[TensorSource]:
+    """Yield the tensors of the stem.
+
+    projection: what a checkpoint calls the dense layer from e to h columns; decoder: and the one to the vocabulary,
+    which stands in for missing word embeddings that are tied to it.
+    """
     stem, e = stem_of(spec), stem_of(spec).width or spec.hidden
-    yield table("stem.word", names(base, WORDS), stem.vocab, e)
+    yield table("stem.word", (*names(base, WORDS), *_tied(spec, f"{decoder}.weight")), stem.vocab, e)
     yield table("stem.position", names(base, "embeddings.position_embeddings.weight"), stem.positions, e)
     if stem.types:
         yield table("stem.type", names(base, "embeddings.token_type_embeddings.weight"), stem.types, e)
@@ -138,14 +145,24 @@ def mask_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
 
-    decoder: what a checkpoint calls it; bias: other names of its bias, that go before. Tied: a checkpoint without a
-    decoder of its own uses the word embeddings, stored [V, e] like it.
+    decoder: what a checkpoint calls it; bias: another name of its bias. As transformers 5 does (`tie_weights`), what
+    is stored as the decoder's own counts, even where config.json says that it is tied to something else. What is not
+    stored is what it is tied to: the matrix to the word embeddings, stored [V, e] like it. An untied bias without a
+    name of its own was written by transformers 4, for which both names were one tensor.
     """
     e, vocab = stem_of(spec).width or spec.hidden, spec.head.outputs
     yield from dense("head.transform", ("",), transform, spec.hidden, e)
     yield from norm("head.transform_norm", ("",), transform_norm, e)
-    yield weight("head.decoder.weight", (f"{decoder}.weight", *names(base, WORDS)), e, vocab)
-    yield vector("head.decoder.bias", (*bias, f"{decoder}.bias"), vocab)
+    words = _tied(spec, *names(base, WORDS))
+    own = weight("head.decoder.weight", (f"{decoder}.weight", *words), e, vocab)
+    yield replace(own, made=next(iter(words), ""))
+    own = vector("head.decoder.bias", (f"{decoder}.bias", *bias), vocab)
+    yield replace(own, made=next(iter(_tied(spec, *bias)), ""))
+
+
+def _tied(spec: ModelSpec, *stored: str) -> tuple[str, ...]:
+    """Return these names of what the logits' weights are tied to; none where they are not."""
+    return stored if spec.head.tied else ()
 
 
 def task_head(
@@ -163,7 +180,8 @@ def task_head(
     dense layer before the labels, and before the vocabulary.
     """
     if task == "masked_token":
-        return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill)
+        tied = config.flag("tie_word_embeddings", True)
+        return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)
     if task == "classification":
         labels = config.labels()
         return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels, activation=classify)

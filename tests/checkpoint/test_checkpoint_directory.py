@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from hepti_mqtt.checkpoint import Checkpoint, model_name
+from hepti_mqtt.checkpoint import Checkpoint, make_model, model_name
 from hepti_mqtt.errors import BadNameError, ModelError, UnsupportedModelError
 from hepti_mqtt.models import tensor_sources
 from hepti_mqtt.wire.manifest import check_tile, tile_array
@@ -100,13 +100,65 @@ def test_names_of_other_writers_are_found(bert, made, prefix):
         np.testing.assert_array_equal(got[name], value)
 
 
-def test_a_decoder_of_its_own_is_not_tied(made, tmp_path):
-    path = shutil.copytree(made["tiny-bert-mlm"], tmp_path / "mlm")
-    tied = all_tensors(path)
-    np.testing.assert_array_equal(tied["head.decoder.weight"], tied["stem.word"].T)
-    own = np.ones((211, 32), np.float32)
-    rewrite(path, lambda tensors: {**tensors, "cls.predictions.decoder.weight": own})
-    np.testing.assert_array_equal(all_tensors(path)["head.decoder.weight"], own.T)
+# A model's word embeddings, its decoder to the vocabulary, and another name of the decoder's bias.
+DECODERS = {
+    "tiny-bert-mlm": ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder", "cls.predictions.bias"),
+    "tiny-roberta-mlm": ("roberta.embeddings.word_embeddings.weight", "lm_head.decoder", "lm_head.bias"),
+    "tiny-albert-mlm": ("albert.embeddings.word_embeddings.weight", "predictions.decoder", "predictions.bias"),
+    "tiny-distilbert-mlm": ("distilbert.embeddings.word_embeddings.weight", "vocab_projector", None),
+    "tiny-electra-mlm": ("electra.embeddings.word_embeddings.weight", "generator_lm_head", None),
+    "tiny-gpt2": ("transformer.wte.weight", "lm_head", None),
+}
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request, tmp_path):
+    """Return a directory whose word embeddings and logits are tied, and the names of their tensors."""
+    return make_model(request.param, tmp_path / "model", seed=3), DECODERS[request.param]
+
+
+def say_tied(path, tied):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+
+
+def normals(like, seed):
+    return np.random.default_rng(seed).standard_normal(like.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_stored_as_the_decoders_own_counts(decoder, tied):
+    path, (words, name, bias) = decoder
+    stored = load_file(path / "model.safetensors")
+    assert f"{name}.weight" not in stored, "a tied decoder is stored as the word embeddings alone"
+    own = {f"{name}.weight": normals(stored[words], 1)}
+    if bias is not None:
+        own[f"{name}.bias"] = normals(stored[bias], 2)
+    save_file({**stored, **own}, path / "model.safetensors")
+    say_tied(path, tied)
+    tensors = all_tensors(path)
+    np.testing.assert_array_equal(tensors["stem.word"], stored[words])
+    np.testing.assert_array_equal(tensors["head.decoder.weight"], own[f"{name}.weight"].T)
+    if bias is not None:
+        np.testing.assert_array_equal(tensors["head.decoder.bias"], own[f"{name}.bias"])
+
+
+def test_of_two_tied_tensors_the_stored_one_counts(decoder):
+    path, (words, name, _) = decoder
+    before = all_tensors(path)
+    np.testing.assert_array_equal(before["head.decoder.weight"], before["stem.word"].T)
+    rewrite(path, lambda tensors: {f"{name}.weight" if n == words else n: v for n, v in tensors.items()})
+    after = all_tensors(path)
+    assert after.keys() == before.keys()
+    for tensor, values in before.items():
+        np.testing.assert_array_equal(after[tensor], values)
+
+
+def test_an_untied_decoder_that_is_not_stored_is_missing(decoder):
+    path, (_, name, _) = decoder
+    say_tied(path, False)
+    with pytest.raises(ModelError, match=f"lacks {name}.weight"):
+        Checkpoint.open(path)
 
 
 def test_tied_tensors_share_their_tiles(made):

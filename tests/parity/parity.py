@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import transformers
 from golden_cases import TEXTS, request
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 from torch_oracle import outputs
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
@@ -95,14 +97,35 @@ def saved_by_transformers(root):
         yield saved(root, "BertModel", bert, dtype)
 
 
+def with_decoders(root):
+    """Yield a comparison of each task that may be tied: untied, and contradicting itself about it.
+
+    Every stored tensor has numbers of its own. Of a directory that has a decoder, or a bias of it, though its config
+    says that they are tied, the decoder's own are used.
+    """
+    torch.manual_seed(1)
+    known = (getattr(transformers, a, None) for family in FAMILIES.values() for a in family.ARCHITECTURES)
+    for model in (m for m in known if m is not None and getattr(m, "_tied_weights_keys", None)):
+        path = written(root, model(model.config_class(**SMALL_TEXT, tie_word_embeddings=False)))
+        decoders = set(model._tied_weights_keys)
+        stored = load_file(path / "model.safetensors")
+        assert decoders <= stored.keys()
+        assert len({values.tobytes() for values in stored.values()}) == len(stored)
+        yield compare(f"{model.__name__} untied", path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        yield compare(f"{model.__name__} tied, all stored", path)
+        for name in decoders:
+            rest = {n: v for n, v in stored.items() if n != name}
+            save_file(rest, path / "model.safetensors", {"format": "pt"})
+            yield compare(f"{model.__name__} tied, without {name}", path)
+        rest = {n: v for n, v in stored.items() if n not in model._tied_weights_keys.values()}
+        save_file(rest, path / "model.safetensors", {"format": "pt"})
+        yield compare(f"{model.__name__} tied, decoder only", path)
+
+
 def saved(root, architecture, config, dtype=torch.float32, **options):
-    model = getattr(transformers, architecture)(config)
-    with torch.no_grad():
-        # transformers begins with biases of 0 and norms of 1, behind which mistakes could hide.
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    path = Path(tempfile.mkdtemp(dir=root))
-    model.to(dtype).save_pretrained(path, **options)
+    path = written(root, getattr(transformers, architecture)(config).to(dtype), **options)
     kind = " ".join(
         [
             getattr(config, "hidden_act", "gelu"),
@@ -111,6 +134,17 @@ def saved(root, architecture, config, dtype=torch.float32, **options):
         ]
     )
     return compare(f"{architecture} {kind}", path)
+
+
+def written(root, model, **options):
+    """Return the directory of a model whose tensors all have numbers of their own."""
+    with torch.no_grad():
+        # transformers begins with biases of 0 and norms of 1, behind which mistakes could hide.
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    path = Path(tempfile.mkdtemp(dir=root))
+    model.save_pretrained(path, **options)
+    return path
 
 
 def sentences():
@@ -143,7 +177,7 @@ def pictures(root):
 def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        off = [sentences(), pictures(root), *saved_by_transformers(root), *made_here(root)]
+        off = [sentences(), pictures(root), *saved_by_transformers(root), *with_decoders(root), *made_here(root)]
     print(f"{sum(v >= TOLERANCE for v in off)} of {len(off)} comparisons are off by {TOLERANCE} or more")
     return int(max(off) >= TOLERANCE)
 
