@@ -55,6 +55,20 @@ class OverloadedError(RequestError):
     code = "overloaded"
 
 
+class IdInUseError(RequestError):
+    """A request has the id of another one, of which the answer is still on its way or remembered."""
+
+    code = "id_in_use"
+
+    @classmethod
+    def of(cls, request: str) -> IdInUseError:
+        """Return the error for a request of this id."""
+        return cls(
+            f"id {request} belongs to another request of yours, with another body; give each request an id of its "
+            "own, or none: an id comes again only to have the same answer again"
+        )
+
+
 class DeadlineError(RequestError):
     """A request's deadline has passed."""
 

@@ -194,8 +194,9 @@ class Hepti:
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
         """Send a request with the arguments of `infer` and return its future; cancelling it stops the waiting.
 
-        request_id: the same id again gives the same answer without computing it again. Raises RequestError for what
-        is no JSON, BadNameError, NetworkError if too much waits for the broker already.
+        request_id: the same id again gives the same answer without computing it again; under it another request is
+        refused (IdInUseError). Raises RequestError for what is no JSON, BadNameError, NetworkError if too much waits
+        for the broker already.
         """
         body = request_body(**request)
         name = request_id or uuid.uuid4().hex

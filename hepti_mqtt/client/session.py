@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 
 from hepti_mqtt.client.answer import Answer, error_from
-from hepti_mqtt.errors import HeptiError, RequestError, WireError
+from hepti_mqtt.errors import HeptiError, IdInUseError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Parsed, Topics
@@ -98,13 +98,19 @@ class ClientSession:
         return sorted(name for name in self.records if self.record(name) is not None)
 
     def begin(self, model: str, request: str, body: Mapping[str, Any], token: object, now: float) -> Publication:
-        """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON."""
+        """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON.
+
+        Raises IdInUseError while another request waits under this id.
+        """
         check_name("request", request)
         try:
             payload = json.dumps({**body, "id": request}, allow_nan=False, default=_plain).encode()
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
         publication = Publication(self.topics.request(model, self.client), payload)
+        waiting = self._pending.get((model, request))
+        if waiting is not None and waiting.publication != publication:
+            raise IdInUseError.of(request)
         self._pending[model, request] = _Pending(publication, token, now)
         return publication
 

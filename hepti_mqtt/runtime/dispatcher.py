@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import DeadlineError, HeptiError, OverloadedError, RemoteError
+from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, Token, UpFrame
@@ -41,7 +41,10 @@ class Dispatcher:
         """Take a request into the queue of its model, or refuse it."""
         model = self._models[job.key.model]
         model.asked_s = now
-        if any(j.key == job.key for j in _jobs(model)):
+        same = next((j for j in _jobs(model) if j.key == job.key), None)
+        if same is not None and same.digest != job.digest:
+            return [Refuse(job, IdInUseError.of(job.key.request))]
+        if same is not None:
             self._counters["repeated_request"] += 1
             return []
         if len({id(j) for j, _ in model.queue}) >= QUEUE:

@@ -92,7 +92,8 @@ class Job:
 
     pins: the request runs only under a plan that was searched under them; None is content with any plan. computes:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
-    generation: of a job that generates tokens, run by run; its chunk is the prompt.
+    generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
+    which a repetition is told from another request under the same id.
     """
 
     key: RequestKey
@@ -106,6 +107,7 @@ class Job:
     attempts: Counter[int] = field(default_factory=Counter)
     over: bool = False
     generation: Generation | None = None
+    digest: bytes = b""
 
     def shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""

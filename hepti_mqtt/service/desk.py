@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError, PacketLimitError, RemoteError, RequestError, UnknownModelError
+from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.runtime.coordination import Answer, Refuse, Token
 from hepti_mqtt.runtime.flight import Generation, Job, Pins, RequestKey
 from hepti_mqtt.service import requests
 from hepti_mqtt.service.chunks import cut
-from hepti_mqtt.service.envelope import envelope, parse, request_id
+from hepti_mqtt.service.envelope import digest, envelope, parse, request_id
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.wire.topics import Topics
 
@@ -35,6 +35,13 @@ class Reply(NamedTuple):
     """What to publish to a user."""
 
     topic: str
+    payload: bytes
+
+
+class _Answered(NamedTuple):
+    """An answer that is remembered, and the digest of what was asked."""
+
+    digest: bytes
     payload: bytes
 
 
@@ -67,7 +74,7 @@ class Desk:
         self._topics = Topics(site)
         self._models = models
         self._forecasts = forecasts
-        self._answered: OrderedDict[RequestKey, bytes] = OrderedDict()
+        self._answered: OrderedDict[RequestKey, _Answered] = OrderedDict()
         self._answered_bytes = 0
 
     def request(self, model: str, client: str, payload: bytes, now: float) -> Job | Reply:
@@ -94,10 +101,13 @@ class Desk:
             own = self._topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
         key = RequestKey(model, client, name)
+        asked = digest(data) if parts.id else b""  # an id that was made here cannot come again
         known = self._answered.get(key)
+        if known is not None and known.digest != asked:
+            raise IdInUseError.of(name)
         if known is not None:
             self._answered.move_to_end(key)
-            return Reply(topic, known)
+            return Reply(topic, known.payload)
         prepared = requests.prepare(served.checkpoint, parts.body)
         chunks = cut(prepared, largest_shape(served.checkpoint.spec).tokens)
         generation = None
@@ -107,7 +117,7 @@ class Desk:
             generation = Generation(prompt, prepared.new_tokens, prepared.shape.cache, end)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         ticket = _Ticket(topic, name, prepared, now)
-        return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation)
+        return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation, digest=asked)
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError) -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
@@ -177,7 +187,7 @@ class Desk:
         if job.generation is not None:
             told["final"] = True
         payload = json.dumps(told, allow_nan=False).encode()
-        self._keep(job.key, payload)
+        self._keep(job, payload)
         return Reply(ticket.topic, payload)
 
     def too_large(self, reply: Reply, error: PacketLimitError) -> Reply:
@@ -190,12 +200,14 @@ class Desk:
         assert isinstance(ticket, _Ticket)
         return Reply(ticket.topic, _failure(ticket.request, command.error))
 
-    def _keep(self, key: RequestKey, payload: bytes) -> None:
-        self._answered_bytes += len(payload) - len(self._answered.pop(key, b""))
-        self._answered[key] = payload
+    def _keep(self, job: Job, payload: bytes) -> None:
+        if (before := self._answered.pop(job.key, None)) is not None:
+            self._answered_bytes -= len(before.payload)
+        self._answered_bytes += len(payload)
+        self._answered[job.key] = _Answered(job.digest, payload)
         while len(self._answered) > KEPT or self._answered_bytes > KEPT_BYTES:
             _, old = self._answered.popitem(last=False)
-            self._answered_bytes -= len(old)
+            self._answered_bytes -= len(old.payload)
 
 
 def _failure(name: str | None, error: HeptiError) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 _PINS: Final = ("strategy", "options", "devices", "wire", "weights")
+_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,19 @@ def request_id(data: Mapping[str, Any]) -> str | None:
         raise RequestError(f"id: {error}") from error
 
 
+def digest(data: Mapping[str, Any]) -> bytes:
+    """Return a hash of what a request asks: alike for the same question, whenever and wherever the answer is wanted.
+
+    Raises RequestError for one that is nested too deeply.
+    """
+    question = {k: v for k, v in data.items() if k not in _WHEN_AND_WHERE}
+    try:
+        text = json.dumps(question, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:
+        raise RequestError("the request is nested too deeply; send lists of lists at the most") from error
+    return hashlib.sha256(text.encode()).digest()
+
+
 def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     """Return a request taken apart; raises RequestError that names what is wrong.
 
@@ -75,7 +90,7 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
         pins=_pins(data, own) if any(data.get(key) is not None for key in _PINS) else None,
-        body={k: v for k, v in data.items() if k not in (*_PINS, "id", "deadline_ms", "reply_to")},
+        body={k: v for k, v in data.items() if k not in (*_PINS, *_WHEN_AND_WHERE)},
     )
 
 

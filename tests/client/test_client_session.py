@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
-from hepti_mqtt.errors import BadNameError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status, encode_status
 from hepti_mqtt.wire.topics import Topics
@@ -100,6 +100,15 @@ def test_what_cannot_be_asked_is_refused_here(session):
     with pytest.raises(BadNameError):
         session.begin("m", "a/b", {}, 1, 0.0)
     assert session.connected() == []
+
+
+def test_an_id_that_waits_is_for_the_same_request_alone(session):
+    first = session.begin("m", "q1", {"text": "hello"}, 1, 0.0)
+    with pytest.raises(IdInUseError, match="id q1 "):
+        session.begin("m", "q1", {"text": "other"}, 2, 0.0)
+    assert session.begin("m", "q1", {"text": "hello"}, 3, 0.0) == first
+    session.forget("m", "q1")
+    session.begin("m", "q1", {"text": "other"}, 4, 0.0)
 
 
 def test_records_count_while_their_planner_is_there(session):

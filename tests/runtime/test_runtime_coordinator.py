@@ -13,14 +13,14 @@ from scripted_site import MANIFEST, ROW, SPEC, Site, everyone
 from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
-from hepti_mqtt.errors import DeadlineError, OverloadedError, PlanError, RemoteError
+from hepti_mqtt.errors import DeadlineError, IdInUseError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime import coordination as co
 from hepti_mqtt.runtime import worker
 from hepti_mqtt.runtime.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.flight import Job, Pins, RequestKey
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
@@ -183,6 +183,22 @@ def test_repeated_request_on_its_way_runs_once() -> None:
     site.answer(2)
     assert set(site.answers) == {"r1", "r2"}
     assert len(site.work) == 2
+
+
+def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
+    site = Site(in_flight=1)
+    site.join("a")
+    site.settle()
+    job = site.submit("r1", 8)
+    site.submit("r2", 8)
+    for name, admission in (("r1", 1), ("r2", 2)):
+        other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
+        refused = [c for c in site.session.handle(co.Submit(other), site.now) if isinstance(c, co.Refuse)]
+        assert [c.job.token for c in refused] == ["other"]
+        assert isinstance(refused[0].error, IdInUseError)
+        assert name in str(refused[0].error)
+        site.answer(admission)
+    assert set(site.answers) == {"r1", "r2"}
 
 
 def test_request_that_a_device_cannot_compute_fails_with_its_words() -> None:

@@ -154,6 +154,28 @@ def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Job), "ids belong to a client"
 
 
+def test_another_request_under_a_remembered_id_is_an_error_that_names_it(desk, checkpoints):
+    first = desk.answer(finish(ask(desk, {"text": "hello", "id": "q1"}), checkpoints["bert"]), now=101.0)
+    for other in ({"text": "other"}, {"text": "hello", "top_k": 3}, {"text": "hello", "wire": "f16"}):
+        reply = ask(desk, {**other, "id": "q1"})
+        assert reply.topic == first.topic
+        error = told(reply)["error"]
+        assert error["code"] == "id_in_use"
+        assert "id q1 " in error["message"]
+    again = {"reply_to": TOPICS.response("bert", "me", "there"), "deadline_ms": 9, "id": "q1", "text": "hello"}
+    assert ask(desk, again) == Reply(again["reply_to"], first.payload), "when and where is not what is asked"
+
+
+def test_the_running_requests_digest_tells_a_repetition_from_another_request(desk):
+    first, again, other = (ask(desk, {"text": text, "id": "q1"}) for text in ("hello", "hello", "other"))
+    assert first.digest == again.digest != other.digest
+
+
+def test_a_request_nested_deeply_under_an_id_is_an_error(desk):
+    deep = b'{"id": "q", "text": ' + b"[" * 990 + b"]" * 990 + b"}"
+    assert told(ask(desk, deep))["error"]["code"] == "bad_request"
+
+
 def test_few_answers_are_kept(desk, checkpoints, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 2)
     for name in ("q1", "q2", "q3"):
