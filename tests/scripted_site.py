@@ -64,7 +64,8 @@ def everyone(question: Question) -> Decision:
     if missing or not devices:
         raise PlanError(f"devices {', '.join(sorted(missing)) or 'none'} are not online")
     strategy = question.strategy or "row"
-    template = Plan(question.naming.model, question.epoch, strategy, devices, devices[0], wire=question.wire)
+    template = Plan(question.naming.model, question.epoch, strategy, devices, devices[0])
+    template = replace(template, wire=question.wire, storage=question.storage)
     options = question.options or STRATEGIES[strategy].options[0]
     plan = make_plan(question.spec, template, strategy, options, (1.0,) * len(devices))
     candidate = Candidate(plan, replace(price(question, plan), seconds=0.0), (1.0,) * len(devices))
@@ -204,7 +205,8 @@ class Site:
 
     def plans(self, model: str) -> list[Plan]:
         plans = [c.plan for c in self.seen if isinstance(c, co.Answer)]
-        plans += [p for c in self.seen if isinstance(c, co.ShowPlan) and c.model == model for p in (c.active,) if p]
+        shown = [c for c in self.seen if isinstance(c, co.ShowPlan) and c.model == model]
+        plans += [p for c in shown for p in (c.active, *c.pinned) if p]
         return plans
 
     def notes(self) -> Counter[str]:

@@ -120,6 +120,7 @@ def everyone(method: tuple[str, Mapping[str, str]]) -> Callable[[Question], Deci
         if not devices:
             raise PlanError("no device is online")
         template = Plan(MODEL, question.epoch, method[0], devices, devices[0])
+        template = replace(template, wire=question.wire, storage=question.storage)
         fixed = make_plan(question.spec, template, method[0], method[1], (1.0,) * len(devices))
         decision = always(fixed)(question)
         free = replace(decision.chosen, price=replace(decision.chosen.price, seconds=0.0))

@@ -23,7 +23,7 @@ from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.runtime import building, commands, coordination, coordinator, worker
-from hepti_mqtt.runtime.flight import Chunk, Generation, Job, RequestKey, RunStats
+from hepti_mqtt.runtime.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
@@ -167,9 +167,16 @@ class Swarm:
         self.tell_planner(coordination.Tick())
         self.after(0.25, self._tick)
 
-    def submit(self, token: object, shape: RequestShape, inputs: np.ndarray, deadline_s: float | None = None) -> None:
+    def submit(
+        self,
+        token: object,
+        shape: RequestShape,
+        inputs: np.ndarray,
+        deadline_s: float | None = None,
+        pins: Pins | None = None,
+    ) -> None:
         """Hand a request of one chunk to the planner."""
-        job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s)
+        job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s, pins)
         self.tell_planner(coordination.Submit(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:

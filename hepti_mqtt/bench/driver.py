@@ -63,7 +63,7 @@ class Driver:
             "plan": last["plan"],
             "bytes": last["bytes_on_wire"],
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
-            **(self._active(model) if order["describe"] else {}),
+            **(self._described(model, last["plan"]["epoch"]) if order["describe"] else {}),
         }
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,10 +81,12 @@ class Driver:
             raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
         return answer, error
 
-    def _active(self, model: str) -> dict[str, Any]:
-        """Return what the time line of the planner's own choice is drawn from."""
+    def _described(self, model: str, epoch: list[int]) -> dict[str, Any]:
+        """Return what the time line of the planner's own choice is drawn from: the plan of an epoch, or its latest."""
         shown = self.hepti.plan(model)
-        return {"active": shown["active"], "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
+        plans = [plan for plan in (*shown["pinned"], shown["active"]) if plan is not None]
+        active = next((plan for plan in plans if list(plan["epoch"]) == epoch), shown["active"])
+        return {"active": active, "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:

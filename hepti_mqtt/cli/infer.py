@@ -57,6 +57,8 @@ def _record(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
     A request with pins is searched for on its own, so it is sent even if there is no plan without them.
     """
     record = hepti.plan(args.model, timeout=PLANNER_S)
+    if pins(args) and record.get("pinned"):
+        return record  # the site is up; the planner's own plan may have made room for what was pinned
     try:
         return hepti.wait_ready(args.model, args.timeout, patience_s=PATIENCE_S)
     except PlanError:

@@ -156,11 +156,17 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     active = shown.get("active")
     if active is None:
         output.print_lines([f"no plan of {model} is active yet"])
-        return
-    epoch = ".".join(map(str, active["epoch"]))
-    kept = f"weights {active['storage']}, wire {active['wire']}, route {active['route']}"
-    output.print_lines([f"active: epoch {epoch}, head {active['head']}, {kept}"])
-    output.print_lines([f"why: {active['reason']}"])
+    else:
+        output.print_lines([f"active: {_described(active)}", f"why: {active['reason']}"])
+    for plan in shown.get("pinned") or []:
+        divided = f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
+        output.print_lines([f"pinned by requests: {divided}, {_described(plan)}"])
+
+
+def _described(plan: Mapping[str, Any]) -> str:
+    epoch = ".".join(map(str, plan["epoch"]))
+    kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
+    return f"epoch {epoch}, head {plan['head']}, {kept}"
 
 
 def print_story(model: str, shown: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Served:
     """A model that the planner serves.
 
     manifest: hash of the manifest of its weights. tokens: the length that plans are optimised for at first. pins:
-    what the planner's user fixed; a request may carry others, which stay until a request changes them or they fail.
+    what the planner's user fixed; a request may carry others, which hold for that request alone.
     """
 
     name: str
@@ -182,8 +182,9 @@ class Refuse:
 class ShowPlan:
     """Publish the retained record of a model's plans.
 
-    decision: of the last search, also if it changed nothing. progress: (bytes there, bytes in all) of the weights that
-    devices load for `preparing`. story: the last transitions of the model's plans. in_flight: runs at once.
+    active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
+    (bytes there, bytes in all) of the weights that devices load for `preparing`. story: the last transitions of the
+    model's plans. pinned: the active plans of what requests have pinned. in_flight: runs at once.
     """
 
     model: str
@@ -193,6 +194,7 @@ class ShowPlan:
     error: HeptiError | None = None
     progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     story: tuple[Transition, ...] = ()
+    pinned: tuple[Plan, ...] = ()
     in_flight: int = 1
 
 

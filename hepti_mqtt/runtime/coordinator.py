@@ -40,8 +40,9 @@ from hepti_mqtt.runtime.coordination import (
 from hepti_mqtt.runtime.dispatcher import Dispatcher
 from hepti_mqtt.runtime.membership import Membership
 from hepti_mqtt.runtime.model_state import ModelState, same_division
-from hepti_mqtt.runtime.plans import Plans, Search
+from hepti_mqtt.runtime.plans import Search
 from hepti_mqtt.runtime.rollout import SETTLE_S, Rollout
+from hepti_mqtt.runtime.slots import PINNED, Slots
 from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.simulate import Naming
 from hepti_mqtt.wire import messages
@@ -72,10 +73,10 @@ class CoordinatorSession:
         self.in_flight = in_flight
         self.membership = Membership(broker_bytes_per_s)
         self.counters: Counter[str] = Counter()
-        self._models = {s.name: ModelState(s, Plans(s.name, s.pins, self.counters)) for s in served}
+        self.slots = Slots(served, self.counters)
         self._number = 0
-        self._requests = Dispatcher(self.topics, self._models, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, in_flight, self._requests, self._next_epoch)
+        self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
+        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
         self._online = True
         self._begun = False
         self._illegal = 0  # steps of which somebody was told
@@ -85,7 +86,7 @@ class CoordinatorSession:
             DeviceHeartbeat: self._heartbeat,
             UpMessage: self._message,
             UpFrame: self._requests.frame,
-            Submit: lambda event, now: self._requests.submit(event.job, now),
+            Submit: self._submit,
             Solved: self._solved,
             Pin: self._pin,
             Connection: self._connection,
@@ -96,35 +97,37 @@ class CoordinatorSession:
         """Take one event and return the commands that follow from it."""
         if not self._begun:  # if no device comes the search says so, and requests do not wait for ever
             self._begun = True
-            for model in self._models.values():
+            for model in self.slots:
                 model.plans.want(now + SETTLE_S, now, "the planner has started")
         out = self._handlers[type(event)](event, now)
-        for model in self._models.values():
-            out += self._pump(model, now)
-        return out
+        return out + self._pump(now)
 
     def plan(self, model: str) -> Plan | None:
-        """Return the active plan of a model."""
-        return self._models[model].active
+        """Return the active plan of a model, as the planner's user wants it."""
+        return self.slots.own(model).active
 
     def snapshot(self) -> tuple[Standing, ...]:
         """Return the plans that are active or being prepared, as values that any thread may keep and read."""
-        records = (r for model in self._models.values() for r in (model.plans.active, model.plans.preparing))
+        records = (r for model in self.slots for r in (model.plans.active, model.plans.preparing))
         return tuple(Standing(r.plan, r.decision.cluster) for r in records if r is not None)
 
     def stories(self) -> list[Story]:
         """Return the story of each model's plans."""
-        return [model.plans.story for model in self._models.values()]
+        return [model.plans.story for model in self.slots.models()]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
-        for model in self._models.values():
+        for model in self.slots:
             model.plans.check()
             live = {record.epoch for record in model.plans.serving}
             assert all(r.epoch in live and not r.job.over for r in model.runs.values())
             assert len({(id(r.job), r.chunk) for r in model.runs.values()}) == len(model.runs)
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
             assert not model.queue or model.plans.hopeful(), "requests wait for nothing"
+            assert not model.displaced or model.plans.wanted is not None
+            assert not model.pinned or len(self.slots.pinned(model.name)) <= PINNED
+        for model in self.slots.models():
+            assert sum(len(slot.runs) for slot in self.slots.of(model.name)) <= self.in_flight
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -145,13 +148,14 @@ class CoordinatorSession:
         return self._changed(event.device, self.membership.heartbeat(event.device, event.heartbeat, now), now)
 
     def _loading(self) -> bool:
-        return any(model.plans.preparing is not None for model in self._models.values())
+        return any(model.plans.preparing is not None for model in self.slots)
 
     def _changed(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
-            for model in self._models.values():
+            for model in self.slots:
                 model.spare.pop(device, None)
-                model.plans.want(now + SETTLE_S, now, f"{device} has joined")
+                if not model.pinned or self._in_use(model, now):
+                    model.plans.want(now + SETTLE_S, now, f"{device} has joined")
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
@@ -165,17 +169,17 @@ class CoordinatorSession:
     def _lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [Note("left", f"{device} {how}")]
         again_at = now if self.membership.usable() else now + RETURN_S
-        for model in self._models.values():
+        for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
-            pins, preparing = plans.pins, plans.preparing
+            preparing = plans.preparing
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
-                plans.want(again_at, now, why, pins=pins)
+                plans.want(again_at, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active = record is plans.active
                 plans.retire(record, "lost", now, why)
                 if was_active:
-                    plans.want(again_at, now, why, pins=pins, forced=True)
+                    plans.want(again_at, now, why, forced=True)
                     out.append(self._rollout.show(model))
                 for run in [r for r in model.runs.values() if r.epoch == record.epoch]:
                     out += self._requests.again(model, run)
@@ -184,10 +188,12 @@ class CoordinatorSession:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _question(self, model: ModelState, now: float) -> Question:
-        served = model.served
+        served, pins = model.served, model.plans.pins
         held = Counter(model.spare)
-        for other in self._models.values():
-            if other is model:
+        for other in self.slots:
+            # Who would make room for this plan does not count.
+            gives_way = other.pinned and (other.idle or not model.pinned)
+            if other.name == model.name or gives_way:
                 continue
             decision = other.held()
             held.update(decision.chosen.price.needs if decision else {})
@@ -199,11 +205,11 @@ class CoordinatorSession:
             shape=shape_for(served.spec, model.tokens()),
             epoch=Epoch(self.boot, self._number),
             in_flight=self.in_flight,
-            strategy=model.pins.strategy,
-            options=model.pins.options,
-            devices=model.pins.devices,
-            wire=model.pins.wire,
-            storage=model.pins.storage,
+            strategy=pins.strategy,
+            options=pins.options,
+            devices=pins.devices,
+            wire=pins.wire,
+            storage=pins.storage,
             packet_bytes=self.membership.packet_bytes(),
             learned=model.experience.learned(now),
         )
@@ -213,27 +219,51 @@ class CoordinatorSession:
         return Epoch(self.boot, self._number)
 
     def _pin(self, event: Pin, now: float) -> list[CoordinatorCommand]:
-        plans = self._models[event.model].plans
-        plans.pinned = event.pins
-        plans.want(now, now, "the planner's user has pinned it", pins=event.pins, forced=True)
+        plans = self.slots.own(event.model).plans
+        plans.pins = event.pins
+        plans.want(now, now, "the planner's user has pinned it", forced=True)
         return []
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _submit(self, event: Submit, now: float) -> list[CoordinatorCommand]:
+        job = event.job
+        turned_away = self._requests.turned_away(job)
+        if turned_away is not None:
+            return turned_away
+        model, out = self.slots.find(job.key.model, job.pins), list[CoordinatorCommand]()
+        if model is None and job.pins is not None:
+            name, others = job.key.model, self.slots.pinned(job.key.model)
+            if len(others) >= PINNED:
+                oldest = next((slot for slot in others if slot.idle), None)
+                if oldest is None:
+                    text = f"{PINNED} ways of dividing {name} that requests have pinned are all in use"
+                    return self._requests.overloaded(job, f"{text}; try again later, or pin nothing")
+                out = self._rollout.close(oldest, now, f"for {job.pins}")
+            model = self.slots.add(name, job.pins)
+            model.plans.want(now, now, "a request has pinned it", forced=True)
+        assert model is not None
+        return out + self._requests.submit(model, job, now)
 
     def _search(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = model.plans, model.plans.wanted
         # One at a time, because searches see what other models will hold.
-        alone = all(m.plans.searching is None for m in self._models.values())
+        alone = all(slot.plans.searching is None for slot in self.slots)
         if wanted is None or now < wanted.due_s or not alone or plans.preparing is not None:
             return []
+        if not self.slots.may_search(model, now):
+            return []
+        model.displaced = False
         ticket, question = self._rollout.next_txn(), self._question(model, now)
         plans.search(ticket, question.epoch, now)
         return [Solve(model.served.name, ticket, question, model.active)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
-        model = self._models[event.model]
-        plans, search = model.plans, model.plans.searching
-        if search is None or search.ticket != event.ticket:
+        model = self.slots.searching(event.model, event.ticket)
+        if model is None or model.plans.searching is None:
             return []
+        plans, search = model.plans, model.plans.searching
         if plans.wanted is not None:  # something changed while the search ran: search again
             plans.ended(search, "outdated", now)
             return []
@@ -242,7 +272,7 @@ class CoordinatorSession:
             if refused := self.membership.refused():
                 error = PlanError("; ".join([str(error), *refused]))
             plans.ended(search, "no plan", now, str(error))
-            return self._rollout.no_plan(model, search.pins, error, now)
+            return self._rollout.no_plan(model, error, now)
         chosen = event.decision.chosen.plan
         if not set(chosen.devices) <= set(self.membership.usable()):
             plans.want(now, now, "a device has left while the search ran")
@@ -275,13 +305,13 @@ class CoordinatorSession:
     def _message(self, event: UpMessage, now: float) -> list[CoordinatorCommand]:
         message, device = event.message, event.device
         if isinstance(message, messages.TileAsk):
-            return [SendTiles(message.model, device, message.hashes)] if message.model in self._models else []
+            return [SendTiles(message.model, device, message.hashes)] if message.model in self.slots else []
         if isinstance(message, messages.RequestFailed):
             return self._requests.failed(device, message)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
-        model = self._models.get(message.model)
+        model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []
         record = model.plans.preparing
@@ -290,11 +320,22 @@ class CoordinatorSession:
             return [Note("refused", why), *self._lost(device, "is of another version", now)]
         return self._rollout.heard(model, device, message, now)
 
-    def _pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
-        """Do what has become possible: search, prepare, release, dispatch."""
-        out = self._rollout.pump(model, now)
-        model.follow_pins(now)
-        return [*out, *self._search(model, now), *self._requests.pump(model, now)]
+    def _pump(self, now: float) -> list[CoordinatorCommand]:
+        """Do what has become possible: release, prepare, dispatch, search."""
+        out: list[CoordinatorCommand] = []
+        for model in self.slots:
+            model.forget_over()
+            out += self._rollout.release_idle(model, now)
+        for slot in self.slots.pinned():
+            if slot.idle and slot.plans.standing is None and slot.plans.preparing is None:
+                out += self._rollout.close(slot, now, "there is no plan, and nobody waits for one")
+        for model in self.slots:
+            out += self._rollout.pump(model, now)
+        for model in self.slots.models():
+            out += self._requests.pump(model.name, now)
+        for model in self.slots:
+            out += self._search(model, now)
+        return out
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +343,7 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for device in self.membership.overdue(now) if self._online else []:
             out += self._lost(device, "sends no heartbeats", now)
-        for model in self._models.values():
+        for model in self.slots:
             out += self._rollout.tick(model, now)
             for run in list(model.runs.values()):
                 if self._online and now > run.overdue_s:
@@ -312,11 +353,12 @@ class CoordinatorSession:
             if self._loading():
                 model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
-            in_use = model.active is not None and now - model.asked_s < IN_USE_S
+            in_use = model.active is not None and self._in_use(model, now)
             drifted = model.drift.observe(self._observed(model, now), now) if in_use else None
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
                 model.plans.want(now, now, drifted)
+        for model in self.slots.models():
             if model.shown != model.plans.story.told:
                 out.append(self._rollout.show(model))
         if self.counters["illegal_step"] != self._illegal:
@@ -331,4 +373,8 @@ class CoordinatorSession:
         self._online = event.online
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.membership.seen(now)
-        return [self._rollout.show(model) for model in self._models.values()] if event.online else []
+        return [self._rollout.show(model) for model in self.slots.models()] if event.online else []
+
+    @staticmethod
+    def _in_use(model: ModelState, now: float) -> bool:
+        return now - model.asked_s < IN_USE_S

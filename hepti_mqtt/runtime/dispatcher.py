@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, Token, UpFrame
 from hepti_mqtt.runtime.flight import Generation, Job, Run, RunStats
 from hepti_mqtt.runtime.model_state import ModelState
+from hepti_mqtt.runtime.slots import Slots
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
@@ -25,58 +26,71 @@ OVERDUE_FACTOR: Final = 20.0
 
 
 class Dispatcher:
-    """Queue, runs and answers of every model; which plan is active is the coordinator's.
+    """Queues, runs and answers of every slot; which plan is active is the coordinator's.
 
-    in_flight: runs at once per model. counters: what was not understood or came too late, by name.
+    in_flight: runs at once per model, whatever their pins: devices count on no more. counters: what was not understood
+    or came too late, by name.
     """
 
-    def __init__(
-        self, topics: Topics, models: Mapping[str, ModelState], in_flight: int, counters: Counter[str]
-    ) -> None:
-        self._topics, self._models, self._in_flight, self._counters = topics, models, in_flight, counters
+    def __init__(self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str]) -> None:
+        self._topics, self._slots, self._in_flight, self._counters = topics, slots, in_flight, counters
+        self._number = 0
         self._admission = 0
         self._session = 0
 
-    def submit(self, job: Job, now: float) -> list[CoordinatorCommand]:
-        """Take a request into the queue of its model, or refuse it."""
-        model = self._models[job.key.model]
-        model.asked_s = now
-        same = next((j for j in _jobs(model) if j.key == job.key), None)
+    def turned_away(self, job: Job) -> list[CoordinatorCommand] | None:
+        """Return what follows from a request that no queue takes; None if one does."""
+        name = job.key.model
+        same = next((j for j in self._slots.jobs(name) if j.key == job.key), None)
         if same is not None and same.digest != job.digest:
             return [Refuse(job, IdInUseError.of(job.key.request))]
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        if len({id(j) for j, _ in model.queue}) >= QUEUE:
-            error = OverloadedError(
-                f"{QUEUE} requests wait for {job.key.model} already; try again later, or add devices"
-            )
-            return [Note("overloaded", str(error)), Refuse(job, error)]
-        if model.error is not None and not model.plans.hopeful() and job.pins in (None, model.plans.pinned):
+        if len({id(j) for slot in self._slots.of(name) for j, _ in slot.queue}) >= QUEUE:
+            return self.overloaded(job, f"{QUEUE} requests wait for {name} already; try again later, or add devices")
+        return None
+
+    @staticmethod
+    def overloaded(job: Job, text: str) -> list[CoordinatorCommand]:
+        """Refuse a request that there is no room for."""
+        return [Note("overloaded", text), Refuse(job, OverloadedError(text))]
+
+    def submit(self, model: ModelState, job: Job, now: float) -> list[CoordinatorCommand]:
+        """Take a request into the queue of its slot, or refuse it if there is no plan and none to come."""
+        model.asked_s = now
+        if model.error is not None and not model.plans.hopeful():
             return [Refuse(job, model.error)]
+        self._number += 1
+        job.number = self._number
         longest = max(c.shape.tokens for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
         model.queue.extend((job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
-    def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
-        """Dispatch what waits, as far as there is a plan for it and room beside what runs."""
+    def pump(self, name: str, now: float) -> list[CoordinatorCommand]:
+        """Dispatch what waits for a model, as far as there are plans for it and room beside what runs."""
         out: list[CoordinatorCommand] = []
-        while (active := model.plans.active) is not None and model.queue and len(model.runs) < self._in_flight:
-            if model.queue[0][0].pins not in (None, active.pins):
+        while self._runs(name) < self._in_flight:
+            able = [s for s in self._slots.of(name) if s.active and s.first() < inf and self._slots.may_run(s)]
+            if not able:
                 break
+            model = min(able, key=ModelState.first)
             job, chunk = model.queue.popleft()
+            assert model.active is not None
             if not job.over:
                 send = self._dispatch if job.computes else self._foretell
-                out += send(model, active.plan, job, chunk, now)
-                model.follow_pins(now)
+                out += send(model, model.active, job, chunk, now)
         return out
+
+    def _runs(self, name: str) -> int:
+        return sum(len(slot.runs) for slot in self._slots.of(name))
 
     def frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
         """Take an output, or what a device counted of a run; the last one of a job's answers it."""
         frame = event.frame
-        model = self._models.get(frame.model)
-        run = None if model is None else model.runs.get(frame.admission)
+        model = self._slots.running(frame.model, frame.admission)
+        run = None if model is None else model.runs[frame.admission]
         if model is None or run is None or run.epoch != frame.epoch or event.device not in run.plan.devices:
             self._counters["late"] += 1
             return []
@@ -90,10 +104,10 @@ class Dispatcher:
 
     def failed(self, device: str, message: messages.RequestFailed) -> list[CoordinatorCommand]:
         """Run again what was lost on the wire; any other failure is the answer."""
-        model = self._models.get(message.model)
-        run = None if model is None else model.runs.get(message.admission)
-        if model is None or run is None:
+        model = self._slots.running(message.model, message.admission)
+        if model is None:
             return []
+        run = model.runs[message.admission]
         out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session"):
             return out + self.again(model, run)
@@ -127,11 +141,11 @@ class Dispatcher:
 
     def expire(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Refuse the jobs whose deadline has passed."""
-        late = {id(j): j for j in _jobs(model) if j.deadline_s is not None and now > j.deadline_s}
+        late = {id(j): j for j in model.jobs() if j.deadline_s is not None and now > j.deadline_s}
         out: list[CoordinatorCommand] = []
         for job in late.values():
             out += self.end(model, job, DeadlineError("the deadline passed before the answer was ready"))
-        model.queue = deque((j, c) for j, c in model.queue if not j.over)
+        model.forget_over()
         return out
 
     def _dispatch(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
@@ -145,10 +159,10 @@ class Dispatcher:
         model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
-        longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * len(model.runs or (0,))
+        longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * max(self._runs(model.name), 1)
         overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
         sent = publish_bytes(topic, len(payload), 1)
-        others = [run for other in self._models.values() for run in other.runs.values()]
+        others = [run for slot in self._slots for run in slot.runs.values()]
         for run in others:
             run.alone = False
         model.runs[self._admission] = Run(
@@ -199,7 +213,3 @@ class Dispatcher:
         model.runs.pop(run.admission, None)
         payload = messages.encode(messages.Cancel(run.plan.model, run.epoch, run.admission))
         return [Publish(self._topics.command(d), payload, 1) for d in run.plan.devices]
-
-
-def _jobs(model: ModelState) -> list[Job]:
-    return [j for j, _ in model.queue] + [r.job for r in model.runs.values()]

@@ -46,6 +46,11 @@ class Pins:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
 
+    def __str__(self) -> str:
+        words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
+        words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
+        return ", ".join(word for word in words if word) or "auto"
+
 
 @dataclass(slots=True)
 class Generation:
@@ -90,10 +95,10 @@ class Generation:
 class Job:
     """A user's request; `token` is the shell's own handle for writing the answer.
 
-    pins: the request runs only under a plan that was searched under them; None is content with any plan. computes:
+    pins: the request runs only under a plan that was searched under them; None: under the planner's own. computes:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
-    which a repetition is told from another request under the same id.
+    which a repetition is told from another request under the same id. number: its place in the order of arrival.
     """
 
     key: RequestKey
@@ -108,6 +113,7 @@ class Job:
     over: bool = False
     generation: Generation | None = None
     digest: bytes = b""
+    number: int = 0
 
     def shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""

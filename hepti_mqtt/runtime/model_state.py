@@ -1,9 +1,10 @@
-"""What the coordinator knows of one model: its plans and its requests."""
+"""What the coordinator knows of one model under one set of pins: its plans and its requests."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
@@ -13,7 +14,7 @@ from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
 from hepti_mqtt.runtime.coordination import Served
-from hepti_mqtt.runtime.flight import Job, Pins, Run
+from hepti_mqtt.runtime.flight import Job, Run
 from hepti_mqtt.runtime.plans import Plans
 from hepti_mqtt.spec import RequestShape
 
@@ -23,10 +24,16 @@ FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger 
 
 @dataclass(slots=True)
 class ModelState:
-    """One model as the coordinator keeps it."""
+    """A slot: one model under one set of pins, as the coordinator keeps it.
+
+    pinned: the pins are those of requests, not the planner's own. displaced: its plan made room for another slot's,
+    and it has not begun to search for the next one.
+    """
 
     served: Served
     plans: Plans
+    pinned: bool = False
+    displaced: bool = False
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
     latest: Decision | None = None  # of the last search that found a plan
@@ -38,7 +45,7 @@ class ModelState:
     asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     late: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # shapes of late, the last one last
-    shown: int = 0  # how much of the plans' story the published record has
+    shown: int = 0  # how much of the plans' story the published record has; of the planner's own slot
 
     @property
     def active(self) -> Plan | None:
@@ -47,9 +54,27 @@ class ModelState:
         return None if record is None else record.plan
 
     @property
-    def pins(self) -> Pins:
-        """Return what the next search keeps to."""
-        return self.plans.pins
+    def name(self) -> str:
+        """Return the model's name."""
+        return self.served.name
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no request waits or runs."""
+        return not self.queue and not self.runs
+
+    def jobs(self) -> list[Job]:
+        """Return the requests that wait or run; one of several runs comes several times."""
+        return [job for job, _ in self.queue] + [run.job for run in self.runs.values()]
+
+    def forget_over(self) -> None:
+        """Take those requests out of the queue that have ended while they waited."""
+        if any(job.over for job, _ in self.queue):
+            self.queue = deque((job, chunk) for job, chunk in self.queue if not job.over)
+
+    def first(self) -> float:
+        """Return the number of the first request that waits, infinity if none does."""
+        return self.queue[0][0].number if self.queue else inf
 
     def tokens(self) -> int:
         """Return the request length to plan for: the median of late ones, or the served default."""
@@ -75,17 +100,6 @@ class ModelState:
         first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
         urgent = bool(waiting) and self.plans.standing is None
         return tuple(first), sum(s in waiting for s in first) if urgent else len(first)
-
-    def follow_pins(self, now: float) -> None:
-        """Search under the pins of the first request that waits, if it has others.
-
-        Requests are served in their order, so that two users with different pins both get their turn.
-        """
-        while self.queue and self.queue[0][0].over:
-            self.queue.popleft()
-        pins = self.queue[0][0].pins if self.queue else None
-        if pins is not None and pins != self.pins:
-            self.plans.want(now, now, "the next request has other pins", pins=pins, forced=True)
 
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""

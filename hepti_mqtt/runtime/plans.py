@@ -37,6 +37,7 @@ PlanEvent = Literal[
     "replaced",
     "make room",  # for a plan that does not fit beside it
     "idle",  # its last run has ended
+    "unused",  # nobody asks for its pins, and others need the place
 ]
 
 PLANS: Final[Table[PlanState, PlanEvent]] = Table(
@@ -44,18 +45,39 @@ PLANS: Final[Table[PlanState, PlanEvent]] = Table(
     states=get_args(PlanState),
     first=("want", "wanted"),
     steps={
-        "wanted": {"want": "wanted", "search": "searching"},
-        "searching": {"found": "preparing", "kept": "gone", "no plan": "gone", "outdated": "gone"},
+        "wanted": {"want": "wanted", "search": "searching", "unused": "gone"},
+        "searching": {
+            "found": "preparing",
+            "kept": "gone",
+            "no plan": "gone",
+            "outdated": "gone",
+            "make room": "gone",
+            "unused": "gone",
+        },
         "preparing": {
             "ready": "active",
             "lacks memory": "swapping",
             "refused": "gone",
             "silent": "gone",
             "lost": "gone",
+            "make room": "gone",
+            "unused": "gone",
         },
-        "swapping": {"room": "preparing", "lost": "gone"},
-        "active": {"overdue": "suspect", "replaced": "retiring", "make room": "retiring", "lost": "retiring"},
-        "suspect": {"no plan": "retiring", "replaced": "retiring", "make room": "retiring", "lost": "retiring"},
+        "swapping": {"room": "preparing", "lost": "gone", "make room": "gone", "unused": "gone"},
+        "active": {
+            "overdue": "suspect",
+            "replaced": "retiring",
+            "make room": "retiring",
+            "lost": "retiring",
+            "unused": "retiring",
+        },
+        "suspect": {
+            "no plan": "retiring",
+            "replaced": "retiring",
+            "make room": "retiring",
+            "lost": "retiring",
+            "unused": "retiring",
+        },
         "retiring": {"idle": "gone"},
         "gone": {},
     },
@@ -76,11 +98,10 @@ PLANS: Final[Table[PlanState, PlanEvent]] = Table(
 class Search:
     """A search that is wanted or runs.
 
-    pins: what the plan must keep to. due_s: when it may begin. forced: what it finds is taken even if it is no faster
-    than what runs. ticket: of the running search.
+    due_s: when it may begin. forced: what it finds is taken even if it is no faster than what runs. ticket: of the
+    running search.
     """
 
-    pins: Pins
     due_s: float
     forced: bool
     state: PlanState
@@ -92,14 +113,13 @@ class Search:
 class PlanRecord:
     """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
 
-    decision: the search's, from which it came. pins: those of the search; a plan that a later search found as good
-    takes over that search's. txn: of its Prepare. waiting: devices that are not ready. progress: (bytes there, bytes in
-    all) of the weights, by device; shown_s: when that was last published.
+    decision: the search's, from which it came. txn: of its Prepare. waiting: devices that are not ready. progress:
+    (bytes there, bytes in all) of the weights, by device; shown_s: when that was last published. behind: of a plan that
+    is swapping, the epochs that make room for it.
     """
 
     plan: Plan
     decision: Decision
-    pins: Pins
     txn: int
     progress_s: float
     state: PlanState
@@ -107,6 +127,7 @@ class PlanRecord:
     asked_s: float = float("-inf")
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     shown_s: float = float("-inf")
+    behind: frozenset[Epoch] = frozenset()
 
     @property
     def epoch(self) -> Epoch:
@@ -124,15 +145,16 @@ class PlanRecord:
 
 
 class Plans:
-    """All plans of one model, and the only place where their states change.
+    """All plans of one model under one set of pins, and the only place where their states change.
 
-    pinned: what the planner's user fixed; searches keep to it until a request asks for something else. At most one plan
-    each is wanted, searching, on its way (preparing or swapping), and in use (active or suspect).
+    pins: what searches keep to. story: of all plans of the model; label: what these are called there, by default the
+    model. At most one plan each is wanted, searching, on its way (preparing or swapping), and in use (active or
+    suspect).
     """
 
-    def __init__(self, model: str, pinned: Pins, counters: Counter[str]) -> None:
-        self.model, self.pinned = model, pinned
-        self.story = Story(f"plans of {model}")
+    def __init__(self, model: str, pins: Pins, counters: Counter[str], story: Story, label: str = "") -> None:
+        self.model, self.pins, self._label = model, pins, label or model
+        self.story = story
         self._machine = Machine(PLANS, self.story, counters)
         self._searches: list[Search] = []
         self._records: list[PlanRecord] = []
@@ -170,16 +192,18 @@ class Plans:
         return [r for r in self._records if r.state == "retiring"]
 
     @property
-    def pins(self) -> Pins:
-        """Return what plans must keep to now: the pins of the latest search or plan, else the planner's user's."""
-        latest = self.wanted or self.searching or self.preparing or self.standing
-        return self.pinned if latest is None else latest.pins
-
-    @property
     def serving(self) -> list[PlanRecord]:
         """Return the plans that may have runs: the standing one, then those that end with their last run."""
         standing = self.standing
         return [*([] if standing is None else [standing]), *self.retiring]
+
+    def epochs(self) -> set[Epoch]:
+        """Return the epochs of all plans that were found and are not gone."""
+        return {record.epoch for record in self._records}
+
+    def on(self, device: str) -> bool:
+        """Return whether a device holds, or is to hold, something of a plan."""
+        return any(device in record.plan.devices for record in self._records)
 
     def busy(self) -> bool:
         """Return whether a plan is wanted, searched for or on its way."""
@@ -191,18 +215,16 @@ class Plans:
 
     # -- searches -------------------------------------------------------------------------------------------------
 
-    def want(self, due_s: float, now: float, why: str, *, pins: Pins | None = None, forced: bool = False) -> None:
+    def want(self, due_s: float, now: float, why: str, *, forced: bool = False) -> None:
         """Want a search from a time on; one that runs already is outdated by it."""
         wanted, running = self.wanted, self.searching
         if wanted is None:
-            state = self._machine.begin(self.model, now, why)
-            wanted = Search(self.pins, due_s, running is not None and running.forced, state)
+            state = self._machine.begin(self._label, now, why)
+            wanted = Search(due_s, running is not None and running.forced, state)
             self._searches.append(wanted)
         else:
             self._step_search(wanted, "want", now, why)
         wanted.due_s, wanted.forced = due_s, wanted.forced or forced
-        if pins is not None:
-            wanted.pins = pins
 
     def search(self, ticket: int, epoch: Epoch, now: float) -> None:
         """The wanted search begins, for a plan of this epoch."""
@@ -212,9 +234,7 @@ class Plans:
         self._step_search(search, "search", now, "")
 
     def ended(self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = "") -> None:
-        """A search ends without a new plan; one that found what runs as good leaves it its pins."""
-        if event == "kept" and (active := self.active) is not None:
-            active.pins = search.pins
+        """A search ends without a new plan."""
         self._step_search(search, event, now, why)
 
     def found(self, search: Search, decision: Decision, txn: int, now: float) -> None:
@@ -225,7 +245,7 @@ class Plans:
             return
         self._searches.remove(search)
         waiting = set(plan.devices)
-        self._records.append(PlanRecord(plan, decision, search.pins, txn, now, search.state, waiting))
+        self._records.append(PlanRecord(plan, decision, txn, now, search.state, waiting))
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -237,18 +257,37 @@ class Plans:
             self._step(old, "replaced", now, f"by {record.epoch}")
 
     def lacks_memory(self, record: PlanRecord, plan: Plan, txn: int, now: float, why: str) -> None:
-        """A plan does not fit beside the old one, which retires; then this one is prepared again, as a new epoch."""
+        """A plan does not fit beside others; it is prepared again, as a new epoch, when those `behind` are gone."""
         self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.epoch}")
         if record.state != "swapping":
             return
         record.plan, record.txn, record.waiting, record.progress_s = plan, txn, set(plan.devices), now
         record.progress, record.asked_s = {}, float("-inf")
+
+    def make_room(self, now: float, why: str) -> None:
+        """The plan in use ends with its last run, for one that does not fit beside it."""
         if (old := self.standing) is not None:
-            self._step(old, "make room", now, f"for {plan.epoch}")
+            self._step(old, "make room", now, why)
+
+    def put_off(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
+        """A search that runs and a plan on its way are given up; return that plan."""
+        if (search := self.searching) is not None:
+            self._step_search(search, event, now, why)
+        if (record := self.preparing) is not None:
+            self._step(record, event, now, why)
+        return record
+
+    def close(self, now: float, why: str) -> None:
+        """All of them end, the plan in use with its last run."""
+        if (wanted := self.wanted) is not None:
+            self._step_search(wanted, "unused", now, why)
+        if (standing := self.standing) is not None:
+            self._step(standing, "unused", now, why)
 
     def room(self, record: PlanRecord, now: float) -> None:
-        """The old plan is gone, so a plan that was swapping may be prepared."""
+        """Those that made room are gone, so a plan that was swapping may be prepared."""
         self._step(record, "room", now)
+        record.behind = frozenset()
         record.progress_s = now
 
     def give_up(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
@@ -282,7 +321,7 @@ class Plans:
         return next((r for r in self._records if r.state in states), None)
 
     def _step_search(self, search: Search, event: PlanEvent, now: float, why: str) -> None:
-        subject = self.model if search.epoch is None else f"{self.model} {search.epoch}"
+        subject = self._label if search.epoch is None else f"{self._label} {search.epoch}"
         legal = PLANS.after(search.state, event) is not None
         search.state = self._machine.step(subject, search.state, event, now, why)
         if search.state == "gone":
@@ -292,7 +331,7 @@ class Plans:
 
     def _step(self, record: PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
         legal = PLANS.after(record.state, event) is not None
-        record.state = self._machine.step(f"{self.model} {record.epoch}", record.state, event, now, why)
+        record.state = self._machine.step(f"{self._label} {record.epoch}", record.state, event, now, why)
         if record.state == "gone":
             self._records.remove(record)
         if not legal:

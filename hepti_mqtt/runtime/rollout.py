@@ -12,9 +12,9 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.commands import Publish
 from hepti_mqtt.runtime.coordination import CoordinatorCommand, Note, ShowPlan
 from hepti_mqtt.runtime.dispatcher import Dispatcher
-from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.model_state import ModelState
 from hepti_mqtt.runtime.plans import PlanRecord
+from hepti_mqtt.runtime.slots import Slots
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -28,13 +28,21 @@ STORY: Final = 32  # transitions in a published record
 
 
 class Rollout:
-    """Prepares, activates and releases the plans of all models; which plan comes next is the coordinator's.
+    """Prepares, activates and releases the plans of all slots; which plan comes next is the coordinator's.
 
     in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had.
     """
 
-    def __init__(self, topics: Topics, in_flight: int, requests: Dispatcher, next_epoch: Callable[[], Epoch]) -> None:
-        self._topics, self._in_flight, self._requests, self._next_epoch = topics, in_flight, requests, next_epoch
+    def __init__(
+        self,
+        topics: Topics,
+        slots: Slots,
+        in_flight: int,
+        requests: Dispatcher,
+        next_epoch: Callable[[], Epoch],
+    ) -> None:
+        self._topics, self._slots, self._in_flight = topics, slots, in_flight
+        self._requests, self._next_epoch = requests, next_epoch
         self._txn = 0
 
     def next_txn(self) -> int:
@@ -47,27 +55,33 @@ class Rollout:
         return Publish(self._topics.command(device), messages.encode(message), 1)
 
     def show(self, model: ModelState) -> ShowPlan:
-        """Return what publishes the record of a model's plans."""
-        plans = model.plans
-        preparing = plans.preparing
+        """Return what publishes the record of a model's plans, those of requests' pins among them."""
+        own = self._slots.own(model.name)
+        preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress))
-        model.shown = plans.story.told
-        story = plans.story.last(STORY)
-        name, in_flight = model.served.name, self._in_flight
-        return ShowPlan(name, model.active, plan, model.latest, model.error, progress, story, in_flight)
+        own.shown = own.plans.story.told
+        story = own.plans.story.last(STORY)
+        pinned = tuple(slot.active for slot in self._slots.pinned(model.name) if slot.active is not None)
+        shown = ShowPlan(model.name, own.active, plan, own.latest, own.error, progress, story, pinned)
+        return replace(shown, in_flight=self._in_flight)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
+    def release_idle(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
+        """Release plans whose last run has ended."""
+        out: list[CoordinatorCommand] = []
+        for record in model.plans.retiring:
+            if not any(r.epoch == record.epoch for r in model.runs.values()):
+                model.plans.idle(record, now)
+                out += self._release(record.plan)
+        return out
+
     def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
-        """Release plans whose last run has ended, and ask devices to prepare the next one."""
+        """Ask devices to prepare the next plan, if it waits for no other one to be released."""
         out: list[CoordinatorCommand] = []
         plans = model.plans
-        for record in plans.retiring:
-            if not any(r.epoch == record.epoch for r in model.runs.values()):
-                plans.idle(record, now)
-                out += self._release(record.plan)
         preparing = plans.preparing
-        if preparing is not None and preparing.state == "swapping" and not plans.retiring:
+        if preparing is not None and preparing.state == "swapping" and not preparing.behind & self._slots.epochs():
             plans.room(preparing, now)
         if preparing is not None and preparing.state == "preparing" and preparing.asked_s == float("-inf"):
             out += self._ask(model, preparing, now)
@@ -122,9 +136,21 @@ class Rollout:
         model.plans.ready(record, now)
         model.refusals = 0
         plan = record.plan
+        out = self._affirm(model, plan)
         activate = messages.Activate(self.next_txn(), plan.model, plan.epoch)
         note = Note("activated", f"plan {plan.epoch} of {plan.model}: {plan.reason}")
-        return [*(self.tell(d, activate) for d in plan.devices), note, self.show(model)]
+        return [*out, *(self.tell(d, activate) for d in plan.devices), note, self.show(model)]
+
+    def _affirm(self, model: ModelState, newer: Plan) -> list[CoordinatorCommand]:
+        """Say which older plans of a model go on beside a newer one: devices that are in doubt give up all others."""
+        standing = (slot.plans.standing for slot in self._slots.of(model.name) if slot is not model)
+        older = sorted((r.plan for r in standing if r is not None and r.epoch < newer.epoch), key=lambda p: p.epoch)
+        return [
+            self.tell(device, messages.Activate(self.next_txn(), plan.model, plan.epoch))
+            for plan in older
+            for device in plan.devices
+            if device in newer.devices
+        ]
 
     def _refused(
         self, model: ModelState, record: PlanRecord, device: str, message: messages.Failed, now: float
@@ -134,18 +160,55 @@ class Rollout:
         if message.code != "memory":
             error = RemoteError(f"{device} cannot prepare the plan: {message.text}")
             return out + self._failed(model, record, "refused", error, now)
-        if plans.standing is not None or plans.retiring:
-            # Old and new do not fit side by side: finish what runs, give the old plan up, then prepare again. After
-            # that there is no old plan, so a second refusal makes the next question tighter.
-            out += self._release(record.plan)
-            plan = replace(record.plan, epoch=self._next_epoch())
-            plans.lacks_memory(record, plan, self.next_txn(), now, f"{device} refused it")
-            return [*out, self.show(model)]
-        pins = plans.pins
+        if model.pinned and self._slots.own(model.name).plans.preparing is not None:
+            # The planner's own plan is on its way: these pins wait for it, and then see who makes room.
+            out += self.abandon(model, record, "refused", now, message.text)
+            plans.want(now, now, f"{device} lacks memory beside the planner's own next plan", forced=True)
+            return out
+        if others := self._slots.who_makes_room(model, device):
+            # They do not fit side by side: finish what runs, give the others up, then prepare again. Whoever has made
+            # room holds nothing, so in the end a refusal makes the next question tighter.
+            return [*out, *self._swap(model, record, others, now, f"{device} refused it"), self.show(model)]
         out += [*self.abandon(model, record, "refused", now, message.text), self.show(model)]
         # Each refusal makes the next question tighter, so this ends.
         model.spare[device] = model.spare.get(device, 0) + max(message.missing_bytes, 1 << 20)
-        plans.want(now + SETTLE_S, now, f"{device} lacks memory", pins=pins, forced=True)
+        plans.want(now + SETTLE_S, now, f"{device} lacks memory", forced=True)
+        return out
+
+    def _swap(
+        self, model: ModelState, record: PlanRecord, others: list[ModelState], now: float, why: str
+    ) -> list[CoordinatorCommand]:
+        """Let others make room for a plan that was refused, and prepare it again when they are gone."""
+        out = self._release(record.plan)
+        plan = replace(record.plan, epoch=self._next_epoch())
+        model.plans.lacks_memory(record, plan, self.next_txn(), now, why)
+        why, behind = f"for {plan.epoch}", set[Epoch]()
+        for slot in others:
+            if slot is model:
+                slot.plans.make_room(now, why)
+            elif slot.pinned and slot.idle:
+                out += self.close(slot, now, why)
+            else:
+                out += self._displace(slot, now, why)
+            behind |= slot.plans.epochs()
+        record.behind = frozenset(behind - {plan.epoch})
+        return out
+
+    def _displace(self, slot: ModelState, now: float, why: str) -> list[CoordinatorCommand]:
+        """Take a slot its plans; it has the next one in its turn."""
+        coming = slot.plans.put_off("make room", now, why)
+        slot.plans.make_room(now, why)
+        slot.displaced = True
+        slot.plans.want(now, now, f"it made room {why}", forced=True)
+        return self._release(coming.plan) if coming is not None else []
+
+    def close(self, slot: ModelState, now: float, why: str) -> list[CoordinatorCommand]:
+        """Release all plans of a slot of pins for which no request waits or runs, and forget it."""
+        coming = slot.plans.put_off("unused", now, why)
+        slot.plans.close(now, why)
+        out = self._release(coming.plan) if coming is not None else []
+        out += self.release_idle(slot, now)
+        self._slots.drop(slot)
         return out
 
     # -- what does not come about ---------------------------------------------------------------------------------
@@ -167,30 +230,23 @@ class Rollout:
     ) -> list[CoordinatorCommand]:
         """Search again after a preparation that failed; after several, requests need not wait any longer."""
         plans = model.plans
-        pins, next_one = plans.pins, plans.wanted
         out = [*self.abandon(model, record, event, now, str(error)), self.show(model)]
         model.refusals += 1
         if model.refusals < REFUSALS:
-            plans.want(now + SETTLE_S, now, "a preparation failed", pins=pins, forced=True)
+            plans.want(now + SETTLE_S, now, "a preparation failed", forced=True)
             return out
-        out += self.no_plan(model, record.pins, error, now)
-        if next_one is None or next_one.pins == record.pins:
-            plans.want(now + RETRY_S, now, f"{model.refusals} preparations failed", forced=True)
+        out += self.no_plan(model, error, now)
+        plans.want(now + RETRY_S, now, f"{model.refusals} preparations failed", forced=True)
         return out
 
-    def no_plan(self, model: ModelState, pins: Pins, error: HeptiError, now: float) -> list[CoordinatorCommand]:
-        """Refuse the requests that a plan under these pins was for; what was there before takes their place."""
+    def no_plan(self, model: ModelState, error: HeptiError, now: float) -> list[CoordinatorCommand]:
+        """Refuse the requests of a slot for which there is no plan, unless there is the one before."""
         plans = model.plans
-        own = pins == plans.pinned
-        idle = plans.active is None
-        waiting = [j for j, _ in model.queue if j.pins == pins or (own and idle and j.pins is None)]
-        if idle and own:
-            model.error = error
-        elif idle and plans.wanted is None:
-            plans.want(now, now, "a request's pins led to no plan", pins=plans.pinned)
         out: list[CoordinatorCommand] = [Note("no_plan", str(error))]
-        for job in waiting:
-            out += self._requests.end(model, job, error)
+        if plans.active is None:
+            model.error = error
+            for job in [job for job, _ in model.queue]:
+                out += self._requests.end(model, job, error)
         if (standing := plans.standing) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.show(model)]

@@ -14,7 +14,8 @@ from hepti_mqtt.spec import Spec
 def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_s: float = 0.0) -> bytes:
     """Return the msgpack map of a model's plans.
 
-    boot: of the planner that publishes it. active, preparing: plans as `Plan.to_dict`, or None. candidates: the best of
+    boot: of the planner that publishes it. active, preparing: the planner's own plans as `Plan.to_dict`, or None;
+    pinned: those that are active for what requests have pinned. candidates: the best of
     each strategy and variant, best first; expected_ms is predicted_ms times what earlier runs have taught. reason: why
     the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
     all] of the weights of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time;
@@ -26,6 +27,7 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
         "boot": boot,
         "active": None if shown.active is None else shown.active.to_dict(),
         "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
+        "pinned": [plan.to_dict() for plan in shown.pinned],
         "spec": spec.to_dict(),
         "directory": str(directory),
         "in_flight": shown.in_flight,

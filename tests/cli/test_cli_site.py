@@ -238,9 +238,11 @@ def test_devices(ask: Any, run: Any) -> None:
 
 
 def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
-    ask("infer", "tiny", "--tokens", "16", "--strategy", "row", "--devices", "a,b")
+    own = ask("plan", "tiny")["active"]
+    pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "row", "--devices", "a,b")["plan"]
     found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
-    assert found["active"]["strategy"] == "row"
+    assert found["active"] == own, "what a request has pinned is its own"
+    assert pinned["epoch"] in [plan["epoch"] for plan in found["pinned"]]
     assert found["work"] == {"factor": 1.0, "roles": {}}
     assert "<svg" in (tmp_path / "x.svg").read_text()
     assert "qkv" in (tmp_path / "y.svg").read_text("utf-8")
@@ -250,7 +252,8 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     assert (load["in_flight"], load["requests"]) == (2, 12)
     code, out, _ = run("plan", "tiny", "--explain", "--layer", "2")
     assert code == 0
-    assert "why: row/" in out
+    assert f"why: {own['reason']}" in out
+    assert re.search(rf"pinned by requests: row/\w+ on a, b, epoch {pinned['id']}, ", out)
     assert "work 1.00 of one device's" in out
     assert "latency alone" in out
     assert "with 2 in flight" in out
@@ -258,9 +261,8 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     assert "time line" in out
     code, out, _ = run("plan", "tiny", "--story")
     assert code == 0
-    assert re.search(rf"tiny {re.escape('.'.join(map(str, found['active']['epoch'])))} +preparing +active +ready", out)
+    assert re.search(rf"tiny \(row, on a b\) {re.escape(pinned['id'])} +preparing +active +ready", out)
     assert {"time", "plan", "from", "to", "cause"} == set(found["story"][-1])
-    ask("infer", "tiny", "--tokens", "16", "--strategy", "auto")
     code, _, err = run("plan")
     assert code == 2
     assert "masks, tiny, vit" in err

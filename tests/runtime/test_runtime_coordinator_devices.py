@@ -362,7 +362,7 @@ def test_drift_during_a_search_does_not_void_it() -> None:
     assert len(site.solves) == 2, "one search at a time, however long it takes"
     ticket = site.solves[-1].ticket
     site.solve(site.solves[-1])
-    assert site.session._models["m"].plans.searching is None
+    assert site.session.slots.own("m").plans.searching is None
     assert all(s.ticket == ticket for s in site.solves[1:])
 
 

@@ -101,7 +101,37 @@ def test_a_network_that_loses_every_exchange_ends_in_an_error():
     swarm.run(120, until=lambda: "r" in swarm.errors)
     assert isinstance(swarm.errors["r"][0], RemoteError)
     assert "r" not in swarm.answers
-    assert not swarm.planner._models[MODEL].runs
+    assert not swarm.planner.slots.own(MODEL).runs
+
+
+@pytest.mark.parametrize("room", ["for both", "for one"])
+def test_pins_hold_for_their_request_alone_whether_or_not_both_plans_fit(room):
+    """Budgets as the devices keep them; the planner's own plan stays, or makes room and comes back by itself."""
+    ask = site(n=2).planner._question(site(n=2).planner.slots.own(MODEL), 0.0)
+    ask = replace(ask, cluster=Cluster(dict.fromkeys(("d0", "d1"), ROOMY), {d: Link() for d in ("d0", "d1")}))
+    need = max(price(ask, plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))).needs.values())
+    memory = int(need * (2.5 if room == "for both" else 1.02))
+    swarm = Swarm(
+        SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=everyone(("row", {"variant": "kv"}))
+    )
+    settle(swarm)
+    first = plan_of(swarm).epoch
+    shape, inputs = request(SPEC, (12,))
+    narrow = Pins(storage="f16")
+    for i in range(6):
+        swarm.submit(i, shape, inputs, pins=narrow if i % 2 else None)
+    swarm.run(60, until=lambda: len(swarm.answers) == 6)
+    assert not swarm.errors
+    want = expected(shape, inputs)
+    for i in range(6):
+        ((got, (stats,)),) = swarm.answers[i]
+        assert stats.plan.storage == ("f16" if i % 2 else "f32")
+        np.testing.assert_allclose(got, want, atol=5e-3 if i % 2 else TOLERANCE)
+    swarm.run(60, until=lambda: plan_of(swarm) is not None)
+    assert (plan_of(swarm).epoch == first) is (room == "for both")
+    swarm.submit("last", shape, inputs)
+    swarm.run(60, until=lambda: "last" in swarm.answers)
+    assert np.array_equal(swarm.answers["last"][0][0], swarm.answers[0][0][0]), "the same bits as before"
 
 
 def test_the_last_device_leaves_and_one_comes_back():
@@ -165,7 +195,7 @@ def test_several_requests_run_at_once_and_all_answers_are_right():
 def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     """Budgets for one plan only: the old one is given up before the new one is loaded."""
     first, second = plan(SPEC, ("block", {}), (1.0, 3.0)), plan(SPEC, ("block", {}), (3.0, 1.0))
-    ask = site(n=2).planner._question(site(n=2).planner._models[MODEL], 0.0)
+    ask = site(n=2).planner._question(site(n=2).planner.slots.own(MODEL), 0.0)
     ask = replace(ask, cluster=Cluster(dict.fromkeys(first.devices, ROOMY), {d: Link() for d in first.devices}))
     memory = int(1.02 * max(need for p in (first, second) for need in price(ask, p).needs.values()))
     swarm = Swarm(SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=always(first))

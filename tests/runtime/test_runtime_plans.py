@@ -16,7 +16,7 @@ from hepti_mqtt.runtime.dispatcher import OVERDUE_S
 from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.plans import PLANS, Plans
 from hepti_mqtt.runtime.rollout import PREPARE_S, STORY
-from hepti_mqtt.runtime.states import IllegalStepError, Machine
+from hepti_mqtt.runtime.states import IllegalStepError, Machine, Story
 from hepti_mqtt.wire import messages
 
 NEVER = PlanError("no")
@@ -149,7 +149,121 @@ def suspect_without_another() -> Site:
     return site
 
 
+NARROW = Pins(storage="w8a8")
+OTHERS = (Pins(wire="f16"), Pins(wire="i8"), Pins(storage="f16"), Pins(storage="w8a32"))
+
+
+def pinned(**options: object) -> Site:
+    """Return a site with a plan of its own, and one on its way for what r1 has pinned."""
+    site = settled("a", **options)
+    site.submit("r1", pins=NARROW, within=2.0)
+    return site
+
+
+def crowded(site: Site) -> Site:
+    """Let others' pins take the place of those that nobody waits for."""
+    for number, pins in enumerate(OTHERS):
+        site.submit(f"other {number}", pins=pins)
+    assert NARROW not in [slot.plans.pins for slot in site.session.slots.pinned()]
+    return site
+
+
+def pinned_and_lost() -> Site:
+    site = settled("a", "b")
+    site.submit("r1", pins=Pins(devices=("b",)))
+    site.ready()
+    site.answer(1)
+    site.leave("b")
+    assert not site.session.slots.pinned(), "nobody waits for these pins"
+    return site
+
+
+def given_up_while_searching() -> Site:
+    site = settled("a")
+    site.searches = False
+    site.submit("r1", pins=NARROW, within=2.0)
+    site.tick(3.0)
+    assert not site.session.slots.pinned()
+    site.solve(site.solves[-1])
+    return site
+
+
+def given_up_while_preparing() -> Site:
+    site = pinned()
+    site.tick(3.0)
+    return crowded(site)
+
+
+def given_up_while_swapping() -> Site:
+    site = settled("a")
+    site.submit("own", within=4.0)
+    site.submit("r1", pins=NARROW, within=2.0)
+    refuse(site, "a")
+    site.tick(3.0)
+    return crowded(site)
+
+
+def given_up_while_active() -> Site:
+    site = pinned()
+    site.ready()
+    site.answer(1)
+    return crowded(site)
+
+
+def given_up_while_suspect() -> Site:
+    site = pinned()
+    site.ready()
+    site.answer(1)
+    site.searches = False
+    site.submit("r2", pins=NARROW, within=OVERDUE_S + 3)
+    site.tick(OVERDUE_S / 2)
+    site.tick(OVERDUE_S)
+    site.tick(OVERDUE_S)
+    return crowded(site)
+
+
+def own_search_makes_room() -> Site:
+    site = pinned()
+    site.searches = False
+    site.event(co.Pin("m", Pins()))
+    refuse(site, "a")
+    assert site.session.slots.own("m").displaced
+    return site
+
+
+def pins_on_their_way_make_room() -> Site:
+    site = pinned()
+    site.event(co.Pin("m", Pins(wire="f16")))
+    refuse(site, "a")
+    assert [slot.displaced for slot in site.session.slots.pinned()] == [True]
+    return site
+
+
+def pins_that_swap_make_room_for_another_model() -> Site:
+    site = Site("m", "n", decider=everyone)
+    site.join("a")
+    site.tick(1.1)
+    (_, first), (_, other) = [told for told in site.told if isinstance(told[1], messages.Prepare)]
+    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", Plan.from_dict(first.plan).epoch, 1)))
+    site.submit("own")
+    site.submit("r1", pins=NARROW)
+    refuse(site, "a")
+    epoch = Plan.from_dict(other.plan).epoch
+    site.event(co.UpMessage("a", messages.Failed(other.txn, "n", epoch, "memory", "too much", 10)))
+    assert [slot.displaced for slot in site.session.slots.pinned()] == [True]
+    return site
+
+
 SCENES = (
+    pinned_and_lost,
+    given_up_while_searching,
+    given_up_while_preparing,
+    given_up_while_swapping,
+    given_up_while_active,
+    given_up_while_suspect,
+    own_search_makes_room,
+    pins_on_their_way_make_room,
+    pins_that_swap_make_room_for_another_model,
     replaced,
     kept,
     nothing_to_plan_with,
@@ -208,7 +322,7 @@ def test_a_published_story_is_bounded() -> None:
 
 
 def illegal(site: Site) -> None:
-    plans = site.session._models["m"].plans
+    plans = site.session.slots.own("m").plans
     record = plans.active
     assert record is not None
     plans.ready(record, site.now)
@@ -246,37 +360,6 @@ def test_in_service_a_plan_that_took_an_illegal_step_is_released_and_another_sea
     assert "r2" in site.answers
 
 
-# -- pins -------------------------------------------------------------------------------------------------------------
-
-
-def test_pins_are_those_of_the_latest_search_or_plan() -> None:
-    site = Site(decider=everyone, searches=False)
-    plans = site.session._models["m"].plans
-    site.join("a", "b")
-    site.tick(1.1)
-    assert plans.pins == Pins()
-    site.submit("r", pins=ROW)
-    assert plans.wanted is not None
-    assert plans.pins == ROW
-    assert plans.searching is not None
-    assert plans.searching.pins == Pins(), "the search that runs keeps to what it began with"
-    site.solve(site.solves[-1])
-    site.solve(site.solves[-1])
-    site.ready()
-    assert plans.active is not None
-    assert plans.active.pins == plans.pins == ROW
-
-
-def test_a_plan_that_a_search_finds_as_good_takes_over_its_pins() -> None:
-    site = settled("a", "b")
-    plans = site.session._models["m"].plans
-    before = plans.active
-    site.submit("r", pins=Pins(devices=("a", "b")))
-    assert plans.active is before
-    assert plans.pins == Pins(devices=("a", "b"))
-    assert list(site.work) == [1]
-
-
 # -- any order of events ----------------------------------------------------------------------------------------------
 
 
@@ -286,7 +369,7 @@ def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
     site.join("b")
     site.tick(1.1)
     refuse(site, "a")
-    swapping = site.session._models["m"].plans.preparing
+    swapping = site.session.slots.own("m").plans.preparing
     assert swapping is not None
     for device in "ab":
         site.event(co.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1, bytes(8))))
@@ -331,7 +414,9 @@ def test_no_order_of_events_leads_to_an_illegal_step(seed: int) -> None:
             site.ready(*rng.choice((("a",), ("b", "c"), ())))
         elif what == "submit":
             site.submit(
-                f"r{number}", pins=rng.choice((None, ROW, Pins(devices=("c",)))), within=rng.choice((1.0, 100.0))
+                f"r{number}",
+                pins=rng.choice((None, ROW, Pins(devices=("c",)), NARROW, *OTHERS)),
+                within=rng.choice((1.0, 100.0)),
             )
         elif what == "answer" and site.work:
             site.answer(rng.choice(sorted(site.work)[-3:]))
@@ -345,7 +430,7 @@ def test_no_order_of_events_leads_to_an_illegal_step(seed: int) -> None:
 
 
 def test_plans_alone_keep_to_their_invariants() -> None:
-    plans = Plans("m", Pins(), Site().session.counters)
+    plans = Plans("m", Pins(), Site().session.counters, Story("plans of m"))
     plans.want(1.0, 0.0, "to begin with")
     plans.want(2.0, 0.0, "again", forced=True)
     assert plans.wanted is not None

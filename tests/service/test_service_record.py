@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -55,9 +56,10 @@ def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
 def test_record_holds_what_people_and_programs_read():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan = decision.chosen.plan
-    record = msgpack.unpackb(
-        encode_record(SPEC, Path("/models/m"), 9, ShowPlan("m", plan, None, decision, in_flight=3))
-    )
+    other = replace(plan, epoch=Epoch(1, 3), wire="f16")
+    shown = ShowPlan("m", plan, None, decision, pinned=(other,), in_flight=3)
+    record = msgpack.unpackb(encode_record(SPEC, Path("/models/m"), 9, shown))
+    assert [Plan.from_dict(p) for p in record["pinned"]] == [other]
     assert Plan.from_dict(record["active"]) == plan
     assert ModelSpec.from_dict(record["spec"]) == SPEC
     assert record["preparing"] is None
