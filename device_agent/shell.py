@@ -24,6 +24,7 @@ from device_agent.loader_thread import AskAgain, LoaderThread
 from device_agent.meter import KERNEL, Meter
 from device_agent.network import PLANES, Network
 from device_agent.subscriptions import Subscriptions
+from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.commands import (
@@ -258,7 +259,7 @@ class Shell:
     # -- statuses ------------------------------------------------------------------------------------------------
 
     def _planner_status(self, event: PlannerStatus) -> None:
-        if event.status.state != "online":
+        if event.status.state != "online" or not self._believed("the planner", event.status.boot):
             return
         if event.status.boot != self._planner_boot:
             self._planner_boot = event.status.boot
@@ -272,7 +273,8 @@ class Shell:
         start.
         """
         status = event.status
-        if status.boot > self._boot:
+        believed = self._believed(f"another {self._session.device}", status.boot)
+        if believed and status.boot > self._boot:
             error = ConfigError(
                 f"another agent with the name {self._session.device} has started on this site (boot {status.boot} "
                 f"after {self._boot}); give one of them another --id"
@@ -285,6 +287,14 @@ class Shell:
             self._hand_over(Doubt("the broker has published our will"))
         if self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
+
+    def _believed(self, who: str, boot: int) -> bool:
+        """Return whether a start may have this boot counter; complain of one that no start can have."""
+        if boot <= latest_boot(self._boot, time.time()):
+            return True
+        text = f"ignored boot counter {boot} of {who}: that time has not come; set its clock, or clear its status topic"
+        self._complaints.add("implausible_boot", text)
+        return False
 
 
 def _unexpected(error: Exception) -> Exception | None:

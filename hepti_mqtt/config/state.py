@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.wire.checks import MAX_BOOT
+
+AHEAD_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
+CLOCK_SET_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -23,16 +28,29 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def latest_boot(own: int, unix_s: float) -> int:
+    """Return the highest boot counter that another start may have, seen from one whose own is `own`.
+
+    What is beyond was forged, or its clock is wrong by more than `AHEAD_S`. Where our own clock was never set, nobody's
+    is.
+    """
+    known = max(own, int(unix_s))
+    return known + AHEAD_S if known >= CLOCK_SET_S else MAX_BOOT
+
+
 def next_boot(directory: Path, clock: Callable[[], float] = time.time) -> int:
     """Return this start's boot counter, max(stored + 1, unix seconds), and store it.
 
-    It grows even where the clock stands still or goes back (boards without a battery). A counter that cannot be read
-    counts as 0. Raises ConfigError if it cannot be stored, because the next start could then repeat it.
+    It grows even where the clock stands still or goes back (boards without a battery). A counter that cannot be read,
+    or that no start can have had, counts as 0. Raises ConfigError if it cannot be stored, because the next start could
+    then repeat it.
     """
     path = directory / "boot"
     try:
         stored = int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
+        stored = 0
+    if not 0 <= stored < MAX_BOOT:
         stored = 0
     boot = max(stored + 1, int(clock()))
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.runtime import coordination
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Parsed, Topics
 
@@ -36,6 +37,15 @@ class PlanSeen:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class Implausible:
+    """A status, caps or heartbeat with a boot counter that no start can have: forged, or of a clock that is wrong."""
+
+    topic: str
+    kind: str
+    boot: int
+
+
 Arrival = (
     coordination.DeviceStatus
     | coordination.DeviceCaps
@@ -45,6 +55,7 @@ Arrival = (
     | Asked
     | PlannerSeen
     | PlanSeen
+    | Implausible
 )
 
 
@@ -61,10 +72,14 @@ def may_be_lost(arrival: Arrival) -> bool:
 
 
 class Decoder:
-    """Topics and payloads to arrivals; what is not valid is counted and dropped."""
+    """Topics and payloads to arrivals; what is not valid is counted and dropped.
 
-    def __init__(self, site: str) -> None:
+    latest_boot: returns the highest boot counter that is believed now.
+    """
+
+    def __init__(self, site: str, latest_boot: Callable[[], int] = lambda: MAX_BOOT) -> None:
         self.topics = Topics(site)
+        self._latest_boot = latest_boot
         self.counters: Counter[str] = Counter()
         self._decoders: Mapping[str, Callable[[Parsed, bytes], Arrival]] = {
             "status": _status,
@@ -99,10 +114,28 @@ class Decoder:
             if decoder is None:
                 self.counters["foreign"] += 1
                 return None
-            return decoder(parsed, payload)
+            arrival = decoder(parsed, payload)
         except WireError:
             self.counters["malformed"] += 1
             return None
+        boot = _boot(arrival)
+        if boot <= self._latest_boot():
+            return arrival
+        self.counters["implausible_boot"] += 1
+        return Implausible(topic, parsed.kind, boot)
+
+
+def _boot(arrival: Arrival) -> int:
+    """Return the boot counter that a message names, 0 if it names none."""
+    match arrival:
+        case coordination.DeviceStatus(status=said) | PlannerSeen(status=said):
+            return said.boot
+        case coordination.DeviceCaps(caps=caps):
+            return caps.boot
+        case coordination.DeviceHeartbeat(heartbeat=heartbeat):
+            return heartbeat.boot
+        case _:
+            return 0
 
 
 def _status(topic: Parsed, payload: bytes) -> Arrival:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
@@ -39,7 +40,7 @@ from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.envelope import checked_pins
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.inbox import Asked, Decoder, PlannerSeen, PlanSeen, may_be_lost
+from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.service.tiles import TileServer
@@ -54,6 +55,7 @@ UNREAD_BYTES: Final = 256 << 20
 UNTOLD: Final = 4096  # requests beyond, which wait to be refused
 UNTOLD_BYTES: Final = 64 << 20
 TILES_QUEUED_BYTES: Final = 2 << 20
+DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
@@ -86,7 +88,8 @@ class _Planner:
     def __init__(self, config: PlannerConfig, boot: int, models: Mapping[str, Model]) -> None:
         self.config, self.boot, self.models = config, boot, models
         self.log = config.log
-        self.decoder = Decoder(config.site)
+        self.decoder = Decoder(config.site, lambda: latest_boot(boot, time.time()))
+        self.implausible: set[str] = set()  # topics with boot counters of which somebody was told
         self.topics = self.decoder.topics
         served = tuple(
             coordination.Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins)
@@ -139,6 +142,8 @@ class _Planner:
         elif isinstance(arrival, PlanSeen):
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
+        elif isinstance(arrival, Implausible):
+            self.inbox.post(lambda: self._disbelieved(arrival))
         elif arrival is None:
             return
         elif not may_be_lost(arrival):
@@ -327,6 +332,18 @@ class _Planner:
             )
         elif (status.boot, status.state) != (self.boot, "online"):
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
+
+    def _disbelieved(self, arrival: Implausible) -> None:
+        if arrival.topic not in self.implausible and len(self.implausible) < DISBELIEVED:
+            self.implausible.add(arrival.topic)
+            self.log.warning(
+                "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was "
+                "forged, or set the clock there and remove the file `boot` of its state",
+                arrival.topic,
+                arrival.boot,
+            )
+        if arrival.kind == "planner_status":
+            self._publish(*self._status("online"))  # others who read it must not take it for ours
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(

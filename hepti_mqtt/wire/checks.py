@@ -20,12 +20,20 @@ MAX_DEPTH: Final = 16
 MAX_SHAPES: Final = 16
 MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 PROGRAMS_BYTES: Final = 8
+MAX_BOOT: Final = 2**32 - 1  # boot counters are unix seconds, or a little more
 
 
 def count(value: Any) -> int:
     """Return a whole number from 0 to 2^63 - 1."""
     if type(value) is not int or not 0 <= value <= U63:
         raise ValueError("not a number from 0 to 2^63 - 1")
+    return value
+
+
+def boot(value: Any) -> int:
+    """Return a boot counter."""
+    if type(value) is not int or not 0 <= value <= MAX_BOOT:
+        raise ValueError(f"not a boot counter from 0 to {MAX_BOOT}")
     return value
 
 

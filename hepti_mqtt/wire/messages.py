@@ -229,10 +229,10 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "code": checks.text,
         "text": checks.text,
     },
-    Status: {"state": checks.state, "boot": checks.count},
+    Status: {"state": checks.state, "boot": checks.boot},
     Caps: {
         "device": checks.device_name,
-        "boot": checks.count,
+        "boot": checks.boot,
         "cores": checks.count,
         "threads": checks.count,
         "memory_budget_bytes": checks.count,
@@ -244,7 +244,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "mqtt": checks.protocol,
     },
     Heartbeat: {
-        "boot": checks.count,
+        "boot": checks.boot,
         "seq": checks.count,
         "cpu_other": checks.share,
         "free_bytes": checks.count,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.config.state import next_boot, write_atomically
+from hepti_mqtt.config.state import AHEAD_S, latest_boot, next_boot, write_atomically
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.wire.checks import MAX_BOOT
 
 
 def test_boot_is_the_time_at_first(tmp_path):
@@ -24,11 +25,18 @@ def test_boot_grows_whatever_the_clock_does(tmp_path_factory, times):
     assert all(b >= int(t) for b, t in zip(boots, times, strict=True))
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\xff\xfe", b"12 34"])
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff\xfe", b"12 34", b"-7", str(2**62).encode()])
 def test_a_broken_counter_counts_as_none(tmp_path, content):
     (tmp_path / "boot").write_bytes(content)
     assert next_boot(tmp_path, lambda: 5.0) == 5
     assert next_boot(tmp_path, lambda: 5.0) == 6
+
+
+def test_boots_of_a_time_that_has_not_come_are_not_believed():
+    now = 1_800_000_000
+    assert latest_boot(now - 5, now + 0.5) == now + AHEAD_S
+    assert latest_boot(now, 1000.0) == now + AHEAD_S, "our clock was set at an earlier start"
+    assert latest_boot(7, 1000.0) == MAX_BOOT, "without a clock nobody can be judged"
 
 
 def test_a_counter_that_cannot_be_stored_is_an_error(tmp_path):

@@ -422,6 +422,17 @@ def test_a_late_will_of_an_earlier_start_is_overwritten(device):
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
 
 
+def test_boot_counters_of_a_time_that_has_not_come_are_not_believed(device):
+    d = device()
+    d.ready()
+    for _ in range(3):
+        d.run(OwnStatus(messages.Status("online", 4_000_000_000)))
+    assert len(d.announced) == 4, "what was forged is overwritten"
+    d.run(PlannerStatus(messages.Status("online", 4_000_000_000)))
+    assert unloaded(d) == [], "nobody has taken the planner's place"
+    assert d.complaints.counters["implausible_boot"] == 4
+
+
 def test_another_agent_of_the_same_name_wins(device):
     d = device()
     d.join()

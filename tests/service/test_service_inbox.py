@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime import coordination
-from hepti_mqtt.service.inbox import Asked, Decoder, PlannerSeen, PlanSeen
+from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -65,3 +67,19 @@ def test_cleared_foreign_and_lying_messages_are_dropped():
 @given(st.sampled_from(TOPICS), st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: frames.MAGIC + b))
 def test_no_bytes_raise(topic, payload):
     Decoder("home").decode(topic, payload)
+
+
+def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
+    decoder = Decoder("home", lambda: 100)
+    beat = messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    said = {
+        ("status", T.status("a")): messages.encode_status(messages.Status("online", 101)),
+        ("caps", T.caps("a")): messages.encode_caps(replace(CAPS, boot=101)),
+        ("heartbeat", T.heartbeat("a")): messages.encode_heartbeat(beat),
+        ("planner_status", T.planner_status()): messages.encode_status(messages.Status("online", 101)),
+    }
+    for (kind, topic), payload in said.items():
+        assert decoder.decode(topic, payload) == Implausible(topic, kind, 101)
+    assert decoder.counters == {"implausible_boot": 4}
+    assert decoder.decode(T.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
+    assert decoder.counters["malformed"] == 1

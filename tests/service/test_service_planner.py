@@ -258,6 +258,24 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
     assert unconnected.decoder.counters == {"inbox_full": 2}, "the next heartbeat says the same"
 
 
+def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
+    said = []
+    monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
+    topic = unconnected.topics.planner_status()
+    for boot in (4_000_000_000, 4_000_000_001, 2**62):
+        unconnected.heard(topic, json.dumps({"state": "online", "boot": boot}).encode())
+    for action in waiting(unconnected.inbox):
+        action()
+    assert unconnected.failure is None
+    assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is mended"
+    assert [r.levelname for r in caplog.records if "4000000000" in r.getMessage()] == ["WARNING"]
+    assert not [r for r in caplog.records if "4000000001" in r.getMessage()], "one warning"
+    unconnected.heard(topic, encode_status(Status("online", unconnected.boot + 5)))
+    for action in waiting(unconnected.inbox):
+        action()
+    assert "another planner" in str(unconnected.failure)
+
+
 def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, monkeypatch):
     said = []
     monkeypatch.setattr(unconnected, "_reply", said.append)

@@ -73,13 +73,14 @@ MESSAGES = st.one_of(
     st.builds(TileAsk, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
     st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
 )
-STATUSES = st.builds(Status, st.sampled_from(["online", "offline"]), COUNTS)
+BOOTS = st.integers(0, 2**32 - 1)
+STATUSES = st.builds(Status, st.sampled_from(["online", "offline"]), BOOTS)
 CAPS = st.builds(
-    Caps, NAMES, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, TEXTS, TEXTS, PLAIN, COUNTS, st.sampled_from([4, 5])
+    Caps, NAMES, BOOTS, COUNTS, COUNTS, COUNTS, COUNTS, TEXTS, TEXTS, PLAIN, COUNTS, st.sampled_from([4, 5])
 )
 HEARTBEATS = st.builds(
     Heartbeat,
-    COUNTS,
+    BOOTS,
     COUNTS,
     st.floats(0, 1),
     COUNTS,
