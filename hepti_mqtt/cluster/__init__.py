@@ -7,7 +7,17 @@ from hepti_mqtt.cluster.profiles import (
     DeviceProfile,
     Link,
     cluster_of,
+    plausible,
     profile_from_caps,
 )
 
-__all__ = ["FAST_BYTES_PER_S", "Cluster", "Curve", "DeviceProfile", "Link", "cluster_of", "profile_from_caps"]
+__all__ = [
+    "FAST_BYTES_PER_S",
+    "Cluster",
+    "Curve",
+    "DeviceProfile",
+    "Link",
+    "cluster_of",
+    "plausible",
+    "profile_from_caps",
+]

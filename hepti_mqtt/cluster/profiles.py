@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, log
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.work import Work
@@ -14,6 +15,12 @@ from hepti_mqtt.work import Work
 # Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
 # measured is noise.
 FAST_BYTES_PER_S: Final = 250e6
+
+# What a device can measure of itself: FLOP/s or bytes/s, and seconds of one matmul.
+RATES: Final = (1e4, 1e16)
+SECONDS: Final = (1e-9, 3600.0)
+MOST_CURVES: Final = 64
+MOST_POINTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +129,45 @@ def cluster_of(
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
+def plausible(what: str, value: Any, low: float, high: float) -> float:
+    """Return a number that a device may tell of itself; raises ValueError that names it and its range."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{what} is not a number from {low:g} to {high:g}")
+    return float(value)
+
+
 def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:
-    """Return the profile that an agent's caps describe; raises KeyError, TypeError or ValueError on other data."""
-    linear = tuple(
-        Curve(int(c["k"]), int(c["n"]), tuple((int(r), float(s)) for r, s in c["points"]), c.get("storage", "f32"))
-        for c in curves["linear"]
-    )
-    if not linear or any(not c.points for c in linear):
-        raise ValueError("caps without time curves")
+    """Return the profile that an agent's caps describe.
+
+    Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
+    """
+    measured = curves["linear"]
+    if not isinstance(measured, list) or not 0 < len(measured) <= MOST_CURVES:
+        raise ValueError(f"caps have 1 to {MOST_CURVES} time curves")
     return DeviceProfile(
         name,
-        linear,
-        attention_flops_per_s=float(curves["attention_flops_per_s"]),
-        rowwise_bytes_per_s=float(curves["rowwise_bytes_per_s"]),
-        op_overhead_s=float(curves["op_overhead_s"]),
-        frame_s=float(curves["frame_s"]),
-        copy_bytes_per_s=float(curves["copy_bytes_per_s"]),
+        tuple(map(_curve, measured)),
+        attention_flops_per_s=plausible("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
+        rowwise_bytes_per_s=plausible("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
+        op_overhead_s=plausible("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
+        frame_s=plausible("frame_s", curves["frame_s"], 0.0, 1.0),
+        copy_bytes_per_s=plausible("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
     )
+
+
+def _curve(told: Mapping[str, Any]) -> Curve:
+    """Return a time curve as caps tell it; raises KeyError, TypeError or ValueError."""
+    k, n = (plausible(side, told[side], 1, 1e6) for side in ("k", "n"))
+    storage = told.get("storage", "f32")
+    if storage not in get_args(Storage):
+        raise ValueError("a time curve is of a storage that is not known")
+    if not 0 < len(told["points"]) <= MOST_POINTS:
+        raise ValueError(f"a time curve has 1 to {MOST_POINTS} points")
+    points = tuple((plausible("rows", r, 1, 1e6), plausible("seconds", s, *SECONDS)) for r, s in told["points"])
+    for (rows, seconds), (more_rows, more_seconds) in pairwise(points):
+        # What is measured twice differs, but no device takes half as long for more.
+        if more_rows <= rows or more_seconds < seconds / 2:
+            raise ValueError("a time curve falls")
+    return Curve(int(k), int(n), tuple((int(r), s) for r, s in points), storage)

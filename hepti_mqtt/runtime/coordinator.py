@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
@@ -38,7 +38,7 @@ from hepti_mqtt.runtime.coordination import (
     UpMessage,
 )
 from hepti_mqtt.runtime.dispatcher import Dispatcher
-from hepti_mqtt.runtime.membership import Membership
+from hepti_mqtt.runtime.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.model_state import ModelState, same_division
 from hepti_mqtt.runtime.plans import Search
 from hepti_mqtt.runtime.rollout import SETTLE_S, Rollout
@@ -131,21 +131,48 @@ class CoordinatorSession:
 
     # -- membership -----------------------------------------------------------------------------------------------
 
+    def _known(self, device: str) -> bool:
+        """Return whether there is room for a device; what it says is dropped and counted if there is none."""
+        room = self.membership.room(device)
+        self.counters["devices_beyond"] += not room
+        return room
+
     def _status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
+        if not self._known(event.device):
+            return []
         return self._changed(event.device, self.membership.status(event.device, event.status, now), now)
 
     def _caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
+        if not self._known(event.device):
+            return []
         try:
+            plausible("memory_budget_bytes", event.caps.memory_budget_bytes, 0, MEMORY_BYTES)
             profile_from_caps(event.device, event.caps.curves, event.caps.memory_budget_bytes, 1.0)
         except (KeyError, TypeError, ValueError) as exc:
             self.counters["foreign_caps"] += 1
-            return [Note("refused", f"caps of {event.device} cannot be read ({exc!r}); update the agent")]
+            return self._doubt(event.device, f"caps of {event.device} are refused ({exc!r}); update the agent there")
         return self._changed(event.device, self.membership.caps(event.device, event.caps), now)
 
     def _heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
+        device = event.device
+        if not self._known(device):
+            return []
         if self._loading():
             self.membership.loading(now)
-        return self._changed(event.device, self.membership.heartbeat(event.device, event.heartbeat, now), now)
+        heartbeat, wrong = believed(event.heartbeat)
+        changed = self._changed(device, self.membership.heartbeat(device, heartbeat, now), now)
+        if wrong is None:
+            return changed
+        self.counters["implausible_heartbeat"] += 1
+        return changed + self._doubt(
+            device, f"a heartbeat of {device} is not believed: {wrong}; restart the agent there"
+        )
+
+    def _doubt(self, device: str, text: str) -> list[CoordinatorCommand]:
+        """Tell once of a device that says what cannot be."""
+        member = self.membership.member(device)
+        told, member.doubted = member.doubted, True
+        return [] if told else [Note("refused", text)]
 
     def _loading(self) -> bool:
         return any(model.plans.preparing is not None for model in self.slots)

@@ -23,6 +23,7 @@ QUEUE: Final = 64  # requests that wait, per model
 ATTEMPTS: Final = 4
 OVERDUE_S: Final = 5.0
 OVERDUE_FACTOR: Final = 20.0
+OVERDUE_MOST_S: Final = 300.0  # whatever is predicted: what devices tell of themselves may be wrong by any factor
 
 
 class Dispatcher:
@@ -160,7 +161,7 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * max(self._runs(model.name), 1)
-        overdue = now + OVERDUE_S + OVERDUE_FACTOR * plan.predicted_s * longer
+        overdue = now + OVERDUE_S + min(OVERDUE_FACTOR * plan.predicted_s * longer, OVERDUE_MOST_S)
         sent = publish_bytes(topic, len(payload), 1)
         others = [run for slot in self._slots for run in slot.runs.values()]
         for run in others:

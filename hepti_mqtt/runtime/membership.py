@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, profile_from_caps
+from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
@@ -16,6 +16,31 @@ TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so wh
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
+
+
+# A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
+PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
+    "slowdown": (0.0, 1e4, 1.0),
+    "round_trip_s": (0.0, 3600.0, None),
+    "bandwidth_bytes_per_s": (1.0, 1e15, None),
+}
+MEMORY_BYTES: Final = 1 << 50  # no device has more
+MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
+
+
+def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
+    """Return a heartbeat without the numbers that no device can have, and what was wrong with the first of them."""
+    wrong: str | None = None
+    instead: dict[str, Any] = {}
+    for key, (low, high, taken) in PLAUSIBLE.items():
+        value = getattr(heartbeat, key)
+        if value is None:
+            continue
+        try:
+            plausible(key, value, low, high)
+        except ValueError as error:
+            wrong, instead[key] = wrong or str(error), taken
+    return replace(heartbeat, **instead), wrong
 
 
 @dataclass(slots=True)
@@ -36,6 +61,7 @@ class Member:
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
     refused: str = ""
+    doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
@@ -84,12 +110,22 @@ class Membership:
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
 
-    def _member(self, name: str) -> Member:
+    def room(self, name: str) -> bool:
+        """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
+        if name in self.members or len(self.members) < MEMBERS:
+            return True
+        absent = [m for m in self.members.values() if not m.usable]
+        if absent:
+            del self.members[min(absent, key=lambda m: m.seen_s).name]
+        return bool(absent)
+
+    def member(self, name: str) -> Member:
+        """Return a device; one that is new is remembered."""
         return self.members.setdefault(name, Member(name))
 
     def status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left" or None. A late will of an earlier boot changes nothing."""
-        member = self._member(name)
+        member = self.member(name)
         if status.boot < member.boot:
             return None
         was, again = member.usable, status.boot > member.boot
@@ -100,7 +136,7 @@ class Membership:
 
     def caps(self, name: str, caps: Caps) -> str | None:
         """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start."""
-        member = self._member(name)
+        member = self.member(name)
         if caps.boot < member.boot:
             return None
         if member.caps is not None and member.caps.boot != caps.boot:
@@ -113,7 +149,7 @@ class Membership:
 
     def heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
         """Take a heartbeat; a device that was only believed lost is back."""
-        member = self._member(name)
+        member = self.member(name)
         if heartbeat.boot < member.boot:
             return None
         if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
@@ -146,7 +182,7 @@ class Membership:
 
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
-        member = self._member(name)
+        member = self.member(name)
         version = member.caps.version if member.caps is not None else "unknown"
         member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
         return member.refused

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from device_agent import measure as measuring
-from device_agent.measure import cpu_model, measure, self_measurement
+from device_agent.measure import cpu_model, measure, never_falling, self_measurement
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.wire.messages import Caps, decode_caps, encode_caps
@@ -135,3 +135,8 @@ def test_a_directory_that_cannot_be_written_only_costs_time(cached):
 
 def test_the_cpu_has_a_name():
     assert cpu_model().strip()
+
+
+def test_what_others_did_while_a_curve_was_measured_is_taken_out():
+    assert never_falling([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
+    assert never_falling([]) == []

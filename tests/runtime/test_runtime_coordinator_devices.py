@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scripted_site import LOST_S, SPEC, Site, caps, everyone, heartbeat
+from scripted_site import CURVES, LOST_S, SPEC, Site, caps, everyone, heartbeat
 
 from hepti_mqtt.cluster import Link
 from hepti_mqtt.errors import PlanError, RemoteError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime import coordination as co
+from hepti_mqtt.runtime.dispatcher import OVERDUE_MOST_S, OVERDUE_S
 from hepti_mqtt.runtime.flight import Pins
-from hepti_mqtt.runtime.membership import CALM_S, SLOWDOWNS
+from hepti_mqtt.runtime.membership import CALM_S, MEMBERS, SLOWDOWNS
 from hepti_mqtt.runtime.rollout import REFUSALS, RETRY_S
 from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
@@ -375,3 +377,122 @@ def test_unreadable_caps_are_noted_and_the_device_stays_out() -> None:
     site.settle()
     assert site.notes()["refused"] == 1
     assert set(site.solves[-1].question.cluster.devices) == {"a"}
+
+
+def points(*seconds: object) -> dict[str, object]:
+    return {"linear": [{"k": 32, "n": 32, "points": [[1 << i, s] for i, s in enumerate(seconds)]}]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        points(0.0, 0.0),
+        points(-1e-5, 1e-4),
+        points(1e-5, 10**400),
+        points(1e-5, float("inf")),
+        points(1e-3, 1e-5),
+        points(1e-5, True),
+        points(1e-5, "1"),
+        points(1e9),
+        {"linear": [{"k": 32, "n": 0, "points": [[1, 1e-5]]}]},
+        {"linear": [{"k": 32, "n": 32, "points": [[4, 1e-5], [2, 1e-5]]}]},
+        {"linear": [{"k": 32, "n": 32, "points": [[1, 1e-5]], "storage": "f64"}]},
+        {"linear": CURVES["linear"] * 1000},
+        {"attention_flops_per_s": 0},
+        {"attention_flops_per_s": -1e9},
+        {"rowwise_bytes_per_s": 10**400},
+        {"op_overhead_s": 1e9},
+        {"frame_s": -1},
+        {"copy_bytes_per_s": 1e300},
+    ],
+    ids=str,
+)
+def test_caps_that_no_device_can_have_are_refused_and_the_device_is_named_once(wrong: dict[str, object]) -> None:
+    site = Site()
+    for _ in range(3):
+        site.event(co.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
+    site.event(co.DeviceStatus("x", Status("online", 1)))
+    site.join("a")
+    site.settle()
+    assert set(site.solves[-1].question.cluster.devices) == {"a"}
+    assert [c.text.split()[2] for c in site.seen if isinstance(c, co.Note) and c.kind == "refused"] == ["x"]
+    assert site.session.counters["foreign_caps"] == 3
+
+
+def test_memory_that_no_device_has_is_refused() -> None:
+    site = Site()
+    site.join("x", memory=1 << 60)
+    assert site.notes()["refused"] == 1
+    assert not site.session.membership.usable()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slowdown": 1e12},
+        {"round_trip_s": -5.0},
+        {"round_trip_s": 1e12},
+        {"bandwidth_bytes_per_s": 0.0},
+        {"bandwidth_bytes_per_s": -1e9},
+    ],
+    ids=str,
+)
+def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    member = site.session.membership.members["a"]
+    site.event(co.DeviceHeartbeat("a", heartbeat(1)))
+    rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
+    for _ in range(2 * SLOWDOWNS):
+        site.now += 1
+        site.event(co.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
+        site.event(co.Tick())
+    assert "a" in site.session.membership.usable(), "it is there"
+    assert member.profile(0).slowdown == slowdown
+    assert 0 <= member.link().latency_s < 1
+    assert member.link().up_bytes_per_s >= rate > 1
+    assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
+    assert [c.text for c in site.seen if isinstance(c, co.Note) and next(iter(wrong)) in c.text], "named, once"
+    assert site.notes()["refused"] == 1
+
+
+def test_no_prediction_stretches_the_time_after_which_a_run_is_overdue() -> None:
+    site = Site(decider=lambda q: _slow(everyone(q)))
+    site.join("a")
+    site.settle()
+    site.submit("r1", within=1e9)
+    for _ in range(int(OVERDUE_MOST_S + OVERDUE_S) + 1):
+        assert not site.notes()["overdue"]
+        site.tick(1)
+    site.tick(1)
+    assert site.notes()["overdue"] == 1
+
+
+def _slow(decision: Decision) -> Decision:
+    return replace(decision, chosen=replace(decision.chosen, plan=replace(decision.chosen.plan, predicted_s=8.6e9)))
+
+
+def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
+    site = Site()
+    site.join("a", "b")
+    site.settle()
+    for number in range(4 * MEMBERS):
+        name = f"invented{number}"
+        site.event(co.DeviceStatus(name, Status("online", 1)))
+        site.event(co.DeviceHeartbeat(name, heartbeat(1)))
+    assert len(site.session.membership.members) == MEMBERS
+    assert set(site.session.membership.usable()) == {"a", "b"}
+    site.join("late")
+    assert "late" in site.session.membership.usable()
+
+
+def test_devices_beyond_what_is_remembered_are_counted() -> None:
+    site = Site(searches=False)
+    site.join(*(f"d{number}" for number in range(MEMBERS)))
+    site.join("beyond")
+    assert "beyond" not in site.session.membership.members
+    assert site.session.counters["devices_beyond"] == 2
+    site.leave("d7")
+    site.join("beyond")
+    assert "beyond" in site.session.membership.usable()
