@@ -208,9 +208,9 @@ def _check(site: Site, asked: list[tuple[list[int], Future[Answer]]]) -> None:
 
 
 def test_an_agent_killed_while_it_computes_costs_no_answer(site: Site, ready: Hepti) -> None:
-    spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", devices=["a", "b"], timeout_s=PATIENCE_S)
+    spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", timeout_s=PATIENCE_S)
     assert set(spread.plan["devices"]) == {"a", "b"}
-    asked = _many(ready, 24)  # without pins of their own: they take the plan that is there
+    asked = _many(ready, 24, strategy="block")
     asked[0][1].result(PATIENCE_S)
     site.kill("b")
     _check(site, asked)
