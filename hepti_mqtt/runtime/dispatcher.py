@@ -125,6 +125,8 @@ class Dispatcher:
                 "see `hepti devices` and the planner's log"
             )
             return out + self.end(model, run.job, error)
+        if model.error is not None and not model.plans.hopeful():
+            return out + self.end(model, run.job, model.error)
         if run.job.generation is not None:
             run.job.generation.epoch = None  # some device may have cached less than others: it begins anew
         model.queue.appendleft((run.job, run.chunk))

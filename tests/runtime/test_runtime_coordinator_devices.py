@@ -473,6 +473,23 @@ def _slow(decision: Decision) -> Decision:
     return replace(decision, chosen=replace(decision.chosen, plan=replace(decision.chosen.plan, predicted_s=8.6e9)))
 
 
+def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_more() -> None:
+    site = Site(decider=everyone)
+    site.join("b")
+    site.settle()
+    site.submit("r1", within=1e9)
+    site.join("a")
+    site.tick(1.1)
+    site.ready()  # r1 runs under the plan before, without a
+    site.event(co.Pin("m", Pins(devices=("a",))))
+    site.leave("a")
+    assert not site.session.slots.own("m").plans.hopeful()
+    assert "r1" not in site.errors, "it may yet be answered"
+    site.tick(OVERDUE_S)
+    site.tick(OVERDUE_S)
+    assert isinstance(site.errors["r1"], PlanError)
+
+
 def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
     site = Site()
     site.join("a", "b")
