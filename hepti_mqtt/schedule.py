@@ -119,8 +119,12 @@ class RunMachine(Generic[R]):
     def fill(self, run: R, slot: Slot) -> bool:
         """Take an exchange for good; return whether anybody reads its slot."""
         run.received[slot] = True
-        self._wake(run, slot)
-        return bool(run.template.readers[slot])
+        readers, pending = run.template.readers[slot], run.pending
+        for place in readers:
+            pending[place] -= 1
+            if not pending[place]:
+                heappush(self._ready, (run.admission, place))
+        return bool(readers)
 
     def next(self) -> tuple[R, int] | None:
         """Return the run and the place of the op that is next, or None if every run waits; it must run now."""
@@ -133,12 +137,15 @@ class RunMachine(Generic[R]):
 
     def ran(self, run: R, place: int) -> list[Slot]:
         """Count an op as run; return the slots that nobody reads any more, what it wrote itself perhaps among them."""
-        template, uses = run.template, run.uses
+        template, pending, uses = run.template, run.pending, run.uses
         free = []
         for slot in template.writes[place]:
-            if template.readers[slot]:
-                self._wake(run, slot)
-            else:
+            readers = template.readers[slot]
+            for reader in readers:  # as in `fill`; a call more is felt here
+                pending[reader] -= 1
+                if not pending[reader]:
+                    heappush(self._ready, (run.admission, reader))
+            if not readers:
                 free.append(slot)
         for slot in template.reads[place]:
             uses[slot] -= 1
@@ -150,10 +157,3 @@ class RunMachine(Generic[R]):
     def drop(self, admission: int) -> R | None:
         """Forget a run, whether it is over or not; return it, None if there is none."""
         return self.runs.pop(admission, None)
-
-    def _wake(self, run: R, slot: Slot) -> None:
-        pending = run.pending
-        for place in run.template.readers[slot]:
-            pending[place] -= 1
-            if not pending[place]:
-                heappush(self._ready, (run.admission, place))

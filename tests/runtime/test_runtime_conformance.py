@@ -17,20 +17,22 @@ from hepti_mqtt import models
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Workers
+from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
-from hepti_mqtt.runtime.commands import Publish
+from hepti_mqtt.runtime.building import build, study
+from hepti_mqtt.runtime.commands import Build, Publish, Study
 from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn, Subscribed
 from hepti_mqtt.runtime.local import pack
 from hepti_mqtt.runtime.worker import WorkerSession
 from hepti_mqtt.simulate import Naming, Request, play
 from hepti_mqtt.simulate.bytes import send_bytes
-from hepti_mqtt.spec import Decoding
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.frames import Session, encode_work
 
 NAMING = Naming("home", "m")
 EPOCH = Epoch(1, 1)
+WORKERS = Workers(1)
 ABLE = [
     (family, name)
     for family, spec in EVERY_FAMILY.items()
@@ -77,13 +79,14 @@ class Driven:
         self.name, self.asked, self.profile = name, asked, cluster.devices[name]
         self.programs = [parts[name] for _, _, parts in asked]
         self.arrivals = deque(arrivals)
-        self.session = WorkerSession(name, NAMING.site, 1 << 30, Workers(1))
+        self.session = WorkerSession(name, NAMING.site, 1 << 30)
         self.now = 0.0
         self.ran = []
         self.prepare(spec, fixed)
 
     def prepare(self, spec, fixed):
-        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked))
+        shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
+        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes))
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
@@ -91,7 +94,19 @@ class Driven:
             Subscribed("m", EPOCH),
             MessageIn(messages.Activate(2, "m", EPOCH)),
         ):
-            self.session.handle(event, 0.0)
+            self.handle(event)
+
+    def handle(self, event):
+        """Hand an event to the session, and what it orders built at once; return what else it wants."""
+        out = []
+        for command in self.session.handle(event, self.now):
+            if isinstance(command, Study):
+                out += self.handle(study(command, self.name, self.session.topics))
+            elif isinstance(command, Build):
+                out += self.handle(build(command, self.name, WORKERS))
+            else:
+                out.append(command)
+        return out
 
     def advance(self, sent):
         """Go on until there is nothing to do, or a frame is due that its sender has not sent yet in `sent`."""
@@ -102,7 +117,7 @@ class Driven:
                     return
                 self.arrivals.popleft()
                 self.now += self.profile.frame_seconds(1, frame.nbytes)
-                self.publish(self.session.handle(FrameIn(frames.decode(payload)), self.now), sent)
+                self.publish(self.handle(FrameIn(frames.decode(payload))), sent)
             elif (step := self.session.next()) is not None:
                 self.ran.append((step.admission, step.place))
                 self.now += self.seconds(step)

@@ -85,7 +85,7 @@ def test_no_more_is_foreseen_than_fits() -> None:
     for number in range(1, FORESEEN + 4):
         site.submit(f"r{number}", number)
         site.answer(number)
-    model = site.session._models["m"]
+    model = site.session.slots.own("m")
     model.dispatched(RequestShape((1,) * (FORESEEN_NUMBERS + 1)))
     found, needed = model.foreseen()
     assert found[: FORESEEN - 1] == shapes(*range(FORESEEN + 3, 4, -1))

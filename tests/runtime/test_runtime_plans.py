@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_site import LOST_S, ROW, Site, everyone
+from scripted_site import LOST_S, ROW, SPEC, Site, everyone
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
@@ -17,6 +17,7 @@ from hepti_mqtt.runtime.flight import Pins
 from hepti_mqtt.runtime.plans import PLANS, Plans
 from hepti_mqtt.runtime.rollout import PREPARE_S, STORY
 from hepti_mqtt.runtime.states import IllegalStepError, Machine, Story
+from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
 
 NEVER = PlanError("no")
@@ -244,7 +245,9 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     site.join("a")
     site.tick(1.1)
     (_, first), (_, other) = [told for told in site.told if isinstance(told[1], messages.Prepare)]
-    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", Plan.from_dict(first.plan).epoch, 1)))
+    plan = Plan.from_dict(first.plan)
+    ready = messages.Ready(first.txn, "m", plan.epoch, 1, programs_digest(SPEC, plan))
+    site.event(co.UpMessage("a", ready))
     site.submit("own")
     site.submit("r1", pins=NARROW)
     refuse(site, "a")
