@@ -15,7 +15,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.simulate import most_live_bytes, weight_total
+from hepti_mqtt.simulate import most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.strategies import make_plan, resident_weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
@@ -30,7 +30,8 @@ def needed_bytes(path: Path) -> int:
     with Checkpoint.open(path, "tiny") as checkpoint:
         spec = checkpoint.spec
     plan = make_plan(spec, Plan("tiny", Epoch(1, 1), "single", ("a",), "a"), "single", {}, (1.0,))
-    return weight_total(resident_weights(spec, plan, "a")) + most_live_bytes(spec, plan, "a", in_flight=2)
+    live = most_live_bytes(spec, plan, "a", in_flight=2)
+    return weight_total(resident_weights(spec, plan, "a")) + live + programs_bytes(spec, plan, "a")
 
 
 @pytest.fixture(scope="module", params=["room for both", "room for one"])
