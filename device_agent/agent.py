@@ -34,8 +34,8 @@ from hepti_mqtt import __version__
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
 from hepti_mqtt.kernels import Workers, isa, warm_up
-from hepti_mqtt.runtime.commands import Plane
-from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build, study
-from hepti_mqtt.runtime.commands import Build, Study
-from hepti_mqtt.runtime.events import Built, Studied
+from hepti_mqtt.runtime.device.building import build, study
+from hepti_mqtt.runtime.device.commands import Build, Study
+from hepti_mqtt.runtime.device.events import Built, Studied
 from hepti_mqtt.wire.topics import Topics
 
 

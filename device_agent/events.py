@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hepti_mqtt.runtime.commands import Plane
-from hepti_mqtt.runtime.events import WorkerEvent
+from hepti_mqtt.runtime.device.events import WorkerEvent
+from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.wire.messages import Status
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.commands import Load
+from hepti_mqtt.runtime.device.commands import Load
 from hepti_mqtt.wire.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array
 
 

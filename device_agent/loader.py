@@ -21,8 +21,8 @@ from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.commands import Load, Unload
-from hepti_mqtt.runtime.events import Loaded, LoadFailed, LoadProgress
+from hepti_mqtt.runtime.device.commands import Load, Unload
+from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire.manifest import Manifest, tile_hash
 

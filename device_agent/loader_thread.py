@@ -12,7 +12,7 @@ from typing import Final
 
 from device_agent.loader import WeightLoader
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.runtime.commands import Load, Unload
+from hepti_mqtt.runtime.device.commands import Load, Unload
 
 QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more than the window only if others' tiles
 

@@ -21,7 +21,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
-from hepti_mqtt.runtime.executor import Executor, bind
+from hepti_mqtt.runtime.device.executor import Executor, bind
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]

@@ -20,8 +20,8 @@ from device_agent.loader_thread import TileIn
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.runtime.commands import Plane
-from hepti_mqtt.runtime.events import FrameIn, MessageIn
+from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
+from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Connected, Counts, Disconnected, Inbox, Refused, State, Subscribed, Transport, Will
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Parsed, Topics

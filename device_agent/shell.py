@@ -27,21 +27,11 @@ from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.commands import (
-    Build,
-    Command,
-    Complain,
-    Load,
-    Plane,
-    Publish,
-    Study,
-    Subscribe,
-    Unload,
-    Unsubscribe,
-)
-from hepti_mqtt.runtime.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
-from hepti_mqtt.runtime.executor import Step
-from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Load, Study, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.device.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
+from hepti_mqtt.runtime.device.executor import Step
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.runtime.publish import Plane, Publish
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
 

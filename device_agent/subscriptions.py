@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.commands import Plane
+from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.wire.topics import Topics
 
 Key = tuple[str, Epoch]

@@ -12,10 +12,11 @@ from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
-from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.runtime.commands import Publish
-from hepti_mqtt.runtime.coordinator import CoordinatorSession
-from hepti_mqtt.runtime.flight import Chunk, Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
+from hepti_mqtt.runtime.planner.flight import Chunk, Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.served import Served
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, TaskHead
 from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
 from hepti_mqtt.wire import messages
@@ -83,79 +84,79 @@ class Site:
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
     ) -> None:
-        served = tuple(co.Served(n, SPEC, MANIFEST, 16, pins or Pins()) for n in names or ("m",))
+        served = tuple(Served(n, SPEC, MANIFEST, 16, pins or Pins()) for n in names or ("m",))
         self.session = CoordinatorSession("home", 7, served, in_flight)
         self.now = 0.0
         self.searches, self.decider = searches, decider
         self.boots: dict[str, int] = {}
-        self.seen: list[co.CoordinatorCommand] = []
+        self.seen: list[commands.CoordinatorCommand] = []
         self.told: list[tuple[str, messages.Message]] = []
         self.work: dict[int, Frame] = {}
-        self.answers: dict[str, co.Answer] = {}
+        self.answers: dict[str, commands.Answer] = {}
         self.errors: dict[str, HeptiError] = {}
-        self.solves: list[co.Solve] = []
+        self.solves: list[commands.Solve] = []
 
-    def event(self, event: co.CoordinatorEvent) -> list[co.CoordinatorCommand]:
+    def event(self, event: events.CoordinatorEvent) -> list[commands.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
         self.session.check()
         for command in out:
             self._note(command)
         self.seen += out
         for command in out:
-            if isinstance(command, co.Solve) and self.searches:
+            if isinstance(command, commands.Solve) and self.searches:
                 self.solve(command)
         return out
 
-    def _note(self, command: co.CoordinatorCommand) -> None:
+    def _note(self, command: commands.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
             decode_work(frame)
             self.work[frame.admission] = frame
         elif isinstance(command, Publish):
             self.told.append((command.topic.split("/")[-2], messages.decode(command.payload)))
-        elif isinstance(command, co.Solve):
+        elif isinstance(command, commands.Solve):
             self.solves.append(command)
-        elif isinstance(command, co.Answer | co.Refuse):
+        elif isinstance(command, commands.Answer | commands.Refuse):
             name = command.job.key.request
             assert name not in self.answers, f"{name} ended twice"
             assert name not in self.errors, f"{name} ended twice"
-            if isinstance(command, co.Answer):
+            if isinstance(command, commands.Answer):
                 self.answers[name] = command
             else:
                 self.errors[name] = command.error
 
-    def solve(self, command: co.Solve) -> None:
+    def solve(self, command: commands.Solve) -> None:
         try:
             decision = self.decider(command.question)
         except HeptiError as error:
-            self.event(co.Solved(command.model, command.ticket, None, None, error))
+            self.event(events.Solved(command.model, command.ticket, None, None, error))
             return
         running = command.running and price(command.question, command.running, full=True).seconds
-        self.event(co.Solved(command.model, command.ticket, decision, running))
+        self.event(events.Solved(command.model, command.ticket, decision, running))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
         for device in devices:
             self.boots[device] = boot
-            self.event(co.DeviceCaps(device, caps(device, boot, memory)))
-            self.event(co.DeviceStatus(device, Status("online", boot)))
+            self.event(events.DeviceCaps(device, caps(device, boot, memory)))
+            self.event(events.DeviceStatus(device, Status("online", boot)))
 
     def leave(self, device: str) -> None:
         boot = self.boots.pop(device)
-        self.event(co.DeviceStatus(device, Status("offline", boot)))
+        self.event(events.DeviceStatus(device, Status("offline", boot)))
 
     def tick(self, seconds: float, alive: bool = True) -> None:
         self.now += seconds
         for device, boot in self.boots.items() if alive else ():
-            self.event(co.DeviceHeartbeat(device, heartbeat(boot)))
-        self.event(co.Tick())
+            self.event(events.DeviceHeartbeat(device, heartbeat(boot)))
+        self.event(events.Tick())
 
     def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
         """Let time pass in which some devices are slow."""
         for _ in range(seconds):
             self.now += 1
             for device, boot in self.boots.items():
-                self.event(co.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
-            self.event(co.Tick())
+                self.event(events.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
+            self.event(events.Tick())
 
     def prepares(self) -> dict[str, messages.Prepare]:
         """Return the last Prepare of every device."""
@@ -166,7 +167,7 @@ class Site:
             if device in devices or not devices:
                 plan = Plan.from_dict(message.plan)
                 digest = programs_digest(SPEC, plan)
-                self.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+                self.event(events.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
 
     def settle(self) -> Plan:
         """Let the search and the preparation after joins go through; return the active plan."""
@@ -187,7 +188,7 @@ class Site:
     ) -> Job:
         chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
         job = Job(RequestKey(model, "c", name), chunks, None, self.now + within, pins, computes)
-        self.event(co.Submit(job))
+        self.event(events.Submit(job))
         return job
 
     def answer(self, admission: int) -> None:
@@ -197,17 +198,17 @@ class Site:
         plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
         output = np.full((len(shape.lengths), SPEC.hidden), shape.tokens, np.float32)
         out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
-        self.event(co.UpFrame(plans[0].head, out))
+        self.event(events.UpFrame(plans[0].head, out))
         for device in plans[0].devices:
             numbers = (2000, 500, 100, int(device == plans[0].head))
             done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
-            self.event(co.UpFrame(device, done))
+            self.event(events.UpFrame(device, done))
 
     def plans(self, model: str) -> list[Plan]:
-        plans = [c.plan for c in self.seen if isinstance(c, co.Answer)]
-        shown = [c for c in self.seen if isinstance(c, co.ShowPlan) and c.model == model]
+        plans = [c.plan for c in self.seen if isinstance(c, commands.Answer)]
+        shown = [c for c in self.seen if isinstance(c, commands.ShowPlan) and c.model == model]
         plans += [p for c in shown for p in (c.active, *c.pinned) if p]
         return plans
 
     def notes(self) -> Counter[str]:
-        return Counter(c.kind for c in self.seen if isinstance(c, co.Note))
+        return Counter(c.kind for c in self.seen if isinstance(c, commands.Note))

@@ -22,9 +22,12 @@ from hepti_mqtt.models import packed
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
-from hepti_mqtt.runtime import building, commands, coordination, coordinator, worker
-from hepti_mqtt.runtime.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
-from hepti_mqtt.runtime.local import pack
+from hepti_mqtt.runtime.device import building, commands, worker
+from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.planner import commands as planner_commands
+from hepti_mqtt.runtime.planner import coordinator, events
+from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
+from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import publish_bytes
@@ -86,14 +89,14 @@ class Swarm:
         self.serial = 0
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
-        served = coordination.Served(MODEL, spec, b"\0" * 32, 16)
+        served = Served(MODEL, spec, b"\0" * 32, 16)
         self.planner = coordinator.CoordinatorSession(SITE, 1, (served,))
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
         self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by admission
         self.errors: dict[object, list[HeptiError]] = {}
-        self.notes: list[coordination.Note] = []
+        self.notes: list[planner_commands.Note] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
         self.lost_filter: Callable[[str, str], bool] = lambda topic, target: False
         for name, (flops, memory) in devices.items():
@@ -127,29 +130,29 @@ class Swarm:
 
     # -- the planner's shell ------------------------------------------------------------------------------------------
 
-    def tell_planner(self, event: coordination.CoordinatorEvent) -> None:
+    def tell_planner(self, event: events.CoordinatorEvent) -> None:
         for command in self.planner.handle(event, self.now):
             self._planner_command(command)
 
-    def _planner_command(self, command: coordination.CoordinatorCommand) -> None:
+    def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
         if isinstance(command, commands.Publish):
             self._count(command)
             for name in self.hosts:
                 if command.topic in {self.planner.topics.command(name), self.planner.topics.work(MODEL)}:
                     self._to_host(name, command)
-        elif isinstance(command, coordination.Solve):
+        elif isinstance(command, planner_commands.Solve):
             self.after(0.05, lambda: self._solve(command))
-        elif isinstance(command, coordination.Token):
+        elif isinstance(command, planner_commands.Token):
             self.tokens.setdefault(command.job.token, []).append((command.index, command.tokens[-1]))
-        elif isinstance(command, coordination.Answer):
+        elif isinstance(command, planner_commands.Answer):
             output = command.job.output()
             self.answers.setdefault(command.job.token, []).append((output, command.stats))
-        elif isinstance(command, coordination.Refuse):
+        elif isinstance(command, planner_commands.Refuse):
             self.errors.setdefault(command.job.token, []).append(command.error)
-        elif isinstance(command, coordination.Note):
+        elif isinstance(command, planner_commands.Note):
             self.notes.append(command)
 
-    def _solve(self, command: coordination.Solve) -> None:
+    def _solve(self, command: planner_commands.Solve) -> None:
         decision, running_s, error = None, None, None
         try:
             decision = self.decider(command.question)
@@ -157,14 +160,14 @@ class Swarm:
                 running_s = price(command.question, command.running, full=True).seconds
         except HeptiError as exc:
             error = exc
-        self.tell_planner(coordination.Solved(command.model, command.ticket, decision, running_s, error))
+        self.tell_planner(events.Solved(command.model, command.ticket, decision, running_s, error))
 
     def _tick(self) -> None:
         for name, host in self.hosts.items():
             if host.alive and self.rng.random() < 0.5:
                 hb = messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
-                self.tell_planner(coordination.DeviceHeartbeat(name, hb))
-        self.tell_planner(coordination.Tick())
+                self.tell_planner(events.DeviceHeartbeat(name, hb))
+        self.tell_planner(events.Tick())
         self.after(0.25, self._tick)
 
     def submit(
@@ -177,7 +180,7 @@ class Swarm:
     ) -> None:
         """Hand a request of one chunk to the planner."""
         job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s, pins)
-        self.tell_planner(coordination.Submit(job))
+        self.tell_planner(events.Submit(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
@@ -185,7 +188,7 @@ class Swarm:
         generation = Generation(tuple(ids.tolist()), most, shape.cache)
         key = RequestKey(MODEL, "user", str(token))
         job = Job(key, (Chunk(shape, inputs),), token, None, generation=generation)
-        self.tell_planner(coordination.Submit(job))
+        self.tell_planner(events.Submit(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------
 
@@ -207,15 +210,15 @@ class Swarm:
             largest_packet_bytes=1 << 24,
             mqtt=4,
         )
-        self.tell_planner(coordination.DeviceCaps(name, caps))
-        self.tell_planner(coordination.DeviceStatus(name, messages.Status("online", boot)))
+        self.tell_planner(events.DeviceCaps(name, caps))
+        self.tell_planner(events.DeviceStatus(name, messages.Status("online", boot)))
 
     def kill(self, name: str) -> None:
         """Pull a device's plug; its will follows a little later."""
         host = self.hosts[name]
         host.alive = False
         status = messages.Status("offline", host.boot)
-        self.after(0.01, lambda: self.tell_planner(coordination.DeviceStatus(name, status)))
+        self.after(0.01, lambda: self.tell_planner(events.DeviceStatus(name, status)))
 
     def _to_host(self, name: str, publish: commands.Publish) -> None:
         host = self.hosts[name]
@@ -285,7 +288,7 @@ class Swarm:
             frame = isinstance(up, frames.Frame)
             if frame and up.kind == "output":
                 self.logits[up.admission] = up.array()
-            self.tell_planner(coordination.UpFrame(name, up) if frame else coordination.UpMessage(name, up))
+            self.tell_planner(events.UpFrame(name, up) if frame else events.UpMessage(name, up))
 
         self.carry(publish.topic, "planner", publish.qos, deliver)
 

@@ -13,8 +13,8 @@ import numpy as np
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Program
-from hepti_mqtt.runtime.executor import Bound, Executor, bind
-from hepti_mqtt.runtime.local import pack
+from hepti_mqtt.runtime.device.executor import Bound, Executor, bind
+from hepti_mqtt.runtime.device.local import pack
 
 REQUEST = 1
 

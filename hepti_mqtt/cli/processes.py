@@ -32,7 +32,7 @@ def agent(args: argparse.Namespace) -> int:
 
 
 def _show_load(view: LoadView, event: object) -> None:
-    from hepti_mqtt.runtime.events import Loaded, LoadFailed, LoadProgress
+    from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
 
     if isinstance(event, LoadProgress):
         view.show(event.model, event.done_bytes, event.total_bytes)

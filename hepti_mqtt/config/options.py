@@ -18,7 +18,7 @@ from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Storage, WireDtype
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.flight import Pins
+    from hepti_mqtt.runtime.planner.flight import Pins
 
 IN_FLIGHT: Final = 2  # requests that run at once per model, unless a planner is told otherwise
 
@@ -148,7 +148,7 @@ class PinOptions:
 
     def pins(self) -> Pins:
         """Return them as the planner takes them."""
-        from hepti_mqtt.runtime.flight import Pins  # not at the top: `hepti --help` needs no NumPy
+        from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
         options = {"variant": self.variant} if self.variant else {}
         return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32")

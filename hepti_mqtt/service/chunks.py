@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.runtime.flight import Chunk
+from hepti_mqtt.runtime.planner.flight import Chunk
 from hepti_mqtt.service.requests import Prepared
 from hepti_mqtt.spec import RequestShape
 

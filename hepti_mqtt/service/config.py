@@ -10,7 +10,7 @@ from pathlib import Path
 from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.transport import BrokerUrl
 
 

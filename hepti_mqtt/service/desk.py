@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.runtime.coordination import Answer, Refuse, Token
-from hepti_mqtt.runtime.flight import Generation, Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
+from hepti_mqtt.runtime.planner.flight import Generation, Job, Pins, RequestKey
 from hepti_mqtt.service import requests
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.envelope import digest, envelope, parse, request_id

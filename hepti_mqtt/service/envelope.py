@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Storage, WireDtype
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_REQUEST_BYTES: Final = 64_000_000

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.runtime import coordination
+from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
@@ -47,11 +47,11 @@ class Implausible:
 
 
 Arrival = (
-    coordination.DeviceStatus
-    | coordination.DeviceCaps
-    | coordination.DeviceHeartbeat
-    | coordination.UpMessage
-    | coordination.UpFrame
+    events.DeviceStatus
+    | events.DeviceCaps
+    | events.DeviceHeartbeat
+    | events.UpMessage
+    | events.UpFrame
     | Asked
     | PlannerSeen
     | PlanSeen
@@ -65,7 +65,7 @@ def may_be_lost(arrival: Arrival) -> bool:
     Nobody repeats a will, an output, what a device counted of a run, or what becomes of a plan.
     """
     match arrival:
-        case coordination.DeviceHeartbeat() | coordination.UpMessage(message=messages.Progress()):
+        case events.DeviceHeartbeat() | events.UpMessage(message=messages.Progress()):
             return True
         case _:
             return False
@@ -128,33 +128,33 @@ class Decoder:
 def _boot(arrival: Arrival) -> int:
     """Return the boot counter that a message names, 0 if it names none."""
     match arrival:
-        case coordination.DeviceStatus(status=said) | PlannerSeen(status=said):
+        case events.DeviceStatus(status=said) | PlannerSeen(status=said):
             return said.boot
-        case coordination.DeviceCaps(caps=caps):
+        case events.DeviceCaps(caps=caps):
             return caps.boot
-        case coordination.DeviceHeartbeat(heartbeat=heartbeat):
+        case events.DeviceHeartbeat(heartbeat=heartbeat):
             return heartbeat.boot
         case _:
             return 0
 
 
 def _status(topic: Parsed, payload: bytes) -> Arrival:
-    return coordination.DeviceStatus(topic.device, messages.decode_status(payload))
+    return events.DeviceStatus(topic.device, messages.decode_status(payload))
 
 
 def _caps(topic: Parsed, payload: bytes) -> Arrival:
     caps = messages.decode_caps(payload)
     if caps.device != topic.device:
         raise WireError(f"caps of {caps.device} on the topic of {topic.device}")
-    return coordination.DeviceCaps(topic.device, caps)
+    return events.DeviceCaps(topic.device, caps)
 
 
 def _heartbeat(topic: Parsed, payload: bytes) -> Arrival:
-    return coordination.DeviceHeartbeat(topic.device, messages.decode_heartbeat(payload))
+    return events.DeviceHeartbeat(topic.device, messages.decode_heartbeat(payload))
 
 
 def _up(topic: Parsed, payload: bytes) -> Arrival:
     message = messages.decode_up(payload)
     if isinstance(message, Frame):
-        return coordination.UpFrame(topic.device, message)
-    return coordination.UpMessage(topic.device, message)
+        return events.UpFrame(topic.device, message)
+    return events.UpMessage(topic.device, message)

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -31,9 +31,10 @@ from hepti_mqtt.errors import (
     RequestError,
 )
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.runtime import coordination, coordinator
-from hepti_mqtt.runtime.commands import Publish
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.planner import commands, coordinator, events
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.served import Served, Standing
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.service.alone import require_alone
 from hepti_mqtt.service.boot import next_boot
 from hepti_mqtt.service.config import PlannerConfig
@@ -92,18 +93,17 @@ class _Planner:
         self.implausible: set[str] = set()  # topics with boot counters of which somebody was told
         self.topics = self.decoder.topics
         served = tuple(
-            coordination.Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins)
-            for m in models.values()
+            Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins) for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
-        self.standing: tuple[coordination.Standing, ...] = ()
+        self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.desk = Desk(config.site, models, self.forecasts)
-        self.inbox: Inbox[Callable[[], None] | coordination.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
+        self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.errands: Inbox[Callable[[], None] | None] = Inbox(UNREAD, UNREAD_BYTES)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
-        self.searches: queue.SimpleQueue[coordination.Solve | None] = queue.SimpleQueue()
+        self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -157,7 +157,7 @@ class _Planner:
             self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
-            self.inbox.post(coordination.Connection(online=False))
+            self.inbox.post(events.Connection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
@@ -198,15 +198,15 @@ class _Planner:
             self._reply(job)
             return
         self.desk.foresee(job)
-        if not self.inbox.offer(coordination.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
+        if not self.inbox.offer(events.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._reply(self.desk.refuse(coordination.Refuse(job, full)))
+            self._reply(self.desk.refuse(commands.Refuse(job, full)))
 
-    def _tell(self, command: coordination.Answer) -> None:
+    def _tell(self, command: commands.Answer) -> None:
         try:
             reply = self.desk.answer(command, time.monotonic())
         except Exception as error:
-            reply = self.desk.refuse(coordination.Refuse(command.job, self._mistake(error)))
+            reply = self.desk.refuse(commands.Refuse(command.job, self._mistake(error)))
         self._reply(reply)
 
     def _mistake(self, error: Exception) -> RemoteError:
@@ -261,10 +261,10 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = tick_at - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else coordination.Tick()
+                item = self.inbox.get(left) if left > 0 else events.Tick()
             except queue.Empty:
-                item = coordination.Tick()
-            if isinstance(item, coordination.Tick):
+                item = events.Tick()
+            if isinstance(item, events.Tick):
                 tick_at = time.monotonic() + TICK_S
             if callable(item):
                 self._guarded(item)
@@ -277,43 +277,43 @@ class _Planner:
         except Exception:
             self.log.exception("an event could not be dealt with; the planner goes on")
 
-    def _handle(self, event: coordination.CoordinatorEvent) -> None:
+    def _handle(self, event: events.CoordinatorEvent) -> None:
         try:
-            commands = self.session.handle(event, time.monotonic())
+            wanted: Sequence[commands.CoordinatorCommand] = self.session.handle(event, time.monotonic())
         except Exception as error:
-            if not isinstance(event, coordination.Submit):
+            if not isinstance(event, events.Submit):
                 raise
-            commands = [coordination.Refuse(event.job, self._mistake(error))]
+            wanted = [commands.Refuse(event.job, self._mistake(error))]
         standing = self.session.snapshot()
         if standing != self.standing:
             self.standing = standing
             self.forecasts.stand(standing)
-        for command in commands:
+        for command in wanted:
             self._guarded(partial(self._carry_out, command))
 
-    def _carry_out(self, command: coordination.CoordinatorCommand) -> None:
+    def _carry_out(self, command: commands.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, coordination.Answer) and command.job.computes:
+        elif isinstance(command, commands.Answer) and command.job.computes:
             self.errands.post(partial(self._tell, command))
-        elif isinstance(command, coordination.Answer):  # here the forecast is the answer
+        elif isinstance(command, commands.Answer):  # here the forecast is the answer
             self.forecasts.then(command.stats, partial(self.errands.post, partial(self._tell, command)))
-        elif isinstance(command, coordination.Token):
+        elif isinstance(command, commands.Token):
             self.errands.post(lambda: self._reply(self.desk.token(command)))
-        elif isinstance(command, coordination.Refuse):
+        elif isinstance(command, commands.Refuse):
             self.errands.post(lambda: self._reply(self.desk.refuse(command)))
-        elif isinstance(command, coordination.Solve):
+        elif isinstance(command, commands.Solve):
             self.searches.put(command)
-        elif isinstance(command, coordination.SendTiles):
+        elif isinstance(command, commands.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
-        elif isinstance(command, coordination.ShowPlan):
+        elif isinstance(command, commands.ShowPlan):
             self._show(command)
         else:
             self.log.info("%s: %s", command.kind, command.text)
             said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
             self._publish(self.topics.event(command.kind), said.encode())
 
-    def _show(self, shown: coordination.ShowPlan) -> None:
+    def _show(self, shown: commands.ShowPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         zero_s = time.time() - time.monotonic()
         record = encode_record(checkpoint.spec, checkpoint.path.resolve(), self.boot, shown, zero_s)
@@ -321,7 +321,7 @@ class _Planner:
 
     def _connected(self) -> None:
         """Say who we are: after every connection, as the broker may have lost what it retained."""
-        self._handle(coordination.Connection(online=True))
+        self._handle(events.Connection(online=True))
         self._publish(*self._status("online"))
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
 

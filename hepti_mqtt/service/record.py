@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from hepti_mqtt.runtime.coordination import ShowPlan
+from hepti_mqtt.runtime.planner.commands import ShowPlan
 from hepti_mqtt.spec import Spec
 
 

@@ -6,7 +6,8 @@ import logging
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.planner import decide, price
-from hepti_mqtt.runtime.coordination import Solve, Solved
+from hepti_mqtt.runtime.planner.commands import Solve
+from hepti_mqtt.runtime.planner.events import Solved
 
 _log = logging.getLogger(__name__)
 

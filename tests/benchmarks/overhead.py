@@ -16,8 +16,8 @@ import numpy as np
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder
-from hepti_mqtt.runtime import runs
-from hepti_mqtt.runtime.executor import Executor, bind
+from hepti_mqtt.runtime.device import runs
+from hepti_mqtt.runtime.device.executor import Executor, bind
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.topics import Topics
 

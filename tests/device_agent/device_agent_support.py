@@ -13,7 +13,7 @@ from device_agent.tiles import TileCache
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.commands import Load
+from hepti_mqtt.runtime.device.commands import Load
 from hepti_mqtt.transport import Counts
 from hepti_mqtt.wire.manifest import Manifest, TensorEntry, grid, tile_hash
 

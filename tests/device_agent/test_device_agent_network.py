@@ -12,7 +12,7 @@ from device_agent.network import Network
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.events import FrameIn, MessageIn
+from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.wire import frames, messages

@@ -15,12 +15,13 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build, study
-from hepti_mqtt.runtime.commands import Build, Command, Complain, Publish, Study
-from hepti_mqtt.runtime.events import Built, FrameIn, Loaded, MessageIn, Subscribed, WorkerEvent
-from hepti_mqtt.runtime.executor import bind
-from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.runtime.device.building import build, study
+from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Study
+from hepti_mqtt.runtime.device.events import Built, FrameIn, Loaded, MessageIn, Subscribed, WorkerEvent
+from hepti_mqtt.runtime.device.executor import bind
+from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import PROGRAMS, programs_bytes
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import program, resident_weights

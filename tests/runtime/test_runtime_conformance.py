@@ -19,11 +19,12 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Workers
 from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
-from hepti_mqtt.runtime.building import build, study
-from hepti_mqtt.runtime.commands import Build, Publish, Study
-from hepti_mqtt.runtime.events import FrameIn, Loaded, MessageIn, Subscribed
-from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.runtime.worker import WorkerSession
+from hepti_mqtt.runtime.device.building import build, study
+from hepti_mqtt.runtime.device.commands import Build, Study
+from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, Subscribed
+from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import Naming, Request, play
 from hepti_mqtt.simulate.bytes import send_bytes
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights

@@ -16,12 +16,13 @@ from swarm import Swarm
 from hepti_mqtt.errors import DeadlineError, IdInUseError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
-from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.runtime import worker
-from hepti_mqtt.runtime.coordinator import CoordinatorSession
-from hepti_mqtt.runtime.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
-from hepti_mqtt.runtime.flight import Job, Pins, RequestKey
-from hepti_mqtt.runtime.slots import COMES_BACK_S, PINNED
+from hepti_mqtt.runtime.device import worker
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
+from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
+from hepti_mqtt.runtime.planner.flight import Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.served import Served
+from hepti_mqtt.runtime.planner.slots import COMES_BACK_S, PINNED
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
@@ -194,7 +195,7 @@ def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
     site.submit("r2", 8)
     for name, admission in (("r1", 1), ("r2", 2)):
         other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
-        refused = [c for c in site.session.handle(co.Submit(other), site.now) if isinstance(c, co.Refuse)]
+        refused = [c for c in site.session.handle(events.Submit(other), site.now) if isinstance(c, commands.Refuse)]
         assert [c.job.token for c in refused] == ["other"]
         assert isinstance(refused[0].error, IdInUseError)
         assert name in str(refused[0].error)
@@ -207,7 +208,7 @@ def test_request_that_a_device_cannot_compute_fails_with_its_words() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(co.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
+    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
     assert "linear failed" in str(site.errors["r1"])
 
 
@@ -216,7 +217,7 @@ def test_request_whose_frames_were_bad_is_issued_again() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(co.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
+    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
     assert list(site.work) == [1, 2]
 
 
@@ -316,7 +317,7 @@ def test_few_pinned_plans_are_kept_those_asked_for_last() -> None:
     assert {m.epoch for _, m in site.told if isinstance(m, messages.Release)} == {gone}
     assert [d for d, m in site.told if isinstance(m, messages.Release)] == ["a", "b"]
     assert site.session.plan("m") == first
-    shown = [c for c in site.seen if isinstance(c, co.ShowPlan)][-1]
+    shown = [c for c in site.seen if isinstance(c, commands.ShowPlan)][-1]
     assert (shown.active, len(shown.pinned)) == (first, PINNED)
 
 
@@ -339,7 +340,7 @@ def tight(site: Site, *names: str) -> None:
     for name in names:
         message = site.prepares()[name]
         epoch = Plan.from_dict(message.plan).epoch
-        site.event(co.UpMessage(name, messages.Failed(message.txn, "m", epoch, "memory", "no room", 10)))
+        site.event(events.UpMessage(name, messages.Failed(message.txn, "m", epoch, "memory", "no room", 10)))
 
 
 def without_room() -> tuple[Site, Plan]:
@@ -504,9 +505,9 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
             message = site.prepares()[name]
             plan = Plan.from_dict(message.plan)
             code = data.draw(st.sampled_from(["memory", "wire"]))
-            site.event(co.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
+            site.event(events.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
         elif what == "offline":
-            site.event(co.Connection(online=data.draw(st.booleans())))
+            site.event(events.Connection(online=data.draw(st.booleans())))
     for _ in range(8):
         site.tick(5)
     assert len(site.answers) + len(site.errors) == submitted
@@ -525,8 +526,8 @@ def test_counters_and_foreign_frames_change_nothing() -> None:
     other = next(d for d in plan.devices if d != plan.head)
     output = np.zeros((1, SPEC.hidden), np.float32)
     stray = replace(site.work[1], kind="output", source=other, dtype="f32", shape=output.shape, body=output)
-    site.event(co.UpFrame(other, stray))  # says later that it has sent none
-    site.event(co.UpFrame("stranger", stray))
+    site.event(events.UpFrame(other, stray))  # says later that it has sent none
+    site.event(events.UpFrame("stranger", stray))
     assert site.session.counters["late"] == 1
     site.answer(1)
     assert site.session.counters["foreign_frame"] == 1
@@ -552,12 +553,12 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     swarm.submit("r", shape, inputs)
     swarm.run(10, until=lambda: "r" in swarm.answers)
     former = swarm.planner
-    swarm.planner = CoordinatorSession("home", former.boot + 1, (co.Served("m", spec, MANIFEST, 16),))
+    swarm.planner = CoordinatorSession("home", former.boot + 1, (Served("m", spec, MANIFEST, 16),))
     host = swarm.hosts["d0"]
     swarm._host_commands("d0", host, host.session.handle(worker.PlannerLost(former.boot + 1), swarm.now))
     member = former.membership.members["d0"]
-    swarm.tell_planner(co.DeviceCaps("d0", member.caps))
-    swarm.tell_planner(co.DeviceStatus("d0", Status("online", member.boot)))
+    swarm.tell_planner(events.DeviceCaps("d0", member.caps))
+    swarm.tell_planner(events.DeviceStatus("d0", Status("online", member.boot)))
     swarm.submit("s", shape, inputs)
     swarm.run(OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
     np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])

@@ -11,11 +11,11 @@ from hepti_mqtt.cluster import Link
 from hepti_mqtt.errors import PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
-from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.runtime.dispatcher import OVERDUE_MOST_S, OVERDUE_S
-from hepti_mqtt.runtime.flight import Pins
-from hepti_mqtt.runtime.membership import CALM_S, MEMBERS, SLOWDOWNS
-from hepti_mqtt.runtime.rollout import REFUSALS, RETRY_S
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_MOST_S, OVERDUE_S
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.membership import CALM_S, MEMBERS, SLOWDOWNS
+from hepti_mqtt.runtime.planner.rollout import REFUSALS, RETRY_S
 from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
@@ -76,9 +76,9 @@ def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(co.Connection(online=False))
+    site.event(events.Connection(online=False))
     site.tick(100, alive=False)
-    site.event(co.Connection(online=True))
+    site.event(events.Connection(online=True))
     site.tick(3, alive=False)
     assert site.session.plan("m") == plan
     assert "r1" in site.errors, "but deadlines hold"
@@ -104,7 +104,7 @@ def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothin
     site.settle()
     site.submit("r1")
     site.join("a", boot=2)
-    site.event(co.DeviceStatus("a", Status("offline", 1)))
+    site.event(events.DeviceStatus("a", Status("offline", 1)))
     site.settle()
     site.answer(max(site.work))
     assert "r1" in site.answers
@@ -143,7 +143,7 @@ def test_memory_refusal_swaps_plans_when_old_and_new_do_not_fit_together() -> No
     site.tick(1.1)
     refused = site.prepares()["a"]
     epoch = Plan.from_dict(refused.plan).epoch
-    site.event(co.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 1000)))
+    site.event(events.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 1000)))
     assert site.prepares()["a"] == refused, "the run under the old plan comes first"
     site.answer(1)
     assert ("a", "m", old.epoch) in [(d, m.model, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
@@ -159,7 +159,7 @@ def test_memory_refusal_without_another_plan_makes_the_next_question_tighter() -
     site.tick(1.1)
     refused = site.prepares()["a"]
     epoch = Plan.from_dict(refused.plan).epoch
-    site.event(co.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 5 << 20)))
+    site.event(events.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 5 << 20)))
     site.tick(1.1)
     assert site.solves[-1].question.cluster.devices["a"].memory_bytes == (1 << 24) - (5 << 20)
 
@@ -172,7 +172,7 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
         site.tick(1.1)
         message = site.prepares()["a"]
         epoch = Plan.from_dict(message.plan).epoch
-        site.event(co.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
+        site.event(events.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
     assert isinstance(site.errors["r1"], RemoteError)
     assert "corrupt tile" in str(site.errors["r1"])
     site.tick(RETRY_S + 0.1)
@@ -208,9 +208,9 @@ def test_preparation_without_progress_is_given_up() -> None:
     for _ in range(30):
         site.tick(5)
         plan = Plan.from_dict(second.plan)
-        site.event(co.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
+        site.event(events.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
     assert site.prepares()["a"] == second, "progress keeps it alive"
-    site.event(co.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
+    site.event(events.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
     assert site.session.plan("m") is None, "a Ready of the one given up activates nothing"
 
 
@@ -222,12 +222,12 @@ def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
     epoch = Plan.from_dict(prepare.plan).epoch
     shown = []
     for part in range(10):
-        out = site.event(co.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
-        shown += [c.progress for c in out if isinstance(c, co.ShowPlan)]
+        out = site.event(events.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
+        shown += [c.progress for c in out if isinstance(c, commands.ShowPlan)]
         site.now += 0.25
     assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.seen if isinstance(c, co.ShowPlan)][-1]
+    last = [c for c in site.seen if isinstance(c, commands.ShowPlan)][-1]
     assert (last.preparing, last.progress) == (None, {})
 
 
@@ -242,8 +242,8 @@ def test_search_knows_the_smallest_packet_limit_that_a_device_met(
     site = Site()
     for name, limit in zip("abcd", limits, strict=False):
         site.boots[name] = 1
-        site.event(co.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
-        site.event(co.DeviceStatus(name, Status("online", 1)))
+        site.event(events.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
+        site.event(events.DeviceStatus(name, Status("online", 1)))
     site.tick(1.1)
     assert site.solves[-1].question.packet_bytes == smallest
 
@@ -282,7 +282,7 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
         plan = Plan.from_dict(message.plan)
         digest = programs_digest(SPEC, plan)
-        site.event(co.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+        site.event(events.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
     site.submit("r1")
     site.answer(1)
     pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
@@ -339,7 +339,7 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
 
     def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
         beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
-        site.event(co.DeviceHeartbeat("a", beat))
+        site.event(events.DeviceHeartbeat("a", beat))
         return 2 * member.link().latency_s, member.link().up_bytes_per_s
 
     assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
@@ -371,8 +371,8 @@ def test_drift_during_a_search_does_not_void_it() -> None:
 def test_unreadable_caps_are_noted_and_the_device_stays_out() -> None:
     site = Site()
     bad = replace(caps("x", 1), curves={"linear": []})
-    site.event(co.DeviceCaps("x", bad))
-    site.event(co.DeviceStatus("x", Status("online", 1)))
+    site.event(events.DeviceCaps("x", bad))
+    site.event(events.DeviceStatus("x", Status("online", 1)))
     site.join("a")
     site.settle()
     assert site.notes()["refused"] == 1
@@ -410,12 +410,12 @@ def points(*seconds: object) -> dict[str, object]:
 def test_caps_that_no_device_can_have_are_refused_and_the_device_is_named_once(wrong: dict[str, object]) -> None:
     site = Site()
     for _ in range(3):
-        site.event(co.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
-    site.event(co.DeviceStatus("x", Status("online", 1)))
+        site.event(events.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
+    site.event(events.DeviceStatus("x", Status("online", 1)))
     site.join("a")
     site.settle()
     assert set(site.solves[-1].question.cluster.devices) == {"a"}
-    assert [c.text.split()[2] for c in site.seen if isinstance(c, co.Note) and c.kind == "refused"] == ["x"]
+    assert [c.text.split()[2] for c in site.seen if isinstance(c, commands.Note) and c.kind == "refused"] == ["x"]
     assert site.session.counters["foreign_caps"] == 3
 
 
@@ -442,18 +442,18 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     site.join("a")
     site.settle()
     member = site.session.membership.members["a"]
-    site.event(co.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
     rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
     for _ in range(2 * SLOWDOWNS):
         site.now += 1
-        site.event(co.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
-        site.event(co.Tick())
+        site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
+        site.event(events.Tick())
     assert "a" in site.session.membership.usable(), "it is there"
     assert member.profile(0).slowdown == slowdown
     assert 0 <= member.link().latency_s < 1
     assert member.link().up_bytes_per_s >= rate > 1
     assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
-    assert [c.text for c in site.seen if isinstance(c, co.Note) and next(iter(wrong)) in c.text], "named, once"
+    assert [c.text for c in site.seen if isinstance(c, commands.Note) and next(iter(wrong)) in c.text], "named, once"
     assert site.notes()["refused"] == 1
 
 
@@ -481,7 +481,7 @@ def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_mo
     site.join("a")
     site.tick(1.1)
     site.ready()  # r1 runs under the plan before, without a
-    site.event(co.Pin("m", Pins(devices=("a",))))
+    site.event(events.Pin("m", Pins(devices=("a",))))
     site.leave("a")
     assert not site.session.slots.own("m").plans.hopeful()
     assert "r1" not in site.errors, "it may yet be answered"
@@ -496,8 +496,8 @@ def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
     site.settle()
     for number in range(4 * MEMBERS):
         name = f"invented{number}"
-        site.event(co.DeviceStatus(name, Status("online", 1)))
-        site.event(co.DeviceHeartbeat(name, heartbeat(1)))
+        site.event(events.DeviceStatus(name, Status("online", 1)))
+        site.event(events.DeviceHeartbeat(name, heartbeat(1)))
     assert len(site.session.membership.members) == MEMBERS
     assert set(site.session.membership.usable()) == {"a", "b"}
     site.join("late")

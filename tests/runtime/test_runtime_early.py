@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime import early
-from hepti_mqtt.runtime.early import EARLY_S, EarlyFrames
+from hepti_mqtt.runtime.device import early
+from hepti_mqtt.runtime.device.early import EARLY_S, EarlyFrames
 from hepti_mqtt.wire.frames import Frame
 
 

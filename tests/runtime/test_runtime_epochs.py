@@ -13,14 +13,15 @@ from sites import FAMILIES, plan, request, tensors
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.building import build, study
-from hepti_mqtt.runtime.commands import Build, Complain, Load, Publish, Study, Unload, Unsubscribe
-from hepti_mqtt.runtime.epochs import EPOCHS, Epochs
-from hepti_mqtt.runtime.events import Doubt, FrameIn, Loaded, LoadFailed, MessageIn, PlannerLost, Subscribed
-from hepti_mqtt.runtime.local import pack
-from hepti_mqtt.runtime.resident import Resident, resident_of
+from hepti_mqtt.runtime.device.building import build, study
+from hepti_mqtt.runtime.device.commands import Build, Complain, Load, Study, Unload, Unsubscribe
+from hepti_mqtt.runtime.device.epochs import EPOCHS, Epochs
+from hepti_mqtt.runtime.device.events import Doubt, FrameIn, Loaded, LoadFailed, MessageIn, PlannerLost, Subscribed
+from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.device.resident import Resident, resident_of
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.runtime.states import IllegalStepError, Machine
-from hepti_mqtt.runtime.worker import WorkerSession
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
 

@@ -7,7 +7,7 @@ import pytest
 
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder, Compute
-from hepti_mqtt.runtime.executor import Executor, bind
+from hepti_mqtt.runtime.device.executor import Executor, bind
 from hepti_mqtt.simulate import live_bytes
 
 X = np.arange(4, dtype=np.float32).reshape(2, 2)

@@ -9,7 +9,7 @@ from scripted_site import Site
 
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.runtime import coordination as co
+from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.strategies import make_plan, programs_digest
 
 TOKENS = 8
@@ -38,12 +38,12 @@ class Timed(Site):
         super().__init__(decider=two)
         self.asked = 0
 
-    def solve(self, command: co.Solve) -> None:
+    def solve(self, command: commands.Solve) -> None:
         decision = self.decider(command.question)
         running = command.running and next(
             c.price.expected_s for c in decision.ranking if c.plan.strategy == command.running.strategy
         )
-        self.event(co.Solved(command.model, command.ticket, decision, running))
+        self.event(events.Solved(command.model, command.ticket, decision, running))
 
     def serve(self, row_s: float, single_s: float = PREDICTED_S["single"], times: int = 1) -> None:
         for _ in range(times):

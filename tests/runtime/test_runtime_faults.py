@@ -14,9 +14,10 @@ from hepti_mqtt import models
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.planner import price
-from hepti_mqtt.runtime import coordination, dispatcher, worker
-from hepti_mqtt.runtime.early import EARLY_BYTES
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.device import worker
+from hepti_mqtt.runtime.device.early import EARLY_BYTES
+from hepti_mqtt.runtime.planner import dispatcher, events
+from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames
 
@@ -201,7 +202,7 @@ def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     swarm = Swarm(SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=always(first))
     settle(swarm)
     swarm.decider = always(second)
-    swarm.tell_planner(coordination.Pin(MODEL, Pins()))
+    swarm.tell_planner(events.Pin(MODEL, Pins()))
     before = plan_of(swarm).epoch
     shape, inputs = request(SPEC, (12,))
     swarm.submit("r", shape, inputs)

@@ -13,8 +13,8 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime import coordination as co
-from hepti_mqtt.runtime.model_state import FORESEEN, FORESEEN_NUMBERS
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.model_state import FORESEEN, FORESEEN_NUMBERS
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
 
@@ -138,7 +138,7 @@ def test_requests_of_late_lengths_find_their_programs_under_the_next_plan() -> N
 def other_version(site: Site, device: str) -> None:
     prepare = site.prepares()[device]
     plan = Plan.from_dict(prepare.plan)
-    site.event(co.UpMessage(device, messages.Ready(prepare.txn, plan.model, plan.epoch, 5, b"otherone")))
+    site.event(events.UpMessage(device, messages.Ready(prepare.txn, plan.model, plan.epoch, 5, b"otherone")))
 
 
 def test_a_device_that_derives_other_programs_is_refused_and_the_others_serve() -> None:
@@ -150,7 +150,7 @@ def test_a_device_that_derives_other_programs_is_refused_and_the_others_serve() 
     active = site.session.plan("m")
     assert active is not None
     assert active.devices == ("a",)
-    (note,) = [c.text for c in site.seen if isinstance(c, co.Note) and c.kind == "refused"]
+    (note,) = [c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "refused"]
     assert "b derives other Programs from a plan; it runs version 0" in note
     assert f"the planner {__version__}" in note
     site.tick(1.0)

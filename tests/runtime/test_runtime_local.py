@@ -8,7 +8,7 @@ from sites import FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.local import run_local
+from hepti_mqtt.runtime.device.local import run_local
 from hepti_mqtt.strategies import program
 
 

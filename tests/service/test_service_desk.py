@@ -14,8 +14,9 @@ from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.coordination import Answer, Refuse, Standing
-from hepti_mqtt.runtime.flight import Job, Pins, Run, RunStats
+from hepti_mqtt.runtime.planner.commands import Answer, Refuse
+from hepti_mqtt.runtime.planner.flight import Job, Pins, Run, RunStats
+from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts

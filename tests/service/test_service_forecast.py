@@ -11,8 +11,8 @@ from swarm import profile_curve
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.coordination import Standing
-from hepti_mqtt.runtime.flight import RunStats
+from hepti_mqtt.runtime.planner.flight import RunStats
+from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import Forecast, Forecasts, shares
 from hepti_mqtt.simulate import Naming, sent_bytes

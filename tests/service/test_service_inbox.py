@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime import coordination
+from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Topics
@@ -34,10 +34,10 @@ def test_every_kind_becomes_its_event():
     frame = frames.Frame("done", "m", Epoch(1, 1), 3, source="a", numbers=(1, 2, 3))
     status = messages.Status("online", 1)
     known = {
-        (T.status("a"), messages.encode_status(status)): coordination.DeviceStatus("a", status),
-        (T.caps("a"), messages.encode_caps(CAPS)): coordination.DeviceCaps("a", CAPS),
-        (T.heartbeat("a"), messages.encode_heartbeat(BEAT)): coordination.DeviceHeartbeat("a", BEAT),
-        (T.up("a"), messages.encode(ready)): coordination.UpMessage("a", ready),
+        (T.status("a"), messages.encode_status(status)): events.DeviceStatus("a", status),
+        (T.caps("a"), messages.encode_caps(CAPS)): events.DeviceCaps("a", CAPS),
+        (T.heartbeat("a"), messages.encode_heartbeat(BEAT)): events.DeviceHeartbeat("a", BEAT),
+        (T.up("a"), messages.encode(ready)): events.UpMessage("a", ready),
         (T.request("m", "c"), b"{"): Asked("m", "c", b"{"),
         (T.planner_status(), messages.encode_status(status)): PlannerSeen(status),
         (T.plan("m"), b"x"): PlanSeen("m"),
@@ -46,7 +46,7 @@ def test_every_kind_becomes_its_event():
     for (topic, payload), event in known.items():
         assert decoder.decode(topic, payload) == event
     up = decoder.decode(T.up("a"), frames.encode(frame))
-    assert isinstance(up, coordination.UpFrame)
+    assert isinstance(up, events.UpFrame)
     assert up.frame.numbers == (1, 2, 3)
     assert not decoder.counters
 

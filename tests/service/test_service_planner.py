@@ -13,8 +13,8 @@ import pytest
 
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.coordination import DeviceStatus, Tick, UpMessage
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.planner.events import DeviceStatus, Tick, UpMessage
+from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
 from hepti_mqtt.service.desk import Model

@@ -14,7 +14,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.runtime.coordination import ShowPlan, Solve
+from hepti_mqtt.runtime.planner.commands import ShowPlan, Solve
 from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record

@@ -12,7 +12,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.kernels import NarrowMatrix, loading_bytes
 from hepti_mqtt.passes import store
 from hepti_mqtt.program import Compute, check
-from hepti_mqtt.runtime.local import pack, run_local
+from hepti_mqtt.runtime.device.local import pack, run_local
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.simulate.memory import weight_total
 from hepti_mqtt.spec import RequestShape

@@ -13,7 +13,7 @@ from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.executor import Bound
+from hepti_mqtt.runtime.device.executor import Bound
 from hepti_mqtt.simulate import PROGRAMS, SESSIONS_BESIDE, loading_total, most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import peers, programs_digest, resident_weights

@@ -9,12 +9,12 @@ from typing import Final, Literal
 from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.commands import Publish
-from hepti_mqtt.runtime.coordination import CoordinatorCommand, Note, ShowPlan
-from hepti_mqtt.runtime.dispatcher import Dispatcher
-from hepti_mqtt.runtime.model_state import ModelState
-from hepti_mqtt.runtime.plans import PlanRecord
-from hepti_mqtt.runtime.slots import Slots
+from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, ShowPlan
+from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
+from hepti_mqtt.runtime.planner.model_state import ModelState
+from hepti_mqtt.runtime.planner.plans import PlanRecord
+from hepti_mqtt.runtime.planner.slots import Slots
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.coordination import Served
-from hepti_mqtt.runtime.flight import Job, Pins
-from hepti_mqtt.runtime.model_state import ModelState
-from hepti_mqtt.runtime.plans import Plans
+from hepti_mqtt.runtime.planner.flight import Job, Pins
+from hepti_mqtt.runtime.planner.model_state import ModelState
+from hepti_mqtt.runtime.planner.plans import Plans
+from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.states import Story
 
 PINNED: Final = 4  # slots of pins, for each model

@@ -12,14 +12,15 @@ import numpy as np
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
-from hepti_mqtt.runtime.building import Building, next_step
-from hepti_mqtt.runtime.commands import Command, Complain, Publish
-from hepti_mqtt.runtime.early import EarlyFrames
-from hepti_mqtt.runtime.epochs import Epochs, Key
-from hepti_mqtt.runtime.events import Built
-from hepti_mqtt.runtime.executor import Array, Bound, Executor, Outgoing, Step
-from hepti_mqtt.runtime.resident import Resident
-from hepti_mqtt.runtime.sessions import SessionLostError, Sessions
+from hepti_mqtt.runtime.device.building import Building, next_step
+from hepti_mqtt.runtime.device.commands import Command, Complain
+from hepti_mqtt.runtime.device.early import EarlyFrames
+from hepti_mqtt.runtime.device.epochs import Epochs, Key
+from hepti_mqtt.runtime.device.events import Built
+from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
+from hepti_mqtt.runtime.device.resident import Resident
+from hepti_mqtt.runtime.device.sessions import SessionLostError, Sessions
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame, FrameKind, Session, decode_session, decode_work, encode, frame_bytes

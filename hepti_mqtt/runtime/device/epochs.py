@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, Literal, get_args
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.resident import EpochState, Resident, resident_bytes
+from hepti_mqtt.runtime.device.resident import EpochState, Resident, resident_bytes
 from hepti_mqtt.runtime.states import Machine, Story, Table
 
 Key = tuple[str, Epoch]

@@ -10,7 +10,7 @@ import numpy as np
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, Program
-from hepti_mqtt.runtime.executor import Array
+from hepti_mqtt.runtime.device.executor import Array
 
 SessionKey = tuple[str, Epoch, int]  # model, epoch, number
 

@@ -9,8 +9,8 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.executor import Bound
-from hepti_mqtt.runtime.resident import Resident
+from hepti_mqtt.runtime.device.executor import Bound
+from hepti_mqtt.runtime.device.resident import Resident
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 

@@ -1,30 +1,17 @@
-"""What the sessions ask their shells to do."""
+"""What a device's session asks its shell to do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.wire.messages import Prepare
-
-Plane = Literal["control", "data"]
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Publish `payload`; the control plane and the data plane are separate MQTT connections."""
-
-    topic: str
-    payload: bytes
-    qos: int
-    plane: Plane = "control"
-    retain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
-from hepti_mqtt.runtime.coordination import Served
-from hepti_mqtt.runtime.flight import Job, Run
-from hepti_mqtt.runtime.plans import Plans
+from hepti_mqtt.runtime.planner.flight import Job, Run
+from hepti_mqtt.runtime.planner.plans import Plans
+from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead

@@ -15,7 +15,7 @@ from typing import Final, Literal, get_args
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
-from hepti_mqtt.runtime.flight import Pins
+from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.states import Machine, Story, Table
 from hepti_mqtt.wire.messages import Ready
 

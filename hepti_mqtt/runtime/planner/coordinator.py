@@ -18,31 +18,27 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.runtime.coordination import (
+from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
+from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
+from hepti_mqtt.runtime.planner.events import (
     Connection,
-    CoordinatorCommand,
     CoordinatorEvent,
     DeviceCaps,
     DeviceHeartbeat,
     DeviceStatus,
-    Note,
     Pin,
-    SendTiles,
-    Served,
-    Solve,
     Solved,
-    Standing,
     Submit,
     Tick,
     UpFrame,
     UpMessage,
 )
-from hepti_mqtt.runtime.dispatcher import Dispatcher
-from hepti_mqtt.runtime.membership import MEMORY_BYTES, Membership, believed
-from hepti_mqtt.runtime.model_state import ModelState, same_division
-from hepti_mqtt.runtime.plans import Search
-from hepti_mqtt.runtime.rollout import SETTLE_S, Rollout
-from hepti_mqtt.runtime.slots import PINNED, Slots
+from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
+from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
+from hepti_mqtt.runtime.planner.plans import Search
+from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
+from hepti_mqtt.runtime.planner.served import Served, Standing
+from hepti_mqtt.runtime.planner.slots import PINNED, Slots
 from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.simulate import Naming
 from hepti_mqtt.wire import messages

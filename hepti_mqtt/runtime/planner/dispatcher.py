@@ -10,11 +10,12 @@ import numpy as np
 
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.commands import Publish
-from hepti_mqtt.runtime.coordination import Answer, CoordinatorCommand, Note, Refuse, Token, UpFrame
-from hepti_mqtt.runtime.flight import Generation, Job, Run, RunStats
-from hepti_mqtt.runtime.model_state import ModelState
-from hepti_mqtt.runtime.slots import Slots
+from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
+from hepti_mqtt.runtime.planner.events import UpFrame
+from hepti_mqtt.runtime.planner.flight import Generation, Job, Run, RunStats
+from hepti_mqtt.runtime.planner.model_state import ModelState
+from hepti_mqtt.runtime.planner.slots import Slots
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes

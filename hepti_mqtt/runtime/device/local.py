@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Weight, Workers, allocate
 from hepti_mqtt.program import NUMPY_DTYPE, Program, WeightRef
-from hepti_mqtt.runtime.executor import Executor, bind
+from hepti_mqtt.runtime.device.executor import Executor, bind
 
 
 def pack(tensors: Mapping[str, NDArray[Any]], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from hepti_mqtt.errors import HeptiError, WireError
-from hepti_mqtt.runtime.commands import Command, Complain, Load, Publish, Study, Subscribe, Unload, Unsubscribe
-from hepti_mqtt.runtime.epochs import EndEvent, Epochs, Key
-from hepti_mqtt.runtime.events import (
+from hepti_mqtt.runtime.device.commands import Command, Complain, Load, Study, Subscribe, Unload, Unsubscribe
+from hepti_mqtt.runtime.device.epochs import EndEvent, Epochs, Key
+from hepti_mqtt.runtime.device.events import (
     Built,
     FrameIn,
     Loaded,
@@ -23,9 +23,10 @@ from hepti_mqtt.runtime.events import (
     Subscribed,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.executor import Outgoing, Step
-from hepti_mqtt.runtime.resident import Resident, plan_key
-from hepti_mqtt.runtime.runs import Runs
+from hepti_mqtt.runtime.device.executor import Outgoing, Step
+from hepti_mqtt.runtime.device.resident import Resident, plan_key
+from hepti_mqtt.runtime.device.runs import Runs
+from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame

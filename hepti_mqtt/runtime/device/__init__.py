@@ -1,0 +1,1 @@
+"""A device's session: plans that are prepared and held, runs and their ops; and the executor."""

@@ -1,0 +1,89 @@
+"""What the coordinator asks its shell to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision, Question
+from hepti_mqtt.runtime.planner.flight import Job, RunStats
+from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.runtime.states import Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Search for a plan, and price the running one under the same measurements; report `Solved`."""
+
+    model: str
+    ticket: int
+    question: Question
+    running: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendTiles:
+    """Publish the asked tiles to the device."""
+
+    model: str
+    device: str
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a user's request."""
+
+    job: Job
+    plan: Plan
+    stats: tuple[RunStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a job that generates: its place among `tokens`, all that there are so far."""
+
+    job: Job
+    index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End a user's request with an error."""
+
+    job: Job
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class ShowPlan:
+    """Publish the retained record of a model's plans.
+
+    active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
+    (bytes there, bytes in all) of the weights that devices load for `preparing`. story: the last transitions of the
+    model's plans. pinned: the active plans of what requests have pinned. in_flight: runs at once.
+    """
+
+    model: str
+    active: Plan | None
+    preparing: Plan | None
+    decision: Decision | None
+    error: HeptiError | None = None
+    progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    story: tuple[Transition, ...] = ()
+    pinned: tuple[Plan, ...] = ()
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Publish and log that something happened: joined, left, re-planned, overloaded ..."""
+
+    kind: str
+    text: str
+
+
+CoordinatorCommand = Publish | Solve | SendTiles | Answer | Token | Refuse | ShowPlan | Note

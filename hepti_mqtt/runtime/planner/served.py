@@ -1,0 +1,33 @@
+"""Models that the planner serves, and plans that stand, as values for other threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that the planner serves.
+
+    manifest: hash of the manifest of its weights. tokens: the length that plans are optimised for at first. pins:
+    what the planner's user fixed; a request may carry others, which hold for that request alone.
+    """
+
+    name: str
+    spec: Spec
+    manifest: bytes
+    tokens: int = 128
+    pins: Pins = field(default_factory=Pins)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A plan that is active or being prepared, with the measurements it was chosen by."""
+
+    plan: Plan
+    cluster: Cluster
