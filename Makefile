@@ -88,9 +88,11 @@ lock: $(VENV)/.dev
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
-		pyproject.toml --extra broker --group dev -o requirements-dev.lock
+		pyproject.toml --extra broker --extra site --group dev -o requirements-dev.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra bench -o requirements-bench.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra site -o requirements-site.lock
 
 $(VENV)/.run: requirements.lock requirements-demo.lock pyproject.toml
 	.ci/setup.sh $(PYTHON) $(VENV) requirements.lock requirements-demo.lock

@@ -36,7 +36,7 @@ from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
 from hepti_mqtt.kernels import Workers, isa, warm_up
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet
+from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
@@ -152,11 +152,15 @@ class _Agent:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         waiting = self._connect(PLANES)  # first of all, so that a wrong password is told at once
+        if not waiting:
+            self._warn_if_open()
         curves = self._measure()
         rss_idle = int(psutil.Process().memory_info().rss)
         budget = memory_budget(self._config.memory_bytes, int(psutil.virtual_memory().available))
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
-        self._wait_for_broker(waiting, stop)
+        if waiting:
+            self._wait_for_broker(waiting, stop)
+            self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
         caps = self._caps(curves, budget, rss_idle)
@@ -240,6 +244,10 @@ class _Agent:
             if not still:
                 self._log.info("the broker is there")
             waiting = still
+
+    def _warn_if_open(self) -> None:
+        if (loud := open_broker_warning(self._config.url)) is not None:
+            self._log.warning(loud)
 
     def _measure(self) -> Curves:
         start = perf_counter()

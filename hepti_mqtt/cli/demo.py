@@ -24,8 +24,8 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import max_abs_err
 from hepti_mqtt.cli.progress import LoadView
+from hepti_mqtt.cli.shared import Processes, processes
 from hepti_mqtt.cli.show import print_plan
-from hepti_mqtt.cli.site import Processes, processes
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker

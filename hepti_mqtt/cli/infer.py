@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.site import PLANNER_S, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.check import random_input, reference
 from hepti_mqtt.errors import ConfigError, PlanError

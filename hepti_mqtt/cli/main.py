@@ -27,6 +27,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "lab": ("hepti_mqtt.cli.lab", "lab"),
+    "site": ("hepti_mqtt.cli.site", "site"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, lab
-from hepti_mqtt.config.argument_types import natural, natural_range, positive, seconds
+from hepti_mqtt.cli import bench, lab, site
+from hepti_mqtt.config.argument_types import natural, natural_range, port, positive, seconds
 from hepti_mqtt.config.options import IN_FLIGHT, AgentOptions, PlannerOptions, add_pins, add_site
 
 
@@ -122,6 +122,9 @@ def _doctor(_sub: argparse.ArgumentParser) -> None:
 
 def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "unpacked", "amqtt"), help="insist on one kind of broker")
+    sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
+    sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
+    sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")
 
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
@@ -134,6 +137,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "price all strategies for devices described in a file", _simulate),
     ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
+    ("site", "make a closed site and let users in: certificate, passwords and access list", site.arguments),
     ("bench", "run an experiment, or the kernels' benchmark", bench.arguments),
     ("lab", "make hosts to measure on: emulated ones, boards, or this machine", lab.arguments),
     ("broker", "run a broker here until interrupted", _broker),

@@ -6,10 +6,14 @@ import argparse
 import signal
 import threading
 from functools import partial
+from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.progress import LoadView
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
+
+LOOPBACK: Final = "127.0.0.1"
+EVERYWHERE: Final = "0.0.0.0"
 
 
 def _stop_event() -> threading.Event:
@@ -51,15 +55,27 @@ def planner(args: argparse.Namespace) -> int:
 
 
 def broker(args: argparse.Namespace) -> int:
-    """Run a broker on a free port of this machine and print its URL."""
+    """Run a broker on this machine and print its URL."""
     from hepti_mqtt.embedded_broker import start_broker
+    from hepti_mqtt.transport import is_loopback, open_line
 
     stop = _stop_event()
-    with start_broker(args.kind) as running:
+    if args.closed is None:
+        starting = partial(start_broker, address=args.bind or LOOPBACK, port=args.port or 0)
+    else:
+        from hepti_mqtt.closed_site.folder import SiteFolder
+
+        found = SiteFolder.open(args.closed)
+        starting = partial(
+            start_broker, address=args.bind or EVERYWHERE, port=args.port or found.port, closed=found.broker
+        )
+    with starting(args.kind) as running:
         if args.json:
             output.print_json({"url": running.url, "kind": running.kind, "reason": running.reason})
         else:
             output.print_lines([running.url])
             output.err.print(running.reason, markup=False)
+        if args.closed is None and not is_loopback(running.address):
+            output.err.print(open_line(f"{running.address}:{running.port}"), markup=False)
         stop.wait()
     return 0

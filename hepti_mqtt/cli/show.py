@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.site import PLANNER_S, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster

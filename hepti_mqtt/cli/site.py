@@ -1,66 +1,124 @@
-"""What several commands need of a site: its broker, and child processes that end with us."""
+"""`hepti site`: a closed site's directory, its users, and what of it to copy where."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import datetime
+import ipaddress
+import shlex
+import socket
 from pathlib import Path
-from typing import IO, Final
+from typing import TYPE_CHECKING, Final, get_args
 
-from hepti_mqtt.config.options import settings_of
+from hepti_mqtt.cli import output
+from hepti_mqtt.closed_site.roles import AddedRole
+from hepti_mqtt.config.argument_types import port
+from hepti_mqtt.config.settings import DEFAULT_SITE
 
-PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
+if TYPE_CHECKING:
+    from hepti_mqtt.closed_site.folder import SiteFolder
+
+PORT: Final = 8883  # of MQTT over TLS
+ALWAYS: Final = ("localhost", "127.0.0.1", "::1")  # of the broker's own machine
+_START: Final = {
+    "planner": "hepti planner --broker {to} --model NAME=DIR",
+    "device": "hepti-agent --broker {to} --id {user}",
+    "client": "hepti infer MODEL --broker {to} --text ...",
+    "viewer": "hepti devices --broker {to}",
+}
 
 
-def require_broker(args: argparse.Namespace) -> str:
-    """Return the broker's URL; raises ConfigError if none was given."""
-    return settings_of(args).require_broker()
-
-
-class Processes:
-    """Child processes of a command; all of them end with the `with` block, also after a failure."""
-
-    def __init__(self, log: IO[bytes] | None = None) -> None:
-        self._log = log
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        """Start `python -m hepti_mqtt.cli ARGUMENTS`."""
-        self.running[name] = subprocess.Popen(
-            [sys.executable, "-m", "hepti_mqtt.cli", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log or subprocess.DEVNULL,
-            stderr=self._log or subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
+def arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the actions of `hepti site`."""
+    actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke")
+    init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
+    init.add_argument("directory", type=Path, metavar="DIR", help="a new directory; whoever reads it owns the site")
+    init.add_argument(
+        "--host",
+        action="append",
+        metavar="NAME|ADDRESS",
+        help="the broker's name or address, as the devices know it; may be repeated, and the first stands in logins "
+        "(default: this machine's)",
+    )
+    init.add_argument("--port", type=port, default=PORT, help=f"the broker's port (default {PORT})")
+    init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
+    add = actions.add_parser("add", help="let a device, a client or a viewer in: writes its login file")
+    add.add_argument("role", choices=get_args(AddedRole), help="what it may do: work, ask, or only look")
+    add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
+    revoke = actions.add_parser("revoke", help="let a user in no longer; `planner` gets a new login")
+    revoke.add_argument("name", metavar="NAME", help="name of the user")
+    for action in (add, revoke):
+        action.add_argument(
+            "--dir", type=Path, default=Path(), metavar="DIR", dest="directory", help="the site's directory (default .)"
+        )
+    for action in (init, add, revoke):
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object on stdout"
         )
 
-    def dead(self) -> dict[str, int]:
-        """Return the exit codes of children that have ended by themselves."""
-        return {n: p.returncode for n, p in self.running.items() if p.poll() is not None}
 
-    def close(self) -> None:
-        """End all children: politely, then by force."""
-        for process in self.running.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self.running.values():
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.running.clear()
+def site(args: argparse.Namespace) -> int:
+    """Make a closed site, or let a user in or out; print what to copy where."""
+    from hepti_mqtt.closed_site.folder import SiteFolder
+
+    if args.action == "init":
+        hosts = tuple(dict.fromkeys([*(args.host or own_addresses()), *ALWAYS]))
+        found = SiteFolder.make(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
+        _tell(args, found, f"site {found.site} is made; its broker is {found.hosts[0]}:{found.port}")
+        return 0
+    found = SiteFolder.open(args.directory)
+    if args.action == "add":
+        _tell(args, found.add(args.role, args.name), f"{args.name} may come in as {args.role}", args.name)
+    else:
+        _tell(args, found.revoke(args.name), f"the login of {args.name} is worth nothing any more", args.name)
+    return 0
 
 
-@contextlib.contextmanager
-def processes(log_file: Path | None = None) -> Iterator[Processes]:
-    """Give child processes whose output goes to `log_file`."""
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(log_file.open("wb")) if log_file else None
-        children = Processes(log)
-        stack.callback(children.close)
-        yield children
+def own_addresses() -> list[str]:
+    """Return this machine's IPv4 addresses that others can reach, then its names."""
+    import psutil
+
+    name = socket.gethostname()
+    addresses = [
+        a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AddressFamily.AF_INET
+    ]
+    reached = [a for a in addresses if not (ip := ipaddress.ip_address(a)).is_loopback and not ip.is_link_local]
+    return [*reached, name, *([] if "." in name else [f"{name}.local"])]
+
+
+def _tell(args: argparse.Namespace, found: SiteFolder, said: str, user: str | None = None) -> None:
+    copies = found.copies(user)
+    if args.json:
+        output.print_json(
+            {
+                "site": found.site,
+                "directory": str(found.path),
+                "broker": f"{found.hosts[0]}:{found.port}",
+                "users": dict(found.users),
+                "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in copies],
+            }
+        )
+        return
+    output.print_lines([said, ""])
+    output.print_table("copy", ("file", "to the machine of", "as"), [(c.file, c.machine, c.to) for c in copies])
+    output.print_lines(["", *_commands(found, user)])
+
+
+def _commands(found: SiteFolder, user: str | None) -> list[str]:
+    """Return what to do with the copies."""
+    here = shlex.quote(str(found.path))
+    copies = found.copies(user)
+    files = " ".join(Path(c.to).name for c in copies if c.machine == "the broker")
+    owned = f"sudo chown mosquitto: {files} && sudo chmod 600 {files}"
+    again = f"sudo systemctl {'reload' if user else 'restart'} mosquitto"
+    lines = [
+        f"on the broker's machine: cd /etc/mosquitto && {owned} && {again}",
+        f"or, to run the broker here: hepti broker --closed {here}{' (end the one that runs first)' if user else ''}",
+    ]
+    for copy in copies:
+        if copy.file.suffix == ".login":
+            name = copy.file.stem
+            lines.append(f"then, as {name}: {_START[found.users[name]].format(to=copy.to, user=name)}")
+    if user is None:
+        lines.append(f"let others in: hepti site add device|client|viewer NAME --dir {here}")
+    return lines

@@ -57,6 +57,13 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Return the number of a TCP port."""
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """Return a time above zero."""
     return _above_zero(text, "seconds")

@@ -42,7 +42,12 @@ class _Option(NamedTuple):
 
 _SITE: Final = (
     _Option(
-        "broker", "--broker", {"metavar": "URL", "help": "mqtt[s]://user:password@host:port (default: HEPTI_BROKER)"}
+        "broker",
+        "--broker",
+        {
+            "metavar": "URL|FILE",
+            "help": "mqtt[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)",
+        },
     ),
     _Option("site", "--site", {"help": "name of the site (default: HEPTI_SITE, else home)"}),
 )

@@ -15,7 +15,7 @@ DEFAULT_SITE: Final = "home"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every command needs to know: the broker's URL (None: start one), and the site."""
+    """What every command needs to know: the broker's URL or login file (None: start one), and the site."""
 
     broker: str | None
     site: str = DEFAULT_SITE
@@ -37,10 +37,10 @@ class Settings:
         return cls(broker or variables.get("HEPTI_BROKER") or None, check_name("site", chosen))
 
     def require_broker(self) -> str:
-        """Return the broker's URL; raises ConfigError if none was given."""
+        """Return the broker's URL or login file; raises ConfigError if none was given."""
         if self.broker is None:
             raise ConfigError(
-                "no broker: give --broker mqtt://HOST:1883 or set HEPTI_BROKER (`hepti broker` starts one, `hepti "
-                "demo` needs none)"
+                "no broker: give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER (`hepti broker` starts "
+                "one, `hepti demo` needs none)"
             )
         return self.broker

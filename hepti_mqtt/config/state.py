@@ -16,11 +16,15 @@ AHEAD_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
 CLOCK_SET_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError."""
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError.
+
+    mode: its permissions, of which the umask takes away.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from hepti_mqtt.embedded_broker import keeper
-from hepti_mqtt.embedded_broker.settings import configuration, password_lines
+from hepti_mqtt.embedded_broker.settings import closed_configuration, configuration, password_lines
 from hepti_mqtt.embedded_broker.sources import BrokerKind, Source
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.errors import ConfigError, NetworkError
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 20.0
@@ -36,8 +38,8 @@ _DISCONNECT: Final = b"\xe0\x00"
 class EmbeddedBroker:
     """A running broker, made by `start_broker`; a context manager that closes it.
 
-    kind: mosquitto, unpacked (from Debian packages) or amqtt. reason: why this one. It ends with this process, also
-    when that is killed.
+    kind: mosquitto, unpacked (from Debian packages) or amqtt. reason: why this one. closed: the directory of a closed
+    site's broker (passwd, acl, broker.crt, broker.key). It ends with this process, also when that is killed.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class EmbeddedBroker:
         users: Mapping[str, str] | None,
         max_packet_bytes: int | None,
         address: str = HOST,
+        closed: Path | None = None,
     ) -> None:
-        self.reason, self.address = reason, address
+        self.reason, self.address, self._closed = reason, address, closed
         self.port = 0
         self._source, self._users, self._max_packet_bytes = source, users, max_packet_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +66,8 @@ class EmbeddedBroker:
     @property
     def url(self) -> str:
         """Return the broker's URL, without user and password."""
-        return f"mqtt://{self.address}:{self.port}"
+        place = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{'mqtt' if self._closed is None else 'mqtts'}://{place}:{self.port}"
 
     @property
     def running(self) -> bool:
@@ -73,10 +77,14 @@ class EmbeddedBroker:
     def start(self) -> None:
         """Start it, on the same port as before if it has been stopped, and return when it answers.
 
-        Raises NetworkError with its last words if it does not.
+        Raises NetworkError with its last words if it does not, ConfigError if the port that was asked for is taken.
         """
         if self.running:
             return
+        if self.port and not _is_free(self.address, self.port):
+            raise ConfigError(
+                f"port {self.port} of {self.address} is taken, perhaps by a broker; choose another --port"
+            )
         for _ in range(_TRIES):
             port = self.port or _free_port(self.address)
             self._spawn(port)
@@ -146,10 +154,14 @@ class EmbeddedBroker:
                 str(port),
                 *([self._private("users", json.dumps(self._users))] if self._users else []),
             ]
-        passwords = None if self._users is None else self._private("passwd", password_lines(self._users))
-        text = configuration(
-            self.address, port, user=getpass.getuser(), password_file=passwords, max_packet_bytes=self._max_packet_bytes
-        )
+        user = getpass.getuser()
+        if self._closed is not None:
+            text = closed_configuration(str(self._closed.resolve()), port, self.address, user)
+        else:
+            passwords = None if self._users is None else self._private("passwd", password_lines(self._users))
+            text = configuration(
+                self.address, port, user=user, password_file=passwords, max_packet_bytes=self._max_packet_bytes
+            )
         return [*program, "-c", self._private("mosquitto.conf", text)]
 
     def _private(self, name: str, text: str) -> str:
@@ -164,7 +176,7 @@ class EmbeddedBroker:
         assert process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if _answers_connect(self.address, port):
+            if _answers_connect(self.address, port, tls=self._closed is not None):
                 return process.poll() is None
             try:
                 process.wait(_LOOK_S)
@@ -176,19 +188,39 @@ class EmbeddedBroker:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as sock:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.bind((address, 0))
         port: int = sock.getsockname()[1]
         return port
 
 
-def _answers_connect(address: str, port: int) -> bool:
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not count
+        try:
+            sock.bind((address, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _answers_connect(address: str, port: int, tls: bool) -> bool:
+    # Who listens everywhere is asked on the loopback address.
+    host = {"0.0.0.0": HOST, "::": "::1"}.get(address, address)
     try:
-        with socket.create_connection((address, port), timeout=1.0) as sock:
-            sock.sendall(_CONNECT)
-            answer = sock.recv(1)
-            with contextlib.suppress(OSError):
-                sock.sendall(_DISCONNECT)
+        with socket.create_connection((host, port), timeout=1.0) as plain:
+            with _encrypted(plain) if tls else contextlib.nullcontext(plain) as sock:
+                sock.sendall(_CONNECT)
+                answer = sock.recv(1)
+                with contextlib.suppress(OSError):
+                    sock.sendall(_DISCONNECT)
             return answer == bytes([_CONNACK])
     except OSError:
         return False
+
+
+def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
+    """Return a connection that checks no certificate: the question is only whether our own child answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(sock)

@@ -12,6 +12,12 @@ from hepti_mqtt.errors import ConfigError
 
 _ITERATIONS: Final = 20_000
 _SALT_BYTES: Final = 12
+CLOSED_PORT: Final = 8883
+_CLOSED_HEAD: Final = (
+    "# Mosquitto for a closed site: runs on 2.0 and 2.1. `hepti site init` writes it, with the files that it names;",
+    "# README.md in broker/ says what each of them is for.",
+    "",
+)
 
 
 class Setting(NamedTuple):
@@ -51,6 +57,33 @@ def configuration(
         lines.append(f"password_file {password_file}")
     own = {} if max_packet_bytes is None else {"max_packet_size": str(max_packet_bytes)}
     lines += [f"{s.name} {own.get(s.name, s.value)}" for s in SETTINGS]
+    return "\n".join(lines) + "\n"
+
+
+def closed_configuration(files: str, port: int = CLOSED_PORT, address: str = "", user: str = "") -> str:
+    """Return the mosquitto.conf of a closed site, with the reasons: encrypted, with passwords and an access list.
+
+    files: the directory of passwd, acl, broker.crt and broker.key. address: "" for all of the machine's. user: the
+    account to run as, "" for Mosquitto's own.
+    """
+    lines = [
+        *_CLOSED_HEAD,
+        *([f"user {user}"] if user else []),
+        f"listener {port} {address}".strip(),
+        f"certfile {files}/broker.crt",
+        f"keyfile {files}/broker.key",
+        "",
+        "# Everybody on the network may knock, so nobody comes in without a password.",
+        "allow_anonymous false",
+        f"password_file {files}/passwd",
+        f"acl_file {files}/acl",
+        "",
+        *("log_dest stderr", "log_type error", "log_type warning", "log_type notice"),
+        "",
+        "# The embedded broker of `hepti` uses exactly the lines below.",
+    ]
+    for setting in SETTINGS:
+        lines += ["", f"# {setting.why[0].upper()}{setting.why[1:]}.", f"{setting.name} {setting.value}"]
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from hepti_mqtt.embedded_broker.process import HOST, EmbeddedBroker
@@ -31,23 +32,28 @@ def start_broker(
     max_packet_bytes: int | None = None,
     address: str = HOST,
     port: int = 0,
+    closed: Path | None = None,
 ) -> EmbeddedBroker:
     """Start the best broker that can be had and return it when it answers.
 
     Tried in this order, after `prefer`: Mosquitto on PATH, Mosquitto unpacked from Debian packages (fetched, without
     root), amqtt (fetched with pip if it is not installed). users: user -> password; None lets everyone in
     who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt knows no limit.
-    port: 0 for a free one. Raises `ConfigError` for an unknown `prefer` and `NetworkError` with every reason if none
-    can be had.
+    port: 0 for a free one. closed: the directory of a closed site's broker, instead of users; amqtt knows no access
+    lists and is not tried. Raises `ConfigError` for an unknown `prefer` or a port that is taken, and `NetworkError`
+    with every reason if none can be had.
     """
     if prefer is not None and prefer not in KINDS:
         raise ConfigError(f"there is no broker {prefer!r} to start; choose one of {', '.join(KINDS)}")
     reasons: list[str] = []
-    for kind in sorted(KINDS, key=lambda kind: kind != prefer):
+    able = [kind for kind in KINDS if closed is None or kind != "amqtt"]
+    for kind in sorted(able, key=lambda kind: kind != prefer):
         broker: EmbeddedBroker | None = None
         try:
             source = _SOURCES[kind]()
-            broker = EmbeddedBroker(source, "", users=users, max_packet_bytes=max_packet_bytes, address=address)
+            broker = EmbeddedBroker(
+                source, "", users=users, max_packet_bytes=max_packet_bytes, address=address, closed=closed
+            )
             broker.port = port
             broker.start()
         except (Unavailable, NetworkError) as error:
@@ -55,6 +61,10 @@ def start_broker(
                 broker.close()
             reasons.append(f"{kind}: {error}")
             continue
+        except BaseException:
+            if broker is not None:
+                broker.close()
+            raise
         chosen = f"{kind} {source.version}".strip() + f" ({source.program[0]})"
         broker.reason = "; ".join([chosen, *(f"not {reason}" for reason in reasons)])
         return broker

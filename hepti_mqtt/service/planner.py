@@ -45,7 +45,16 @@ from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, P
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.service.tiles import TileServer
-from hepti_mqtt.transport import Connected, Disconnected, Inbox, PahoTransport, Refused, State, Will
+from hepti_mqtt.transport import (
+    Connected,
+    Disconnected,
+    Inbox,
+    PahoTransport,
+    Refused,
+    State,
+    Will,
+    open_broker_warning,
+)
 from hepti_mqtt.wire.messages import Status, encode_status
 
 TICK_S: Final = 0.25
@@ -81,6 +90,8 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
             config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
             models[name] = Model(name, checkpoint, pins)
         require_alone(config.url, config.site)
+        if (loud := open_broker_warning(config.url)) is not None:
+            config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
         _Planner(config, boot, models).run(stop or threading.Event())
 

@@ -15,6 +15,7 @@ from hepti_mqtt.transport.base import (
 from hepti_mqtt.transport.client import PahoTransport
 from hepti_mqtt.transport.inbox import Inbox
 from hepti_mqtt.transport.limits import largest_packet
+from hepti_mqtt.transport.open import is_loopback, open_broker_warning, open_line
 from hepti_mqtt.transport.url import BrokerUrl
 
 __all__ = [
@@ -31,5 +32,8 @@ __all__ = [
     "Subscribed",
     "Transport",
     "Will",
+    "is_loopback",
     "largest_packet",
+    "open_broker_warning",
+    "open_line",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -12,6 +13,8 @@ from hepti_mqtt.errors import ConfigError
 
 DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883}
 FORM: Final = "mqtt[s]://[user:password@]host[:port]"
+MAX_LOGIN_BYTES: Final = 1_000_000
+_CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,40 @@ class BrokerUrl:
 
     @classmethod
     def parse(cls, text: str) -> BrokerUrl:
-        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE]`; raises `ConfigError` otherwise.
+        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE]`, or of a login file.
 
-        User and password may be percent-encoded. No message repeats the text: it may hold a password.
+        User and password may be percent-encoded. A login file has such a URL as its first line that is no comment (#),
+        and below it, for mqtts, the authority's certificate. Raises `ConfigError` otherwise. No message repeats the
+        text of a URL: it may hold a password.
         """
+        return cls._of_url(text) if "://" in text else cls._of_file(text.strip())
+
+    @classmethod
+    def _of_file(cls, name: str) -> BrokerUrl:
+        try:
+            path = Path(name).expanduser()
+            with path.open(encoding="utf-8") as file:
+                content = file.read(MAX_LOGIN_BYTES)
+        except (FileNotFoundError, IsADirectoryError, ValueError, RuntimeError):  # whatever it is, no login file
+            raise ConfigError(
+                f"the broker must be a URL that begins with mqtt:// or mqtts://, or a login file that is there; write "
+                f"it as {FORM}"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"the login file {name} cannot be read: {error.strerror or error}") from error
+        lines = (line.strip() for line in content.splitlines())
+        first = next((line for line in lines if line and not line.startswith("#")), "")
+        if "://" not in first:
+            raise ConfigError(f"{name} is no login file: its first line must be the broker's URL, {FORM}")
+        try:
+            url = cls._of_url(first)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        # OpenSSL finds certificates between any other lines, so that one file is all that a process needs.
+        return replace(url, ca=str(path)) if url.tls and not url.ca and _CERTIFICATE in content else url
+
+    @classmethod
+    def _of_url(cls, text: str) -> BrokerUrl:
         try:
             parts = urlsplit(text.strip())
             port = parts.port

@@ -23,7 +23,8 @@ def settings(name: str) -> dict[str, str]:
 
 def test_the_open_broker_differs_only_in_who_may_come_in():
     private, open_ = settings("mosquitto.conf"), settings("open.conf")
-    allowed = {"allow_anonymous", "password_file", "acl_file", "log_type", "connection_messages"}
+    allowed = {"listener", "certfile", "keyfile", "allow_anonymous", "password_file", "acl_file", "log_type"}
+    allowed.add("connection_messages")
     assert {k: v for k, v in private.items() if k not in allowed} == {
         k: v for k, v in open_.items() if k not in allowed
     }
@@ -84,3 +85,25 @@ def test_locks_pin_everything_that_the_package_needs():
     for requirement in project["dependencies"]:
         name = requirement.split(">")[0].split("=")[0].lower()
         assert name in pinned, f"{name} is not in requirements.lock; run `make lock`"
+
+
+def test_what_makes_keys_is_locked_and_no_device_needs_it():
+    import tomllib
+
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["site"]
+    locked = {n: (ROOT / f"requirements{n}.lock").read_text().splitlines() for n in ("", "-site", "-dev")}
+    assert [requirement.split(">")[0] for requirement in extra] == ["cryptography"]
+    for name, lines in locked.items():
+        assert any(line.startswith("cryptography==") for line in lines) is (name != "")
+    assert set(locked[""]) < set(locked["-site"])
+
+
+def test_no_example_has_a_password_among_its_arguments():
+    places = [ROOT / "README.md", ROOT / "docker-compose.yml", ROOT / "Dockerfile"]
+    for folder in ("docs", "broker", "configs"):
+        places += [
+            p for p in (ROOT / folder).rglob("*") if p.suffix in {".md", ".yaml", ".service", ""} and p.is_file()
+        ]
+    for place in places:
+        for line in place.read_text().splitlines():
+            assert not (line.startswith("    ") and re.search(r"mqtts?://[^/\s]+:[^/\s]+@", line)), f"{place}: {line}"

@@ -38,7 +38,9 @@ def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
     service = unit(path)["Service"]
     assert f"HOME=/var/lib/{service['StateDirectory']}" in service["Environment"].split()
     assert service["DynamicUser"] == "yes"
-    assert service["EnvironmentFile"] in GUIDE
+    assert service["LoadCredential"].removeprefix("login:") in GUIDE
+    assert "HEPTI_BROKER=%d/login" in service["Environment"].split()
+    assert service.get("EnvironmentFile", "") in GUIDE
     assert path.name in GUIDE
 
 

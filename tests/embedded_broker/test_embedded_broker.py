@@ -119,10 +119,16 @@ def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
             assert broker.port != taken.getsockname()[1]
 
 
+@pytest.mark.broker
+def test_a_port_that_was_asked_for_and_is_taken_is_an_error():
+    with start_broker("mosquitto") as first, pytest.raises(ConfigError, match=rf"port {first.port} .*--port"):
+        start_broker("mosquitto", port=first.port)
+
+
 def _patient(taken):
     # The server that has taken the port accepts but never answers; spare the test the second of waiting for it.
     honest = process._answers_connect
-    return lambda address, port: port != taken and honest(address, port)
+    return lambda address, port, tls: port != taken and honest(address, port, tls)
 
 
 CHILD = """

@@ -78,3 +78,31 @@ def test_any_text_is_a_url_or_a_config_error(text):
             BrokerUrl.parse(candidate)
         except ConfigError:
             continue
+
+
+def test_a_login_file_holds_the_url_and_the_authority(tmp_path):
+    login = tmp_path / "pi-1.login"
+    login.write_text(
+        "# of pi-1\n\nmqtts://pi-1:s3cret@broker\n-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
+    )
+    url = BrokerUrl("broker", 8883, tls=True, user="pi-1", password="s3cret", ca=str(login))
+    assert BrokerUrl.parse(str(login)) == url
+    login.write_text("mqtts://pi-1:s3cret@broker?ca=/ca.pem")
+    assert BrokerUrl.parse(f" {login} ").ca == "/ca.pem"
+    login.write_text("mqtt://pi-1:s3cret@broker")
+    assert BrokerUrl.parse(str(login)) == BrokerUrl("broker", 1883, user="pi-1", password="s3cret")
+
+
+@pytest.mark.parametrize("content", ["", "# nothing", "s3cret", "http://u:s3cret@h", "mqtt://u:s3cret@h/path"])
+def test_a_wrong_login_file_is_named_without_what_is_in_it(tmp_path, content):
+    login = tmp_path / "pi-1.login"
+    login.write_text(content)
+    with pytest.raises(ConfigError, match=r"pi-1\.login") as caught:
+        BrokerUrl.parse(str(login))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_login_file_that_is_not_there_shows_no_password():
+    with pytest.raises(ConfigError, match="login file") as caught:
+        BrokerUrl.parse("u:s3cret@broker")
+    assert "s3cret" not in str(caught.value)

@@ -1,0 +1,66 @@
+"""What several commands need of a site: its broker, and child processes that end with us."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from hepti_mqtt.config.options import settings_of
+
+PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
+
+
+def require_broker(args: argparse.Namespace) -> str:
+    """Return the broker's URL; raises ConfigError if none was given."""
+    return settings_of(args).require_broker()
+
+
+class Processes:
+    """Child processes of a command; all of them end with the `with` block, also after a failure."""
+
+    def __init__(self, log: IO[bytes] | None = None) -> None:
+        self._log = log
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        """Start `python -m hepti_mqtt.cli ARGUMENTS`."""
+        self.running[name] = subprocess.Popen(
+            [sys.executable, "-m", "hepti_mqtt.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log or subprocess.DEVNULL,
+            stderr=self._log or subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def dead(self) -> dict[str, int]:
+        """Return the exit codes of children that have ended by themselves."""
+        return {n: p.returncode for n, p in self.running.items() if p.poll() is not None}
+
+    def close(self) -> None:
+        """End all children: politely, then by force."""
+        for process in self.running.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.running.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.running.clear()
+
+
+@contextlib.contextmanager
+def processes(log_file: Path | None = None) -> Iterator[Processes]:
+    """Give child processes whose output goes to `log_file`."""
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(log_file.open("wb")) if log_file else None
+        children = Processes(log)
+        stack.callback(children.close)
+        yield children

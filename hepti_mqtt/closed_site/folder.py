@@ -1,0 +1,165 @@
+"""The directory of a closed site: what the broker needs, one login file for each user, and the authority's key."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+from hepti_mqtt.closed_site.certificates import make_authority, make_certificate
+from hepti_mqtt.closed_site.roles import ROLES, Role, access_list
+from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.embedded_broker.settings import closed_configuration, password_lines
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import PLANNER, check_name
+from hepti_mqtt.transport.url import BrokerUrl
+
+INSTALLED: Final = "/etc/mosquitto"  # where the broker's files lie once they are copied
+_SERVICE: Final = {PLANNER: "/etc/hepti/planner.login", "device": "/etc/hepti/login"}  # as in configs/systemd
+_OWN: Final = "~/.config/hepti/login"
+_ABOUT: Final = "site.json"
+_PASSWORD_BYTES: Final = 24
+_PRIVATE: Final = 0o600
+
+
+class Copy(NamedTuple):
+    """A file to copy, to which machine, and where it lies there."""
+
+    file: Path
+    machine: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFolder:
+    """A closed site as its directory says. hosts: names and addresses of the broker, the one in logins first."""
+
+    path: Path
+    site: str
+    hosts: tuple[str, ...]
+    port: int
+    users: Mapping[str, Role]
+
+    @classmethod
+    def make(cls, path: Path, site: str, hosts: Sequence[str], port: int, now: datetime.datetime) -> SiteFolder:
+        """Make the directory with authority, certificate, configuration and the planner's user.
+
+        Raises ConfigError if something is there already, cannot be written, or `cryptography` is missing.
+        """
+        for host in hosts:
+            BrokerUrl.parse(f"mqtts://{_in_url(host)}:{port}")  # a name that cannot stand in a URL is told before
+        authority = make_authority(f"hepti site {check_name('site', site)}", now)
+        broker = make_certificate(authority, hosts, now)
+        made = cls(path, site, tuple(hosts), port, {})
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise ConfigError(f"{path} is not empty; name a new directory, or add users with `hepti site add`")
+            for folder in (made.broker, path / "logins"):
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"cannot make {path}: {error.strerror or error}; choose another directory") from error
+        made._write("ca.crt", authority.certificate.decode())
+        made._write("ca.key", authority.key.decode())
+        made._write("broker/broker.crt", broker.certificate.decode())
+        made._write("broker/broker.key", broker.key.decode())
+        made._write("broker/mosquitto.conf", closed_configuration(INSTALLED, port))
+        return made._with(PLANNER, "planner")
+
+    @classmethod
+    def open(cls, path: Path) -> SiteFolder:
+        """Return the site that a directory holds; raises ConfigError if there is none."""
+        about = path / _ABOUT
+        try:
+            told = json.loads(about.read_text())
+            users = told["users"]
+            if not set(users.values()) <= set(ROLES):
+                raise ValueError(f"its users have other roles than {', '.join(ROLES)}")
+            return cls(path, told["site"], tuple(told["hosts"]), told["port"], users)
+        except OSError as error:
+            raise ConfigError(
+                f"no site in {path} ({error.strerror or error}); name its directory with --dir, or make one with "
+                "`hepti site init DIR`"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{about} is not what `hepti site` writes: {error}") from error
+
+    def add(self, role: Role, user: str) -> SiteFolder:
+        """Return the site with one more user, whose login file is written; raises ConfigError for a name in use."""
+        check_name(role, user)
+        if user in self.users:
+            raise ConfigError(f"{user} is a {self.users[user]} of site {self.site} already; revoke it first")
+        return self._with(user, role)
+
+    def revoke(self, user: str) -> SiteFolder:
+        """Return the site without a user, who may not come in again; the planner gets a new login instead.
+
+        Raises ConfigError if there is none of that name.
+        """
+        if user not in self.users:
+            raise ConfigError(f"no user {user} at site {self.site}; there are: {', '.join(self.users)}")
+        left = SiteFolder(
+            self.path, self.site, self.hosts, self.port, {u: r for u, r in self.users.items() if u != user}
+        )
+        left._store("")
+        self.login(user).unlink(missing_ok=True)
+        return left._with(user, "planner") if user == PLANNER else left
+
+    @property
+    def broker(self) -> Path:
+        """Return the directory of what the broker needs."""
+        return self.path / "broker"
+
+    def login(self, user: str) -> Path:
+        """Return a user's login file: all that its process needs to come in."""
+        return self.path / "logins" / f"{user}.login"
+
+    def copies(self, user: str | None = None) -> list[Copy]:
+        """Return what to copy where after a change of `user`: its login, and what the broker must be told.
+
+        None: after the site was made.
+        """
+        changed = ("passwd", "acl") if user else ("mosquitto.conf", "broker.crt", "broker.key", "passwd", "acl")
+        out = [Copy(self.broker / name, "the broker", f"{INSTALLED}/{name}") for name in changed]
+        whose = user or PLANNER
+        if (role := self.users.get(whose)) is not None:
+            machine = "the planner" if role == PLANNER else f"{role} {whose}"
+            out.append(Copy(self.login(whose), machine, _SERVICE.get(role, _OWN)))
+        return out
+
+    def _with(self, user: str, role: Role) -> SiteFolder:
+        password = secrets.token_urlsafe(_PASSWORD_BYTES)
+        more = SiteFolder(self.path, self.site, self.hosts, self.port, {**self.users, user: role})
+        place = f"{_in_url(self.hosts[0])}:{self.port}"
+        self._write(
+            str(self.login(user).relative_to(self.path)),
+            f"# Login of {role} {user} at Hepti's site {self.site}: who has this file can come in.\n"
+            f"mqtts://{quote(user, safe='')}:{quote(password, safe='')}@{place}\n" + (self.path / "ca.crt").read_text(),
+        )
+        more._store(password_lines({user: password}))
+        return more
+
+    def _store(self, added: str) -> None:
+        """Write who may come in and do what; passwords are kept as hashes, so that only new ones are given."""
+        passwd = self.broker / "passwd"
+        before = passwd.read_text().splitlines(keepends=True) if passwd.exists() else []
+        kept = [line for line in before if line.partition(":")[0] in self.users]
+        self._write("broker/passwd", "".join(kept) + added)
+        self._write("broker/acl", access_list(self.site, self.users))
+        told = {"site": self.site, "hosts": self.hosts, "port": self.port, "users": dict(self.users)}
+        self._write(_ABOUT, json.dumps(told, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_atomically(self.path / name, text.encode(), _PRIVATE)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path / name}: {error.strerror or error}") from error
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,99 @@
+"""`hepti site`: a closed site in one command, and what to copy where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hepti_mqtt.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEPTI_BROKER", "HEPTI_SITE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["site", *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_a_site_in_one_command_says_what_to_copy_where(run: Any, tmp_path: Path) -> None:
+    place = tmp_path / "home"
+    code, out, err = run("init", str(place))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    for name in ("mosquitto.conf", "broker.crt", "broker.key", "passwd", "acl"):
+        assert any(f"{place}/broker/{name}" in line and f"/etc/mosquitto/{name}" in line for line in lines)
+    assert f"{place}/logins/planner.login" in out
+    assert "hepti planner --broker /etc/hepti/planner.login" in out
+    code, out, _ = run("add", "device", "pi-1", "--dir", str(place))
+    assert code == 0
+    assert f"{place}/logins/pi-1.login" in out
+    assert "hepti-agent --broker /etc/hepti/login --id pi-1" in out
+    assert "reload mosquitto" in out
+    code, out, _ = run("revoke", "pi-1", "--dir", str(place))
+    assert code == 0
+    assert "pi-1.login" not in out
+    for text in place.rglob("*.login"):
+        assert text.read_text().splitlines()[1].partition("@")[0].rpartition(":")[2] not in out
+
+
+def test_as_json(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "home"
+    code, out, _ = run("init", str(place), "--json", "--site", "attic", "--host", "broker.lan", "--port", "18883")
+    made = json.loads(out)
+    assert (code, made["site"], made["broker"], made["users"]) == (
+        0,
+        "attic",
+        "broker.lan:18883",
+        {"planner": "planner"},
+    )
+    assert len(made["copy"]) == 6
+    assert "listener 18883\n" in (place / "broker" / "mosquitto.conf").read_text()
+    monkeypatch.chdir(place)
+    for role, name in (("device", "pi-1"), ("client", "alice"), ("viewer", "hall")):
+        code, out, _ = run("--json", "add", role, name)
+        assert code == 0
+        found = json.loads(out)
+        assert found["users"][name] == role
+        assert [Path(c["file"]).name for c in found["copy"]] == ["passwd", "acl", f"{name}.login"]
+    assert "hepti/v1/attic/infer/+/req/alice" in (place / "broker" / "acl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("add device planner", "reserved"),
+        ("add device pi-1", "hepti site init"),
+        ("revoke nobody", "hepti site init"),
+        ("init .", "not empty"),
+        ("init x --host a/b", "URL"),
+    ],
+)
+def test_what_is_wrong_is_said(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "something").touch()
+    if "planner" in arguments:
+        run("init", "here")
+        arguments += " --dir here"
+    code, _, err = run(*arguments.split())
+    assert code == 2
+    assert words in err
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x"])
+def test_a_port_is_a_port(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["site", "init", "x", "--port", port])
+    assert end.value.code == 2
+    assert "65535" in capsys.readouterr().err

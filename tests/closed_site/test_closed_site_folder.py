@@ -1,0 +1,109 @@
+"""The directory of a closed site: made, opened, users let in and out."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import pytest
+
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.errors import BadNameError, ConfigError
+from hepti_mqtt.transport import BrokerUrl
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+@pytest.fixture
+def site(tmp_path):
+    return SiteFolder.make(tmp_path / "site", "home", ("192.168.1.10", "localhost"), 8883, NOW)
+
+
+def users_in(site, name):
+    lines = (site.broker / name).read_text().splitlines()
+    if name == "passwd":
+        return [line.partition(":")[0] for line in lines]
+    return [line.removeprefix("user ") for line in lines if line.startswith("user ")]
+
+
+def test_a_new_site_has_its_planner_and_nobody_else(site):
+    assert site.users == {"planner": "planner"}
+    assert users_in(site, "passwd") == users_in(site, "acl") == ["planner"]
+    url = BrokerUrl.parse(str(site.login("planner")))
+    assert (url.host, url.port, url.tls, url.user) == ("192.168.1.10", 8883, True, "planner")
+    assert url.ssl_context() is not None
+    assert SiteFolder.open(site.path) == site
+
+
+def test_nothing_of_it_is_for_others(site):
+    site.add("device", "pi-1")
+    for place in (site.path, *site.path.rglob("*")):
+        assert place.stat().st_mode & 0o077 == 0, place
+
+
+def test_passwords_stand_in_logins_alone(site):
+    site.add("client", "alice")
+    secret = BrokerUrl.parse(str(site.login("alice"))).password
+    assert len(secret) >= 32
+    holders = [p for p in site.path.rglob("*") if p.is_file() and secret in p.read_text()]
+    assert holders == [site.login("alice")]
+    assert BrokerUrl.parse(str(site.login("planner"))).password != secret
+
+
+def test_users_come_and_go(site):
+    more = site.add("device", "pi-1").add("viewer", "hall")
+    assert SiteFolder.open(site.path) == more
+    assert users_in(more, "passwd") == users_in(more, "acl") == ["planner", "pi-1", "hall"]
+    less = more.revoke("pi-1")
+    assert SiteFolder.open(site.path) == less
+    assert users_in(less, "passwd") == users_in(less, "acl") == ["planner", "hall"]
+    assert not site.login("pi-1").exists()
+    assert SiteFolder.open(site.path).add("client", "pi-1").users["pi-1"] == "client"
+
+
+def test_a_revoked_planner_gets_another_password(site):
+    before, hashes = site.login("planner").read_text(), (site.broker / "passwd").read_text()
+    again = site.revoke("planner")
+    assert again.users == {"planner": "planner"}
+    assert site.login("planner").read_text() != before
+    assert (site.broker / "passwd").read_text() != hashes
+    assert users_in(again, "passwd") == ["planner"]
+
+
+def test_copies_name_every_file_that_must_go_somewhere(site):
+    first = site.copies()
+    assert {c.file for c in first} == {*site.broker.iterdir(), site.login("planner")}
+    added = site.add("device", "pi-1").copies("pi-1")
+    assert [c.file.name for c in added] == ["passwd", "acl", "pi-1.login"]
+    assert added[-1].machine == "device pi-1"
+    assert [c.file.name for c in SiteFolder.open(site.path).revoke("pi-1").copies("pi-1")] == ["passwd", "acl"]
+
+
+@pytest.mark.parametrize("name", ["planner", "all", "Pi", "a/b", "a:b", ""])
+def test_names_that_cannot_be_are_refused(site, name):
+    with pytest.raises(BadNameError):
+        site.add("device", name)
+
+
+def test_what_is_wrong_is_said(site, tmp_path):
+    with pytest.raises(ConfigError, match="revoke it first"):
+        site.add("device", "pi-1").add("client", "pi-1")
+    with pytest.raises(ConfigError, match=r"no user pi-2 .*planner"):
+        site.revoke("pi-2")
+    with pytest.raises(ConfigError, match="not empty"):
+        SiteFolder.make(site.path, "home", ("localhost",), 8883, NOW)
+    with pytest.raises(ConfigError, match="hepti site init"):
+        SiteFolder.open(tmp_path)
+    (tmp_path / "site.json").write_text('{"users": {"x": "king"}}')
+    with pytest.raises(ConfigError, match="other roles"):
+        SiteFolder.open(tmp_path)
+    with pytest.raises(ConfigError, match="URL"):
+        SiteFolder.make(tmp_path / "other", "home", ("a/b",), 8883, NOW)
+    assert not (tmp_path / "other").exists()
+
+
+def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"hepti\[site\]"):
+        SiteFolder.make(tmp_path / "site", "home", ("localhost",), 8883, NOW)
+    assert not (tmp_path / "site").exists()

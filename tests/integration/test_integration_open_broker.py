@@ -1,0 +1,44 @@
+"""An open broker that others reach is told by everybody who starts at it; one on the loopback address is not."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from site_processes import Site, poll
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.embedded_broker import start_broker
+
+pytestmark = [pytest.mark.processes, pytest.mark.broker]
+
+
+def outer_address() -> str:
+    found = [
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
+        if a.family == socket.AF_INET and not a.address.startswith("127.")
+    ]
+    if not found:
+        pytest.skip("this machine has no address but the loopback one")
+    return found[0]
+
+
+@pytest.mark.parametrize("loopback", [True, False], ids=["loopback", "network"])
+def test_planner_and_agent_say_it_once(tmp_path: Path, loopback: bool) -> None:
+    model = make_model("tiny-bert", tmp_path / "model", seed=3)
+    with start_broker(address="127.0.0.1" if loopback else outer_address()) as broker:
+        site = Site(tmp_path, broker, {"tiny": model})
+        try:
+            site.planner()
+            site.agent("a", "100MiB")
+            poll(lambda: "serves tiny" in site.log("planner"), "the planner's start")
+            poll(lambda: "is online" in site.log("a"), "the agent's start")
+            for name in ("planner", "a"):
+                loud = [line for line in site.log(name).splitlines() if "OPEN BROKER" in line]
+                assert len(loud) == (0 if loopback else 1)
+        finally:
+            site.close()
