@@ -236,6 +236,10 @@ class Shell:
 
     def _filters_refused(self, event: FiltersRefused) -> None:
         what = f"the broker refused {', '.join(event.topics)}: {event.reason}; check its access list"
+        if event.token is None and self._session.topics.status(self._session.device) in event.topics:
+            what += f"; the broker's user must be named {self._session.device}, as the device is"
+            self._inbox.post(Stop(RefusedError(what), farewell=False))
+            return
         if event.token is None:
             self._complaints.add("publish_refused", what)
             return

@@ -43,9 +43,9 @@ def closed_broker(
 
 
 class Someone:
-    """A connection with what it has heard; raises what the broker says to its login."""
+    """A connection with what it has heard; raises what the broker says to its login. raw: the client id as it is."""
 
-    def __init__(self, url: BrokerUrl, client_id: str = "", **options: Any) -> None:
+    def __init__(self, url: BrokerUrl, client_id: str = "", raw: bool = False, **options: Any) -> None:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self.states: queue.SimpleQueue[State] = queue.SimpleQueue()
         self.transport = PahoTransport(
@@ -55,6 +55,8 @@ class Someone:
             on_state=self.states.put,
             **options,
         )
+        if raw:
+            self.transport.client_id = client_id
         try:
             self.transport.connect(PATIENCE_S)
             self.state_of(Connected)

@@ -45,9 +45,9 @@ class Hepti:
         self._refused: RefusedError | None = None
         self._subscribed: set[int] = set()
         self._watching: int | None = None
-        self._transport = PahoTransport(
-            url, f"hepti-{site}-client-{client_id}", on_message=self._heard, on_state=self._state, name="hepti-client"
-        )
+        # Two programs of one user must not throw each other off.
+        name = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
+        self._transport = PahoTransport(url, name, on_message=self._heard, on_state=self._state, name="hepti-client")
 
     @classmethod
     def connect(

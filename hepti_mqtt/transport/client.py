@@ -54,10 +54,11 @@ class _Session:
 class PahoTransport:
     """A connection to one broker over MQTT 3.1.1 or 5, with its own network thread.
 
-    protocol: 4 (3.1.1), 5, or None to try 5 and fall back where the broker refuses the version. clean: forget the
-    session of the last connection. on_message(topic, payload), on_state: called on the network thread; they must only
-    hand over. name: of the thread. max_queued_bytes: bound of what waits for the network or, at QoS 1, for its
-    acknowledgement; one message larger than that is taken when nothing else waits.
+    client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
+    5 and fall back where the broker refuses the version. clean: forget the session of the last connection.
+    on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: of the thread.
+    max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
+    that is taken when nothing else waits.
 
     A publish at QoS 0 that finds no connection or a full queue is counted as lost. At QoS 1 it waits for the
     connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once.
@@ -76,7 +77,7 @@ class PahoTransport:
         name: str = "mqtt",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
-        self.url, self.client_id, self.name = url, client_id, name
+        self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self._hear, self._tell = on_message, on_state
         self._protocols: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)
         self._will, self._clean = will, clean

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import socket
 import ssl
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -14,6 +17,7 @@ from hepti_mqtt.errors import ConfigError
 DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883}
 FORM: Final = "mqtt[s]://[user:password@]host[:port]"
 MAX_LOGIN_BYTES: Final = 1_000_000
+_ITERATIONS: Final = 20_000
 _CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 
 
@@ -98,6 +102,17 @@ class BrokerUrl:
         """Return host:port, for messages."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    def client_id(self, name: str) -> str:
+        """Return an MQTT client id for `name` that nobody without this user's password can know.
+
+        A broker ends the connection of a client id when another one comes with it, whoever that is: Mosquitto binds
+        ids to users in no other way that lets one user have two connections. The same user gets the same id for the
+        same name, after each start. Without a password, where anybody may be anybody, it is the name.
+        """
+        if self.password is None:
+            return name
+        return f"{name}-{hmac.digest(_id_key(self.user or '', self.password), name.encode(), 'sha256')[:8].hex()}"
+
     def ssl_context(self) -> ssl.SSLContext | None:
         """Return the TLS settings, None without TLS; raises `ConfigError` if the authority's file cannot be used."""
         if not self.tls:
@@ -115,6 +130,12 @@ class BrokerUrl:
     def __str__(self) -> str:
         user = f"{self.user}@" if self.user else ""
         return f"{'mqtts' if self.tls else 'mqtt'}://{user}{self.place}"
+
+
+@lru_cache(maxsize=16)
+def _id_key(user: str, password: str) -> bytes:
+    # Ids stand in the broker's log; to try passwords by them costs as much as with the broker's password file.
+    return hashlib.pbkdf2_hmac("sha256", password.encode(), b"hepti client id of " + user.encode(), _ITERATIONS)
 
 
 class _Context(ssl.SSLContext):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -106,3 +107,15 @@ def test_a_login_file_that_is_not_there_shows_no_password():
     with pytest.raises(ConfigError, match="login file") as caught:
         BrokerUrl.parse("u:s3cret@broker")
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_client_id_is_one_users_own_and_the_same_after_each_start():
+    url = BrokerUrl("broker", 1883, user="pi-1", password="s3cret")
+    own = url.client_id("hepti-home-pi-1-control")
+    assert own.startswith("hepti-home-pi-1-control-")
+    assert "s3cret" not in own
+    assert replace(url, host="other").client_id("hepti-home-pi-1-control") == own
+    others = [replace(url, password="x"), replace(url, user="pi-2"), replace(url, user=None)]
+    assert own not in [other.client_id("hepti-home-pi-1-control") for other in others]
+    assert own != url.client_id("hepti-home-pi-1-data")
+    assert replace(url, password=None).client_id("name") == "name"
