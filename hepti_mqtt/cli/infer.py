@@ -30,7 +30,7 @@ def infer(args: argparse.Namespace) -> int:
     """Send the request; print the answer, or with --json the object that DESIGN documents."""
     if args.plan_only and (args.check or args.repeat > 1):
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
-    with Hepti.connect(require_broker(args), site=args.site) as hepti:
+    with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
         shown = _record(hepti, args)
         spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})

@@ -59,6 +59,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--ids", help="token ids, separated by commas")
     what.add_argument("--tokens", type=positive, metavar="N", help="N seeded random token ids (or N random pictures)")
     sub.add_argument("--seed", type=natural, default=0, help="seed of --tokens (default 0)")
+    sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     sub.add_argument("--repeat", type=positive, default=1, help="send the request so many times, one after the other")
     sub.add_argument(
         "--plan-only", action="store_true", help="bring the plan up and say what it predicts; compute nothing"

@@ -18,6 +18,7 @@ from hepti_mqtt.client.body import Picture, request_body
 from hepti_mqtt.client.session import ClientSession, Ended, Part, Publication
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
+    BadNameError,
     ConfigError,
     DeadlineError,
     HeptiError,
@@ -59,8 +60,8 @@ class Hepti:
     ) -> Hepti:
         """Return a connection to a site's broker.
 
-        url: mqtt[s]://user:password@host:port, by default HEPTI_BROKER. site: by default HEPTI_SITE, else home.
-        client_id: the name in topics (an access list may bind it to the user), by default a random one.
+        url: mqtt[s]://host:port, or a login file, by default HEPTI_BROKER. site: by default HEPTI_SITE, else home.
+        client_id: the name in topics, by default the broker's user, to whom an access list binds it, else a random one.
         Raises ConfigError without a URL, NetworkError if no broker answers within `timeout` seconds, RefusedError.
         """
         settings = Settings.of(broker=str(url) if isinstance(url, str) else None, site=site)
@@ -70,7 +71,7 @@ class Hepti:
             raise ConfigError("no broker: give a URL such as mqtt://HOST:1883, or set HEPTI_BROKER")
         else:
             place = BrokerUrl.parse(settings.broker)
-        hepti = cls(place, settings.site, client_id or f"py-{uuid.uuid4().hex[:12]}")
+        hepti = cls(place, settings.site, client_id or _client_of(place.user))
         try:
             hepti._open(timeout)
         except BaseException:
@@ -372,8 +373,15 @@ class Hepti:
     def _refusal(self, what: str, state: Refused) -> RefusedError:
         return RefusedError(
             f"the broker does not let client {self.client_id} {what} {', '.join(state.topics)}: {state.reason}; "
-            "see its access list"
+            "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
         )
+
+
+def _client_of(user: str | None) -> str:
+    try:
+        return check_name("client", user or "")
+    except BadNameError:
+        return f"py-{uuid.uuid4().hex[:12]}"
 
 
 class _Stream(Future[Answer]):
