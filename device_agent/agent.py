@@ -59,7 +59,9 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
     places = directories(config.cache_dir, config.site, config.device_id)
     with device_lock(places.state), _Signals() as signals:
-        agent = _Agent(config, places, next_boot(places.state))
+        # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
+        boot = next_boot(places.state, make_room=lambda: TileCache(places.tiles, config.cache_bytes or 1, Counter()))
+        agent = _Agent(config, places, boot)
         try:
             with _watching(stop, agent.inbox):
                 agent.run(signals, stop or threading.Event())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -61,8 +61,9 @@ def device_lock(directory: Path) -> Iterator[None]:
                 f"another agent (process {holder or 'unknown'}) already runs as this device: {path} is locked; "
                 "stop it, or start this one with another --id"
             ) from exc
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode("ascii"))
+        with suppress(OSError):  # on a full disk the lock holds all the same; only who holds it is not told
+            os.ftruncate(handle, 0)
+            os.write(handle, str(os.getpid()).encode("ascii"))
         yield
     finally:
         os.close(handle)

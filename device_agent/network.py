@@ -27,6 +27,9 @@ from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Parsed, Topics
 
 PLANES: Final[tuple[Plane, ...]] = ("control", "data")
+# A broker that hangs must not hold up the end: who is stopped has two seconds, all in all.
+DATA_CLOSE_S: Final = 0.1
+CONTROL_CLOSE_S: Final = 0.8
 QOS: Final[Mapping[Plane, int]] = {"control": 1, "data": 0}
 
 
@@ -105,8 +108,8 @@ class Network:
 
     def close(self, last: Will | None) -> None:
         """Close both connections; `last` is what control publishes before it goes."""
-        self._transports["data"].close()
-        self._transports["control"].close(last)
+        self._transports["data"].close(timeout_s=DATA_CLOSE_S)
+        self._transports["control"].close(last, CONTROL_CLOSE_S)
 
     # -- on the network threads ----------------------------------------------------------------------------------
 

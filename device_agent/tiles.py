@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from hepti_mqtt.config.state import write_atomically
+
+RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
+_SMALL: Final = 20
+
+
+def room_bytes(directory: Path) -> int:
+    """Return how much tiles may still take on a directory's disk; below 0 they take too much already."""
+    usage = shutil.disk_usage(directory)
+    return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
 
 
 class TileCache:
     """Blobs by their SHA-256 in files `<directory>/<two hex digits>/<hash>`.
 
-    limit_bytes: most that the files may take; 0 turns the cache off. counters: `cache_corrupt` files whose bytes were
-    not those of their name, `cache_evicted`, `cache_errors` of the file system. Not thread safe.
+    limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
+    can be had again, and nothing else of a device can. room_bytes: as the function of that name. counters:
+    `cache_corrupt` files whose bytes were not those of their name, `cache_evicted`, `cache_errors` of the file system.
+    Not thread safe.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        counters: Counter[str],
+        room_bytes: Callable[[Path], int] = room_bytes,
+    ) -> None:
         self._directory = directory
-        self._limit = limit_bytes
+        self._limit, self._room_bytes = limit_bytes, room_bytes
         self._counters = counters
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self.bytes = 0
         if limit_bytes > 0:
             self._scan()
-            self._evict(0, ())
+            if not self._evict(0, ()):  # whatever is left to do with the disk, it is not for tiles
+                self._drop(list(self._sizes), self.bytes)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._sizes
@@ -85,18 +106,30 @@ class TileCache:
             self.bytes += size
 
     def _evict(self, wanted: int, keep: Collection[bytes]) -> bool:
-        """Make room for `wanted` bytes; return whether there is room now."""
-        if self.bytes + wanted <= self._limit:
+        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now."""
+        over = max(self.bytes + wanted - self._limit, wanted - self._room())
+        if over <= 0:
             return True
-        room = sum(size for digest, size in self._sizes.items() if digest not in keep)
-        if self.bytes - room + wanted > self._limit:
+        loose = [digest for digest in self._sizes if digest not in keep]
+        if sum(self._sizes[digest] for digest in loose) < over:
             return False
-        for digest in [d for d in self._sizes if d not in keep]:
+        self._drop(loose, over)
+        return True
+
+    def _drop(self, digests: Iterable[bytes], over: int) -> None:
+        """Remove blobs until they were `over` bytes."""
+        enough = self.bytes - over
+        for digest in digests:
+            if self.bytes <= enough:
+                return
             self._counters["cache_evicted"] += 1
             self._remove(digest)
-            if self.bytes + wanted <= self._limit:
-                break
-        return True
+
+    def _room(self) -> int:
+        try:
+            return self._room_bytes(self._directory)
+        except OSError:  # no directory yet, or a disk that does not tell: it will when it is written to
+            return sys.maxsize
 
     def _remove(self, digest: bytes) -> None:
         with suppress(OSError):

@@ -44,6 +44,10 @@ def store(path: Path, manifest: Manifest) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(manifest.digest + manifest.encode())
-        # Readers see the old file or the whole new one, whoever writes at the same time.
-        os.replace(file.name, path)
+            try:
+                file.write(manifest.digest + manifest.encode())
+                file.flush()
+                # Readers see the old file or the whole new one, whoever writes at the same time.
+                os.replace(file.name, path)
+            except OSError:  # a full disk must not get fuller with every start
+                os.unlink(file.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from typing import Final
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.wire.checks import MAX_BOOT
 
+_log: Final = logging.getLogger(__name__)
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
 AHEAD_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
 CLOCK_SET_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
 
@@ -42,12 +46,15 @@ def latest_boot(own: int, unix_s: float) -> int:
     return known + AHEAD_S if known >= CLOCK_SET_S else MAX_BOOT
 
 
-def next_boot(directory: Path, clock: Callable[[], float] = time.time) -> int:
+def next_boot(
+    directory: Path, clock: Callable[[], float] = time.time, make_room: Callable[[], object] | None = None
+) -> int:
     """Return this start's boot counter, max(stored + 1, unix seconds), and store it.
 
     It grows even where the clock stands still or goes back (boards without a battery). A counter that cannot be read,
-    or that no start can have had, counts as 0. Raises ConfigError if it cannot be stored, because the next start could
-    then repeat it.
+    or that no start can have had, counts as 0. make_room: called once if the disk is full. If it stays full the clock
+    alone must make the counter grow, and that is logged. Raises ConfigError if it cannot be stored for another reason,
+    because the next start could then repeat it.
     """
     path = directory / "boot"
     try:
@@ -58,10 +65,38 @@ def next_boot(directory: Path, clock: Callable[[], float] = time.time) -> int:
         stored = 0
     boot = max(stored + 1, int(clock()))
     try:
-        write_atomically(path, str(boot).encode("ascii"))
+        _store(path, str(boot).encode("ascii"), make_room)
     except OSError as exc:
-        raise ConfigError(
-            f"cannot store the boot counter in {path}: {exc}; make the place writable, or choose another (an agent's "
-            "--cache, or XDG_STATE_HOME)"
-        ) from exc
+        if exc.errno not in FULL:
+            raise ConfigError(
+                f"cannot store the boot counter in {path}: {exc}; make the place writable, or choose another (an "
+                "agent's --cache, or XDG_STATE_HOME)"
+            ) from exc
+        _log.warning("cannot store the boot counter in %s: %s; going on, but make room there", path, exc)
     return boot
+
+
+def _store(path: Path, data: bytes, make_room: Callable[[], object] | None) -> None:
+    """Write a small file, on a full disk over the old one, whose room is there already; raises OSError."""
+    if _fits(path, data):
+        return
+    if make_room is not None:
+        make_room()
+    if _fits(path, data):
+        return
+    if not path.exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
+def _fits(path: Path, data: bytes) -> bool:
+    """Write a file if the disk takes it; raises OSError for any other reason."""
+    try:
+        write_atomically(path, data)
+    except OSError as exc:
+        if exc.errno not in FULL:
+            raise
+        return False
+    return True

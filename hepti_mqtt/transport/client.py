@@ -31,6 +31,8 @@ from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
 BACKOFF_S: Final = (0.1, 5.0)
+FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
+AWAY_S: Final = 0.3
 RECONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
@@ -147,8 +149,10 @@ class PahoTransport:
     def close(self, last: Will | None = None, timeout_s: float = 2.0) -> None:
         """Send what is queued and `last` (if connected, for at most `timeout_s`), then disconnect cleanly.
 
-        Blocks until the thread has ended, except when called on it. A second call does nothing.
+        Blocks until the thread has ended, except when called on it or while it looks for a broker that is away: nothing
+        interrupts that, and nobody waits for it. A second call does nothing.
         """
+        patience_s = timeout_s + FAREWELL_S if self.connected else AWAY_S
         if not self._outbox.close(last, time.monotonic() + timeout_s):
             return
         self._wake.set()
@@ -156,7 +160,7 @@ class PahoTransport:
         if thread is None:
             self._wake.close()
         elif thread is not threading.current_thread():
-            thread.join(timeout_s + 2.0)
+            thread.join(patience_s)
 
     # -- the network thread ------------------------------------------------------------------------------------------
 
@@ -184,6 +188,7 @@ class PahoTransport:
                     except (HeptiError, OSError) as error:
                         _log.info("%s: not connected again yet: %s", self.name, error)
                 if self._stopping():
+                    link.disconnect(AWAY_S)  # of a link that came after all; of the last one there is nothing left
                     return
                 self._outbox.reconnected()
         finally:

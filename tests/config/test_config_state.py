@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 
 import pytest
 from hypothesis import given
@@ -52,3 +54,34 @@ def test_write_leaves_no_temporary_file_behind(tmp_path):
     write_atomically(tmp_path / "file", b"y")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]
     assert (tmp_path / "file").read_bytes() == b"y"
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk on which no file can be made until something is taken away from it."""
+    honest, full = os.open, [True]
+
+    def make(path, flags, *rest, **more):
+        if flags & os.O_CREAT and full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return honest(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", make)
+    return full
+
+
+def test_on_a_full_disk_the_counter_takes_the_room_of_the_old_one(tmp_path, full_disk):
+    (tmp_path / "boot").write_text("1700000123")
+    assert next_boot(tmp_path, lambda: 5.0) == 1700000124
+    assert next_boot(tmp_path, lambda: 5.0) == 1700000125
+    assert (tmp_path / "boot").read_text() == "1700000125"
+
+
+def test_room_is_made_before_the_disk_counts_as_full(tmp_path, full_disk):
+    assert next_boot(tmp_path, lambda: 5.0, lambda: full_disk.clear() or full_disk.append(False)) == 5
+    assert (tmp_path / "boot").read_text() == "5"
+
+
+def test_where_nothing_can_be_stored_the_clock_must_do(tmp_path, full_disk, caplog):
+    assert next_boot(tmp_path, lambda: 1700000000.0) == 1700000000
+    assert "make room" in caplog.text

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -53,3 +54,13 @@ def test_a_killed_agent_leaves_no_lock(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     with device_lock(tmp_path):
         pass
+
+
+def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path, monkeypatch):
+    def full(_handle, _data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with device_lock(tmp_path), pytest.raises(ConfigError, match="another agent"), device_lock(tmp_path):
+            pass

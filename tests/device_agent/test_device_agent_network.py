@@ -202,3 +202,8 @@ def test_complaints_are_logged_ever_more_rarely(caplog):
         complaints.add("kind", "trouble", WireError("why"))
     assert complaints.counters["kind"] == 100
     assert len(caplog.records) == 7  # 1, 2, 4, ... 64
+
+
+def test_a_broker_that_hangs_does_not_hold_up_the_end(wired):
+    wired.network.close(None)
+    assert sum(transport.close_s for transport in wired.planes.values()) <= 1.0

@@ -1,11 +1,13 @@
+import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from device_agent_support import sha
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent.tiles import TileCache
+from device_agent.tiles import TileCache, room_bytes
 
 
 def blob(i, size=100):
@@ -123,3 +125,32 @@ def test_bytes_on_disk_never_exceed_the_limit(tmp_path_factory, operations, limi
             cache.put(sha(tile), tile)
         on_disk = sum(p.stat().st_size for p in directory.glob("??/*"))
         assert on_disk == cache.bytes <= limit
+
+
+def test_tiles_go_where_others_fill_the_disk(tmp_path, counters):
+    left = [1000]
+
+    def room(_):
+        return left[0] - sum(f.stat().st_size for f in tmp_path.glob("??/*"))
+
+    cache = TileCache(tmp_path, 10_000, counters, room)
+    tiles = [blob(i) for i in range(4)]
+    for tile in tiles[:3]:
+        cache.put(sha(tile), tile)
+    left[0] = 250  # others have taken their part
+    cache.put(sha(tiles[3]), tiles[3], keep=[sha(tiles[2])])
+    assert files(tmp_path) == {sha(tiles[2]).hex(), sha(tiles[3]).hex()}
+    left[0] = -50
+    cache.put(sha(tiles[0]), tiles[0])
+    assert sha(tiles[0]) not in cache
+    again = TileCache(tmp_path, 10_000, counters, room)
+    assert files(tmp_path) == set(), "a cache that is opened on a full disk makes room"
+    assert again.bytes == 0
+
+
+def test_a_small_disk_keeps_a_part_of_itself(tmp_path, monkeypatch):
+    usage = SimpleNamespace(total=1000 << 20, free=60 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert room_bytes(tmp_path) == (60 - 50) << 20
+    usage.total = 100_000 << 20
+    assert room_bytes(tmp_path) == (60 - 64) << 20

@@ -385,3 +385,48 @@ def test_refused_filters_and_publishes_are_told(fake):
     sock.sendall(b"\x40\x04" + packet[10:12] + b"\x87\0")
     assert states.get(timeout=PATIENCE_S) == Refused(None, ("theirs",), "Not authorized")
     transport.close(timeout_s=0.1)
+
+
+def test_nobody_waits_for_a_connection_attempt_that_nothing_interrupts(mosquitto, peers, monkeypatch):
+    peer = peers(mosquitto.url)
+    transport, attempt, reached = peer.transport, threading.Event(), threading.Event()
+
+    def hang(_timeout_s):
+        reached.set()
+        attempt.wait(PATIENCE_S)
+        raise NetworkError("away")
+
+    monkeypatch.setattr(transport, "_open", hang)
+    mosquitto.restart()
+    assert reached.wait(PATIENCE_S)
+    joined = []
+    thread = transport._thread
+    transport._thread = SimpleNamespace(join=joined.append)
+    transport.close()
+    attempt.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert joined
+    assert joined[0] < 0.5
+
+
+def test_a_link_that_comes_after_the_end_is_closed(mosquitto, peers, monkeypatch):
+    peer = peers(mosquitto.url)
+    transport, links, closing = peer.transport, [], threading.Event()
+    honest = transport._open
+
+    def late(timeout_s):
+        links.append(honest(timeout_s))
+        closing.wait(PATIENCE_S)
+        return links[-1]
+
+    monkeypatch.setattr(transport, "_open", late)
+    mosquitto.restart()
+    peer.await_state(Disconnected)
+    while not links:
+        threading.Event().wait(0.01)
+    thread = transport._thread
+    transport.close(timeout_s=0.0)
+    closing.set()
+    thread.join(PATIENCE_S)
+    assert links[0]._client.socket() is None
