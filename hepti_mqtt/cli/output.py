@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
+from hepti_mqtt.config import logs
+
 MIB: Final = 2**20
 
 out = Console(highlight=False, soft_wrap=True)
@@ -64,9 +66,7 @@ def _numeric(text: str) -> bool:
 
 def setup_logging(verbose: bool) -> None:
     """Send the project's log to stderr: coloured on a terminal, plain elsewhere."""
-    level = logging.DEBUG if verbose else logging.INFO
     if err.is_terminal:
-        handler: logging.Handler = RichHandler(console=err, show_path=False)
-        logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+        logs.setup(RichHandler(console=err, show_path=False), "%(message)s", verbose)
     else:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logs.setup(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s", verbose)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from hepti_mqtt.config import logs
 from hepti_mqtt.config.options import PlannerOptions, add_site, settings_of
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.service.config import PlannerConfig
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logs.setup(logging.StreamHandler(), "%(asctime)s %(name)s: %(message)s")
     try:
         run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop)
     except HeptiError as error:
