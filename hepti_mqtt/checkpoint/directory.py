@@ -153,12 +153,17 @@ class Checkpoint:
             self._band = band
         return band[2][:, columns[0] : columns[1]].tobytes()
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer, good or bad."""
+        return (self.path / "tokenizer.json").is_file()
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer without padding and truncation; raises ModelError if there is none, or a bad one."""
         path = self.path / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{path} is missing, so texts cannot be read; copy it, or send token ids")
+            raise ModelError(f"{path} is missing, so texts cannot be read or written; copy it from where the model is")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for whatever is wrong with the file

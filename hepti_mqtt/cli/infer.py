@@ -23,6 +23,8 @@ from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
+LONG_VECTOR, FEW_NUMBERS = 16, 6
+LONG_TEXT, FEW_CHARACTERS = 2000, 60
 PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
 
 
@@ -38,7 +40,8 @@ def infer(args: argparse.Namespace) -> int:
             answers = [stream(hepti, args, body)]
         else:
             answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
-        answers[-1] = hepti.foretold(answers[-1], **body, **pins(args), timeout_s=args.timeout)
+        if args.want != "hidden":
+            answers[-1] = hepti.foretold(answers[-1], **body, **pins(args), timeout_s=args.timeout)
         error = None
         if args.check:
             directory = args.model_dir or shown.get("directory")
@@ -85,13 +88,14 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    most = {"max_new_tokens": args.max_new_tokens} if args.max_new_tokens else {}
+    options = {"max_new_tokens": args.max_new_tokens, "want": args.want, "top_k": args.top_k}
+    most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.text:
         return {"text": args.text[0], **extra} if len(args.text) == 1 else {"texts": args.text, **extra}
     if args.image:
         pictures = [base64.b64encode(_read(path)).decode() for path in args.image]
-        return {"image": pictures[0]} if len(pictures) == 1 else {"images": pictures}
+        return {"image": pictures[0], **most} if len(pictures) == 1 else {"images": pictures, **most}
     if args.ids:
         try:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}
@@ -134,7 +138,8 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
-    hidden = hepti.infer(args.model, **body, **pins(args), want="hidden", timeout_s=args.timeout).hidden
+    asked = {**body, "want": "hidden"}
+    hidden = hepti.infer(args.model, **asked, **pins(args), timeout_s=args.timeout).hidden
     with Checkpoint.open(directory, args.model) as checkpoint:
         return max_abs_err(checkpoint, body, hidden)
 
@@ -174,6 +179,23 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
     return result
 
 
+def shown(result: Any, terminal: bool) -> str:
+    """Return a result as JSON; on a terminal nobody reads all numbers of a vector, or base64."""
+    return json.dumps(_shortened(result) if terminal else result, indent=1, ensure_ascii=False)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return value if len(value) <= LONG_TEXT else f"{value[:FEW_CHARACTERS]} ... ({len(value)} characters)"
+    if not isinstance(value, list):
+        return value
+    if len(value) > LONG_VECTOR and all(isinstance(item, int | float) for item in value):
+        return f"[{', '.join(f'{item:.4g}' for item in value[:FEW_NUMBERS])}, ...] ({len(value)} numbers)"
+    return [_shortened(item) for item in value]
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -191,8 +213,7 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
             f"tokens: {result['predicted_ms']:.1f} ms, {result['predicted_bytes']} bytes on the wire"
         )
     else:
-        text = json.dumps(answer.result, indent=1)
-        output.print_lines([text if len(text) <= 2000 else text[:2000] + " ..."])
+        output.print_lines([shown(answer.result, output.out.is_terminal)])
         took = (
             f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}), {result['tokens']} "
             f"tokens, {result['bytes_on_wire']} bytes on the wire"

@@ -68,6 +68,10 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model-dir", type=Path, help="the model's directory for --check (default: the planner's)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     sub.add_argument(
+        "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
+    )
+    sub.add_argument("--top-k", type=positive, metavar="N", help="how many labels or tokens to name")
+    sub.add_argument(
         "--max-new-tokens", type=positive, metavar="N", help="tokens that a decoder generates, shown as they come"
     )
     sub.add_argument("--deadline-ms", type=positive, help="give up after so long")

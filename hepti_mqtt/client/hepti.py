@@ -107,6 +107,7 @@ class Hepti:
         image: Picture | None = None,
         images: Sequence[Picture] | None = None,
         truncate: bool | None = None,
+        empty: str | None = None,
         want: str | None = None,
         top_k: int | None = None,
         max_new_tokens: int | None = None,
@@ -122,8 +123,9 @@ class Hepti:
 
         image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
         result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
-        take. strategy ("auto" to free it), options, devices, wire, weights pin what the planner would choose; a pin
-        stays until a request brings another one. A broker that is lost is waited for, and the request sent again.
+        take. empty="zero": zeros instead of an error for empty ones of texts. strategy ("auto" to free it), options,
+        devices, wire, weights pin what the planner would choose, for this request alone. A broker that is lost is
+        waited for, and the request sent again.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
@@ -136,6 +138,7 @@ class Hepti:
             image=image,
             images=images,
             truncate=truncate,
+            empty=empty,
             want=want,
             top_k=top_k,
             max_new_tokens=max_new_tokens,

@@ -78,7 +78,13 @@ _AGENT: Final = (
 _MODEL: Final = _Option(
     "models",
     "--model",
-    {"type": named_directory, "action": "append", "required": True, "metavar": "NAME=DIR", "help": "serve a model"},
+    {
+        "type": named_directory,
+        "action": "append",
+        "required": True,
+        "metavar": "NAME=DIR",
+        "help": "serve a model; repeat it for more",
+    },
 )
 _PLANNER: Final = (
     _Option(

@@ -13,6 +13,7 @@ from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Storage, WireDtype
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.service.requests import PINS
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_REQUEST_BYTES: Final = 64_000_000
@@ -20,7 +21,6 @@ MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
-_PINS: Final = ("strategy", "options", "devices", "wire", "weights")
 _WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
 
 
@@ -89,8 +89,8 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
-        pins=_pins(data, own) if any(data.get(key) is not None for key in _PINS) else None,
-        body={k: v for k, v in data.items() if k not in (*_PINS, *_WHEN_AND_WHERE)},
+        pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
+        body={k: v for k, v in data.items() if k not in (*PINS, *_WHEN_AND_WHERE)},
     )
 
 

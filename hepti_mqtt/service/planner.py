@@ -23,6 +23,7 @@ from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
+    ModelError,
     NetworkError,
     OverloadedError,
     PacketLimitError,
@@ -72,28 +73,44 @@ SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the sessi
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
     """Plan and coordinate for one site until `stop` is set.
 
-    Raises ModelError before anything is started if a model cannot be used; ConfigError if a name or a pin is wrong or
-    the site has a planner already; NetworkError and RefusedError of the first connection.
+    Raises ModelError before anything is started if no model can be used (of several, the good ones are served);
+    ConfigError if a name or a pin is wrong or the site has a planner already; NetworkError and RefusedError of the
+    first connection.
     """
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     with contextlib.ExitStack() as stack:
-        models = {}
-        for name, directory in config.models.items():
-            p = config.pins.get(name, Pins())
-            try:
-                pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage)
-            except RequestError as error:
-                raise ConfigError(f"model {name}: {error}") from error
-            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
-            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
-            models[name] = Model(name, checkpoint, pins)
+        models = _models(config, stack)
         require_alone(config.url, config.site)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
         _Planner(config, boot, models).run(stop or threading.Event())
+
+
+def _models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, Model]:
+    """Return the models that can be used, and name the others; raises the first one's ModelError if there is none."""
+    models: dict[str, Model] = {}
+    bad: list[ModelError] = []
+    for name, directory in config.models.items():
+        p = config.pins.get(name, Pins())
+        try:
+            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage)
+        except RequestError as error:
+            raise ConfigError(f"model {name}: {error}") from error
+        try:
+            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
+            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
+        except ModelError as error:
+            bad.append(error)
+            if len(config.models) > 1:
+                config.log.warning("model %s is not served: %s", name, error)
+            continue
+        models[name] = Model(name, checkpoint, pins)
+    if not models:
+        raise bad[0]
+    return models
 
 
 class _Planner:

@@ -34,9 +34,11 @@ TEXT_INPUTS: Final = ("text", "texts", "ids")
 IMAGE_INPUTS: Final = ("image", "images")
 MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
-_OPTIONS: Final = frozenset({"truncate", "want", "top_k", "max_new_tokens"})
+_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
 # The service's own part of a request; it has read these before.
-_ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to"})
+PINS: Final = ("strategy", "options", "devices", "wire", "weights")
+_ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", *PINS})
+UNKNOWN_SHOWN: Final = 8
 _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
 
 # Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
@@ -50,7 +52,8 @@ class Prepared:
 
     inputs: token ids int32 [m], those of a decoder behind a zero [1 + m], or pixels uint8 [B, C, S, S]. several: the
     user sent a list and gets a list of results. computes: False for want "plan", which is answered without the devices.
-    new_tokens: how many tokens to generate.
+    new_tokens: how many tokens to generate. empty: places of empty texts among those of the user, which the devices do
+    not see and whose results are zeros.
     """
 
     shape: RequestShape
@@ -59,6 +62,7 @@ class Prepared:
     top_k: int
     computes: bool = True
     new_tokens: int = 0
+    empty: tuple[int, ...] = ()
 
 
 def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
@@ -72,7 +76,11 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {_kind(request)}')
     unknown = sorted(str(key) for key in request if key not in _KEYS)
     if unknown:
-        raise RequestError(f"unknown key {unknown[0][:40]!r}; a request may have {', '.join(sorted(_KEYS))}")
+        some = ", ".join(repr(key[:40]) for key in unknown[:UNKNOWN_SHOWN])
+        more = f" and {len(unknown) - UNKNOWN_SHOWN} more" if len(unknown) > UNKNOWN_SHOWN else ""
+        raise RequestError(
+            f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have {', '.join(sorted(_KEYS))}"
+        )
     reads = checkpoint.spec.reads
     given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS) if key in request]
     allowed = IMAGE_INPUTS if isinstance(reads, Pictures) else TEXT_INPUTS
@@ -98,9 +106,30 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
             f"model {checkpoint.model} generates no tokens; leave max_new_tokens out, or ask another model"
         )
     assert isinstance(reads, Text)
+    request, empty = _without_empty(checkpoint, request, want)
     lengths, ids = _tokens(checkpoint, reads, request, key, several)
     rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
-    return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes)
+    return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes, empty=empty)
+
+
+def _without_empty(
+    checkpoint: Checkpoint, request: Mapping[str, Any], want: Want
+) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+    """Return a request without the empty ones of its texts, and their places, where the user wants zeros for them."""
+    choice = request.get("empty", "error")
+    if choice not in ("error", "zero"):
+        raise RequestError(f'empty must be "error" or "zero", not {_kind(choice)}')
+    texts = request.get("texts")
+    if choice == "error" or not isinstance(texts, list):
+        return request, ()
+    if want != "task" or checkpoint.spec.head.task != "embedding":
+        raise RequestError(
+            f'"empty": "zero" is for embeddings, which model {checkpoint.model} is not asked for here; leave it out'
+        )
+    empty = tuple(i for i, text in enumerate(texts) if isinstance(text, str) and not text.strip())
+    if len(texts) > MAX_SEQUENCES or len(empty) == len(texts):
+        return request, ()  # which is an error that others tell
+    return {**request, "texts": [text for i, text in enumerate(texts) if i not in empty]}, empty
 
 
 def _decoded(
@@ -144,8 +173,16 @@ def piece(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
 
 
 def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    text = _decoded_text(checkpoint, tokens)
     return text.rstrip("\ufffd")
+
+
+def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
+    """Return the text of generated tokens; empty without a tokenizer, where the ids alone are the answer."""
+    if not checkpoint.has_tokenizer:
+        return ""
+    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    return text
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -232,6 +269,10 @@ def _encoded(checkpoint: Checkpoint, reads: Text, name: str, value: Any, truncat
         value.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"{name} is not valid Unicode ({error.reason}); send it as UTF-8") from error
+    if not checkpoint.has_tokenizer and not reads.masks:
+        raise ModelError(
+            f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
+        )
     tokenizer = checkpoint.tokenizer
     encoding: Encoding = tokenizer.encode(value, add_special_tokens=False)
     room = reads.longest - tokenizer.num_special_tokens_to_add(False)
@@ -310,7 +351,7 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
     """
     spec, shape = checkpoint.spec, prepared.shape
     if prepared.new_tokens:
-        return {"ids": output.tolist(), "text": checkpoint.tokenizer.decode(output.tolist(), skip_special_tokens=False)}
+        return {"ids": output.tolist(), "text": _decoded_text(checkpoint, output.tolist())}
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
@@ -323,6 +364,8 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
         data = base64.b64encode(values.astype("<f4", copy=False).tobytes()).decode()
         return {"dtype": "f32", "shape": list(values.shape), "base64": data}
     results = _RESULTS[spec.head.task](checkpoint, prepared, values)
+    for place in prepared.empty:
+        results.insert(place, {"embedding": [0.0] * values.shape[1]})
     return {"results": results} if prepared.several else results[0]
 
 

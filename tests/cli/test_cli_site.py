@@ -21,6 +21,7 @@ from site_processes import PATIENCE_S, SITE, Site, running_site
 from sites import METHODS
 
 from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.cli.infer import shown
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -159,6 +160,29 @@ def test_infer_texts_and_ids(ask: Any, run: Any) -> None:
     assert code == 0
     assert json.loads(out)["embedding"] == pytest.approx(one["output"]["embedding"], abs=5e-5)
     assert "bytes on the wire" in err
+
+
+def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> None:
+    hidden = ask("infer", "tiny", "--text", "hello world", "--want", "hidden")
+    assert hidden["output"]["shape"] == [hidden["tokens"], 32]
+    masks = ask("infer", "masks", "--text", "hello [MASK] world", "--top-k", "7")["output"]["masks"]
+    assert len(masks[0]["tokens"]) == 7
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.zeros((30, 50, 3), np.uint8)).save(picture)
+    assert len(ask("infer", "vit", "--image", str(picture), "--top-k", "2")["output"]["labels"]) == 2
+    code, out, _ = run("infer", "tiny", *(a for i in range(9) for a in ("--text", f"text {i}")))
+    assert code == 0
+    assert len(json.loads(out)["results"]) == 9, "where no terminal is, all of it is printed"
+
+
+def test_a_terminal_shows_the_beginning_of_vectors() -> None:
+    result = {"results": [{"embedding": [0.123456789] * 384}, {"ids": [1, 2, 3], "base64": "A" * 9000}]}
+    text = shown(result, terminal=True)
+    assert "0.1235, ...] (384 numbers)" in text
+    assert "(9000 characters)" in text
+    assert json.loads(text)["results"][1]["ids"] == [1, 2, 3]
+    assert len(text) < 400
+    assert json.loads(shown(result, terminal=False)) == result
 
 
 def test_infer_pictures(ask: Any, tmp_path: Path) -> None:

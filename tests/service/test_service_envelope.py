@@ -84,7 +84,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "deadline_ms", "reply_to", *env._PINS), JSON)))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "deadline_ms", "reply_to", *env.PINS), JSON)))
 def test_any_values_are_accepted_or_refused_in_words(data):
     try:
         parts = env.envelope(env.parse(json.dumps(data).encode()), OWN)

@@ -116,6 +116,19 @@ def test_a_bad_model_ends_it_before_anything_is_started(tmp_path):
         run_planner(PlannerConfig(NOWHERE, "s", {}, state_dir=tmp_path))
 
 
+def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplog):
+    good = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
+    (tmp_path / "bad").mkdir()
+    config = PlannerConfig(NOWHERE, "home", {"bad": tmp_path / "bad", **good}, state_dir=tmp_path)
+    with pytest.raises(NetworkError):  # only after the models were opened
+        run_planner(config)
+    (said,) = [record for record in caplog.records if "not served" in record.getMessage()]
+    assert "model bad" in said.getMessage()
+    assert "config.json" in said.getMessage()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        run_planner(PlannerConfig(NOWHERE, "home", dict.fromkeys("ab", tmp_path / "bad"), state_dir=tmp_path))
+
+
 def test_pins_are_checked_at_the_start(checkpoints, tmp_path):
     models = {"m": checkpoints["bert"].path}
     with pytest.raises(ConfigError, match="magic"):

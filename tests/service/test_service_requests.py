@@ -16,7 +16,7 @@ from PIL import Image
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
-from hepti_mqtt.service.requests import MAX_SEQUENCES, answer, prepare
+from hepti_mqtt.service.requests import MAX_SEQUENCES, answer, piece, prepare
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +179,12 @@ def test_too_long_is_an_error_with_both_numbers_unless_truncated(text):
         ({}, "exactly one of text, texts, ids"),
         ({"text": "a", "texts": ["a"]}, "text and texts"),
         ({"text": "a", "temperature": 1}, "unknown key 'temperature'"),
+        ({"text": "a", "temperature": 1, "beams": 2}, r"unknown keys 'beams', 'temperature'; .*strategy.*wire"),
+        ({"text": "a"} | {f"k{i}": 1 for i in range(10)}, r"'k0', .*'k7' and 2 more;"),
+        ({"texts": ["a"] * 17 + [" "] + ["b"] * 32}, r"texts\[17\] is empty"),
+        ({"texts": ["a", ""], "empty": "skip"}, r'empty must be "error" or "zero", not a string'),
+        ({"texts": ["", " "], "empty": "zero"}, r"texts\[0\] is empty"),
+        ({"texts": ["a", ""], "empty": "zero", "want": "hidden"}, "for embeddings"),
         ({"text": ""}, "text is empty"),
         ({"text": " \n"}, "text is empty"),
         ({"text": 5}, "text must be a string, not 5"),
@@ -352,6 +358,33 @@ def test_an_output_that_does_not_fit_is_refused(text):
     for bad in (np.nan, np.inf):
         with pytest.raises(ModelError, match="NaN or infinity"):
             answer(text, prepared, np.full((1, 32), bad, np.float32))
+
+
+def test_empty_texts_may_be_zeros_in_their_places(text):
+    texts = ["", "the door", " ", "warm", "\n"]
+    prepared = prepare(text, {"texts": texts, "empty": "zero"})
+    assert prepared.shape == prepare(text, {"texts": ["the door", "warm"]}).shape
+    output = np.arange(64, dtype=np.float32).reshape(2, 32)
+    results = [r["embedding"] for r in answer(text, prepared, output)["results"]]
+    assert [results[1], results[3]] == output.tolist()
+    assert results[0] == results[2] == results[4] == [0.0] * 32
+
+
+def test_token_ids_are_advised_only_where_they_help(tmp_path):
+    masks, decoder = (make_model(kind, tmp_path / kind) for kind in ("tiny-bert-mlm", "tiny-gpt2"))
+    for path in (masks, decoder):
+        (path / "tokenizer.json").unlink()
+    with Checkpoint.open(masks) as checkpoint:
+        for request in ({"text": "a [MASK]"}, {"ids": [1, 4]}):
+            with pytest.raises(ModelError, match="copy it") as caught:
+                prepare(checkpoint, request)
+            assert "token ids" not in str(caught.value)
+    with Checkpoint.open(decoder) as checkpoint:
+        with pytest.raises(ModelError, match="send token ids"):
+            prepare(checkpoint, {"text": "a"})
+        prepared = prepare(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
+        assert answer(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
+        assert piece(checkpoint, (7, 8)) == ""
 
 
 def test_a_model_without_tokenizer_takes_ids_only(tmp_path):
