@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import itertools
 import statistics
@@ -11,13 +12,14 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from platformdirs import user_cache_path
+from platformdirs import user_cache_path, user_state_path
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
@@ -61,8 +63,8 @@ def demo(args: argparse.Namespace) -> int:
     directory = find_model()
     with TemporaryDirectory(prefix="hepti-demo-") as scratch, _broker_url(args) as url:
         log = Path(scratch) / "log"
-        with processes(log) as children, _report_log(log):
-            start_site(children, url, args.site, directory)
+        with processes(log) as children, _report_log(log), own_places(Path(scratch) / "devices") as cache:
+            start_site(children, url, args.site, directory, cache)
             with Hepti.connect(url, site=args.site, client_id="demo") as hepti:
                 _wait_ready(hepti, children)
                 result = _show(hepti, directory, args)
@@ -117,12 +119,33 @@ def _report_log(log: Path) -> Iterator[None]:
         raise
 
 
-def start_site(children: Processes, url: str, site: str, directory: Path) -> None:
-    """Start the planner and the agents as processes; the password, if any, stays out of their arguments."""
+@contextmanager
+def own_places(scratch: Path) -> Iterator[Path | None]:
+    """Give the place of the agents' files: None, the user's own, or `scratch` while another demo of the user has those.
+
+    What one demo leaves in the user's own places makes the next one start faster.
+    """
+    path = user_state_path("hepti") / "demo.lock"
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            output.err.print("another demo runs here; this one keeps nothing", markup=False)
+            yield scratch
+            return
+        yield None
+
+
+def start_site(children: Processes, url: str, site: str, directory: Path, cache: Path | None = None) -> None:
+    """Start the planner and the agents as processes; the password, if any, stays out of their arguments.
+
+    cache: where the agents keep their files, None for the user's own places.
+    """
     environment = {"HEPTI_BROKER": url, "HEPTI_SITE": site}
     children.start("planner", ["planner", *PlannerOptions({MODEL: directory}).arguments()], environment)
     for agent in AGENTS:
-        children.start(agent.device, ["agent", *agent.arguments()], environment)
+        children.start(agent.device, ["agent", *replace(agent, cache=cache).arguments()], environment)
 
 
 def _wait_ready(hepti: Hepti, children: Processes) -> None:
