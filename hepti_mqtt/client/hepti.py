@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from hepti_mqtt.client.answer import Answer
 from hepti_mqtt.client.body import Picture, request_body
+from hepti_mqtt.client.names import client_name
 from hepti_mqtt.client.session import ClientSession, Ended, Part, Publication
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
-    BadNameError,
     ConfigError,
     DeadlineError,
     HeptiError,
@@ -71,7 +71,7 @@ class Hepti:
             raise ConfigError("no broker: give a URL such as mqtt://HOST:1883, or set HEPTI_BROKER")
         else:
             place = BrokerUrl.parse(settings.broker)
-        hepti = cls(place, settings.site, client_id or _client_of(place.user))
+        hepti = cls(place, settings.site, client_id or client_name(place.user))
         try:
             hepti._open(timeout)
         except BaseException:
@@ -378,13 +378,6 @@ class Hepti:
             f"the broker does not let client {self.client_id} {what} {', '.join(state.topics)}: {state.reason}; "
             "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
         )
-
-
-def _client_of(user: str | None) -> str:
-    try:
-        return check_name("client", user or "")
-    except BadNameError:
-        return f"py-{uuid.uuid4().hex[:12]}"
 
 
 class _Stream(Future[Answer]):

@@ -18,7 +18,7 @@ from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, Remote
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
 from hepti_mqtt.runtime.planner.flight import Generation, Job, Pins, RequestKey
-from hepti_mqtt.service import requests
+from hepti_mqtt.service import requests, results
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.envelope import digest, envelope, parse, request_id
 from hepti_mqtt.service.forecast import Forecasts, shares
@@ -138,7 +138,7 @@ class Desk:
             "request": ticket.request,
             "index": command.index,
             "token": command.tokens[-1],
-            "text": requests.piece(self._models[job.key.model].checkpoint, command.tokens),
+            "text": results.piece(self._models[job.key.model].checkpoint, command.tokens),
             "final": False,
         }
         return Reply(ticket.topic, json.dumps(told).encode())
@@ -149,7 +149,7 @@ class Desk:
         assert isinstance(ticket, _Ticket)
         model = self._models[job.key.model]
         try:
-            result = requests.answer(model.checkpoint, ticket.prepared, job.output()) if job.computes else None
+            result = results.answer(model.checkpoint, ticket.prepared, job.output()) if job.computes else None
         except HeptiError as error:
             return self.refuse(Refuse(job, error))
         except ValueError as error:  # outputs of the chunks that do not fit together

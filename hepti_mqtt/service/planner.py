@@ -18,31 +18,27 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
-    ModelError,
     NetworkError,
     OverloadedError,
     PacketLimitError,
     RefusedError,
     RemoteError,
-    RequestError,
 )
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner import commands, coordinator, events
-from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.service.alone import require_alone
 from hepti_mqtt.service.boot import next_boot
 from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.desk import Desk, Model, Reply
-from hepti_mqtt.service.envelope import checked_pins
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
+from hepti_mqtt.service.models import open_models
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.service.tiles import TileServer
@@ -81,36 +77,12 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     with contextlib.ExitStack() as stack:
-        models = _models(config, stack)
+        models = open_models(config, stack)
         require_alone(config.url, config.site)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
         _Planner(config, boot, models).run(stop or threading.Event())
-
-
-def _models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, Model]:
-    """Return the models that can be used, and name the others; raises the first one's ModelError if there is none."""
-    models: dict[str, Model] = {}
-    bad: list[ModelError] = []
-    for name, directory in config.models.items():
-        p = config.pins.get(name, Pins())
-        try:
-            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage)
-        except RequestError as error:
-            raise ConfigError(f"model {name}: {error}") from error
-        try:
-            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
-            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
-        except ModelError as error:
-            bad.append(error)
-            if len(config.models) > 1:
-                config.log.warning("model %s is not served: %s", name, error)
-            continue
-        models[name] = Model(name, checkpoint, pins)
-    if not models:
-        raise bad[0]
-    return models
 
 
 class _Planner:

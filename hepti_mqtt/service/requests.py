@@ -1,4 +1,4 @@
-"""What a user asks and is told: JSON requests to token ids or pixels, a model's output to JSON.
+"""What a user asks: JSON requests to token ids or pixels.
 
 Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictures through Pillow.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from tokenizers import Encoding
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError, WireError
+from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
 from hepti_mqtt.spec import RequestShape, Want
@@ -164,25 +164,6 @@ def end_token(checkpoint: Checkpoint) -> int | None:
     """Return the token after which a decoder has no more to say, by its config; None if it names none."""
     end = checkpoint.config.get("eos_token_id")
     return end if _is_int(end) else None
-
-
-def piece(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return what the last of some generated tokens adds to their text; empty while a character is not whole."""
-    before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
-    return whole.removeprefix(before) if whole.startswith(before) else whole
-
-
-def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    text = _decoded_text(checkpoint, tokens)
-    return text.rstrip("\ufffd")
-
-
-def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens; empty without a tokenizer, where the ids alone are the answer."""
-    if not checkpoint.has_tokenizer:
-        return ""
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=False)
-    return text
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -338,87 +319,6 @@ def _pixels(name: str, value: Any, reads: Pictures, resample: Image.Resampling) 
             f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
         ) from error
     return np.ascontiguousarray(np.asarray(small, np.uint8).transpose(2, 0, 1))
-
-
-def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the JSON answer for a model's output of the spec's `output_shape`.
-
-    {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
-    [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape", "base64"} for hidden states.
-    {"ids", "text"} of the tokens that a decoder has generated. A request with a list (texts, images, ids of ids) gets
-    {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output
-    of another shape, ModelError for one that is not finite.
-    """
-    spec, shape = checkpoint.spec, prepared.shape
-    if prepared.new_tokens:
-        return {"ids": output.tolist(), "text": _decoded_text(checkpoint, output.tolist())}
-    if output.shape != spec.output_shape(shape):
-        raise WireError(
-            f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
-            "use the same version of Hepti and of the model on all of them"
-        )
-    values = output.astype(np.float32, copy=False)
-    if not np.isfinite(values).all():
-        raise ModelError(f"model {checkpoint.model} answered with NaN or infinity; check its weights, or use f32")
-    if shape.want == "hidden":
-        data = base64.b64encode(values.astype("<f4", copy=False).tobytes()).decode()
-        return {"dtype": "f32", "shape": list(values.shape), "base64": data}
-    results = _RESULTS[spec.head.task](checkpoint, prepared, values)
-    for place in prepared.empty:
-        results.insert(place, {"embedding": [0.0] * values.shape[1]})
-    return {"results": results} if prepared.several else results[0]
-
-
-def _embeddings(_checkpoint: Checkpoint, _prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
-    return [{"embedding": row.tolist()} for row in output]
-
-
-def _labels(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
-    names = checkpoint.spec.head.labels
-    scores = _scores(checkpoint, output)
-    return [
-        {"labels": [{"label": names[i], "score": float(row[i])} for i in _best(row, prepared.top_k)]} for row in scores
-    ]
-
-
-def _masks(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
-    token_of = checkpoint.tokenizer.id_to_token
-    results: list[dict[str, Any]] = [{"masks": []} for _ in prepared.shape.lengths]
-    starts = prepared.shape.starts
-    for row, logits in zip(prepared.shape.mask_rows, _softmax(output), strict=True):
-        sequence = int(np.searchsorted(starts, row, side="right")) - 1
-        tokens = [{"token": token_of(i), "id": i, "score": float(logits[i])} for i in _best(logits, prepared.top_k)]
-        results[sequence]["masks"].append({"position": row - starts[sequence], "tokens": tokens})
-    return results
-
-
-_RESULTS: Final[Mapping[str, Callable[[Checkpoint, Prepared, Floats], list[dict[str, Any]]]]] = {
-    "embedding": _embeddings,
-    "classification": _labels,
-    "image_classification": _labels,
-    "masked_token": _masks,
-}
-
-
-def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
-    """Return the scores that the model was trained for: of one label among many, of each label alone, or a number."""
-    problem = checkpoint.config.get("problem_type")
-    if problem == "regression" or logits.shape[1] == 1:
-        return logits
-    if problem == "multi_label_classification":
-        return np.asarray(0.5 * (1 + np.tanh(logits / 2)))
-    return _softmax(logits)
-
-
-def _softmax(logits: Floats) -> Floats:
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
-
-
-def _best(scores: Floats, count: int) -> Sequence[int]:
-    """Return the places of the best scores, best first; of equal ones the first."""
-    order: list[int] = np.argsort(-scores, kind="stable")[:count].tolist()
-    return order
 
 
 def _is_int(value: Any) -> bool:

@@ -16,7 +16,8 @@ from PIL import Image
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
-from hepti_mqtt.service.requests import MAX_SEQUENCES, answer, piece, prepare
+from hepti_mqtt.service.requests import MAX_SEQUENCES, prepare
+from hepti_mqtt.service.results import answer, piece
 
 
 @pytest.fixture(scope="module")

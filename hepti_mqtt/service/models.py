@@ -1,0 +1,37 @@
+"""The models that a planner serves: opened, and their pins checked."""
+
+from __future__ import annotations
+
+import contextlib
+
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.errors import ConfigError, ModelError, RequestError
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.service.config import PlannerConfig
+from hepti_mqtt.service.desk import Model
+from hepti_mqtt.service.envelope import checked_pins
+
+
+def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, Model]:
+    """Return the models that can be used, and name the others; raises the first one's ModelError if there is none."""
+    models: dict[str, Model] = {}
+    bad: list[ModelError] = []
+    for name, directory in config.models.items():
+        p = config.pins.get(name, Pins())
+        try:
+            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage)
+        except RequestError as error:
+            raise ConfigError(f"model {name}: {error}") from error
+        try:
+            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
+            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
+        except ModelError as error:
+            bad.append(error)
+            if len(config.models) > 1:
+                config.log.warning("model %s is not served: %s", name, error)
+            continue
+        models[name] = Model(name, checkpoint, pins)
+    if not models:
+        raise bad[0]
+    return models
