@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kernels_support import Case, array, pool
@@ -185,3 +187,18 @@ def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
         NUMBA_DISABLE_JIT="1",
     )
     assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
+
+
+def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch):
+    for name in (jit.OVERRIDE, jit.DOT_OVERRIDE):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+
+    def full(*compiled):
+        asked.append(compiled)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    dispatcher = SimpleNamespace(enable_caching=lambda: None, _cache=SimpleNamespace(save_overload=full))
+    jit._cached(dispatcher)
+    dispatcher._cache.save_overload("signature", "code")
+    assert asked == [("signature", "code")]

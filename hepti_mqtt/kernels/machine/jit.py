@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -95,6 +96,13 @@ def _cached(dispatcher: Any) -> None:
     # Not public in Numba: where a version lacks it, Numba's own stamp stays, and a test says so.
     if (cache_file := getattr(dispatcher._cache, "_cache_file", None)) is not None:
         cache_file._source_stamp = _sources_stamp()
+    save = dispatcher._cache.save_overload
+
+    def save_where_there_is_room(*compiled: Any) -> None:
+        with suppress(OSError):  # a full disk: the next process compiles again
+            save(*compiled)
+
+    dispatcher._cache.save_overload = save_where_there_is_room
 
 
 def kernel(*arguments: Any, part: int = 0) -> Callable[[F], F]:
