@@ -45,7 +45,6 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 RETURN_S: Final = 5.0  # when the last device is lost, it has so long to come back before requests are refused
-IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
@@ -177,7 +176,7 @@ class CoordinatorSession:
         if change == "joined":
             for model in self.slots:
                 model.spare.pop(device, None)
-                if not model.pinned or self._in_use(model, now):
+                if not model.pinned or model.in_use(now):
                     model.plans.want(now + SETTLE_S, now, f"{device} has joined")
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
@@ -376,7 +375,7 @@ class CoordinatorSession:
             if self._loading():
                 model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
-            in_use = model.active is not None and self._in_use(model, now)
+            in_use = model.active is not None and model.in_use(now)
             drifted = model.drift.observe(self._observed(model, now), now) if in_use else None
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
@@ -397,7 +396,3 @@ class CoordinatorSession:
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.membership.seen(now)
         return [self._rollout.show(model) for model in self.slots.models()] if event.online else []
-
-    @staticmethod
-    def _in_use(model: ModelState, now: float) -> bool:
-        return now - model.asked_s < IN_USE_S

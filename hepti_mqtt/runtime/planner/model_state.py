@@ -20,6 +20,7 @@ from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
 FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger ones would fill the Prepare
+IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 
 
 @dataclass(slots=True)
@@ -62,6 +63,10 @@ class ModelState:
     def idle(self) -> bool:
         """Return whether no request waits or runs."""
         return not self.queue and not self.runs
+
+    def in_use(self, now: float) -> bool:
+        """Return whether somebody asked of late."""
+        return now - self.asked_s < IN_USE_S
 
     def jobs(self) -> list[Job]:
         """Return the requests that wait or run; one of several runs comes several times."""
