@@ -34,7 +34,7 @@ CASES = [
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("pairwise")
     served = {kind: make_model(kind, directory / kind, seed=i) for i, kind in enumerate(KINDS)}
-    yield from running_site(directory, served, {"a": "300MiB", "b": "200MiB", "tiny": "10MiB"})
+    yield from running_site(directory, served, {"a": "300MiB", "b": "200MiB", "tiny": "13MiB"})
 
 
 @pytest.fixture(scope="module")
