@@ -108,8 +108,9 @@ class WeightLoader:
             return
         job, digest = self._jobs[0], tile_hash(body)
         if digest in job.missing or (job.manifest is None and digest == job.load.manifest):
-            self._counters["tiles_received"] += 1
-            self._counters["tile_bytes_received"] += len(body)
+            if digest not in self._cache:  # else it is on disk, and was sent to everybody for somebody else
+                self._counters["tiles_received"] += 1
+                self._counters["tile_bytes_received"] += len(body)
             self._moved_s = now
             self._cache.put(digest, body, job.keep)
             if digest in job.missing and not job.may_take(digest):  # sent to another device: from disk, in its turn

@@ -157,6 +157,20 @@ def test_release_of_a_waiting_load_takes_it_out(device):
     assert [e.epoch for e in device.of(Loaded)] == [Epoch(1, 1)]
 
 
+def test_a_tile_on_disk_that_comes_by_air_for_somebody_else_has_not_travelled_again(tmp_path):
+    model = Model()
+    first = Device(tmp_path)
+    first.loader.load(model.load(), first.now)
+    first.serve(model)
+    again = Device(tmp_path)
+    again.loader.load(model.load(), again.now)
+    for digest in sorted(model.needed()):  # before it has read them
+        again.loader.tile(model.blobs[digest], False, again.now)
+    again.settle()
+    assert (again.counters["tiles_received"], again.counters["tile_bytes_received"]) == (0, 0)
+    check_weights(model, again.of(Loaded)[0].weights)
+
+
 def test_tiles_of_others_are_used_or_passed_over(device):
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL, most=1)  # the manifest
