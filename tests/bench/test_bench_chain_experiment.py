@@ -60,6 +60,7 @@ def test_an_unknown_kind_is_refused(tmp_path, capsys):
     assert "it is one of infer, chain" in capsys.readouterr().err
 
 
+@pytest.mark.wide  # half a minute; test_bench_run resumes an experiment too
 @pytest.mark.broker
 @pytest.mark.processes
 def test_run_cut_off_resume_report(tmp_path):

@@ -65,6 +65,7 @@ def test_run_cut_off_resume_report_compare(tmp_path, capsys):
     assert "agrees" in capsys.readouterr().out
 
 
+@pytest.mark.wide  # half a minute; the site's own tests pull plugs too
 @pytest.mark.processes
 def test_a_plug_is_pulled_under_requests_on_hosts_that_are_not_emulated(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "AFTERWARDS_S", 3.0)
