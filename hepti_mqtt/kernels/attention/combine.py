@@ -21,7 +21,6 @@ from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
 
 _MINUS_INF: Final = np.float32(-np.inf)
-_ONE: Final = np.float32(1.0)
 
 
 @kernel(INT_ARRAY, INT, fills(float32, 2), INT, INT, INT, INT, part=2)
