@@ -6,17 +6,25 @@ from hepti_mqtt.cluster.profiles import (
     Curve,
     DeviceProfile,
     Link,
+    PeerLink,
     cluster_of,
     plausible,
     profile_from_caps,
 )
+from hepti_mqtt.cluster.ways import AIR, BROKER_IN, BROKER_OUT, Way, Ways
 
 __all__ = [
+    "AIR",
+    "BROKER_IN",
+    "BROKER_OUT",
     "FAST_BYTES_PER_S",
     "Cluster",
     "Curve",
     "DeviceProfile",
     "Link",
+    "PeerLink",
+    "Way",
+    "Ways",
     "cluster_of",
     "plausible",
     "profile_from_caps",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, log
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import Pair, Route, Storage
 from hepti_mqtt.work import Work
 
 # Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
@@ -50,7 +50,8 @@ class DeviceProfile:
 
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
-    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame.
+    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
+    mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver.
     """
 
     name: str
@@ -62,6 +63,8 @@ class DeviceProfile:
     slowdown: float = 1.0
     frame_s: float = 100e-6
     copy_bytes_per_s: float = 2e9
+    mesh_frame_s: float = 40e-6
+    mesh_copy_bytes_per_s: float = 4e9
 
     def seconds(self, work: Work) -> float:
         """Return the predicted time of one op."""
@@ -78,8 +81,10 @@ class DeviceProfile:
             return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
         return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s
 
-    def frame_seconds(self, frames: int, nbytes: int) -> float:
-        """Return the predicted time of sending so many frames with one body, or of receiving one."""
+    def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
+        """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""
+        if route == "mesh":
+            return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
     def speed(self, rows: int) -> float:
@@ -101,18 +106,30 @@ class Link:
     down_bytes_per_s: float = 1e9
 
 
+class PeerLink(NamedTuple):
+    """The way from one device straight to another, as measured: one-way latency, the rate where it could be told."""
+
+    latency_s: float
+    bytes_per_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The devices of a site with their links; the planner process has a link too.
 
     broker_bytes_per_s: what the broker's own link carries each way; every copy of a message goes over it, except those
-    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`).
+    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`). endpoints: devices to which peers can connect.
+    peer_links: what was measured between devices; the rest follows from their links to the broker. shared: devices
+    whose links are one medium, such as Wi-Fi: it carries one packet at a time, and twice what goes between two of them.
     """
 
     devices: Mapping[str, DeviceProfile]
     links: Mapping[str, Link]
     planner_link: Link = field(default_factory=Link)
     broker_bytes_per_s: float = inf
+    endpoints: frozenset[str] = frozenset()
+    peer_links: Mapping[Pair, PeerLink] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
 
 def cluster_of(
