@@ -233,7 +233,15 @@ def _guess(
     """Return a plan whose head is the fastest device; raises ValueError if the method cannot divide this model so."""
     head = devices[0]
     template = Plan(
-        question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
+        question.naming.model,
+        question.epoch,
+        method.name,
+        devices,
+        head,
+        wire=question.wire,
+        storage=question.storage,
+        route=question.route or "broker",
+        relayed=tuple(sorted(pair for pair in question.relayed if set(pair) <= set(devices))),
     )
     return _Guess(make_plan(question.spec, template, method.name, options, weights), weights)
 

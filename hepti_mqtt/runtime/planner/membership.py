@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import Any, Final
 
 from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+from hepti_mqtt.wire.peers import Endpoint
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -25,6 +28,7 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
 MEMORY_BYTES: Final = 1 << 50  # no device has more
+RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -61,12 +65,26 @@ class Member:
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
     refused: str = ""
+    unheard: dict[str, float] = field(
+        default_factory=dict
+    )  # peers that it could not connect to, until when that counts
     doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
         return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Return where peers read from it directly, None where they cannot."""
+        return None if self.caps is None else self.caps.endpoint
+
+    def hears(self, source: Member, now: float) -> bool:
+        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+            return False
+        return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -130,6 +148,8 @@ class Membership:
             return None
         was, again = member.usable, status.boot > member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        if again:  # it may have another endpoint, and another way to those of others
+            self._forget_unheard(member)
         if was and (again or not member.online):
             return "left"
         return "joined" if member.usable and not was else None
@@ -179,6 +199,20 @@ class Membership:
         for member in lost:
             member.online = False
         return [m.name for m in lost]
+
+    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        self.member(name).unheard.update(dict.fromkeys(sources, now + RELAYED_S))
+
+    def relayed(self, now: float) -> frozenset[Pair]:
+        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        usable = self.usable().values()
+        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+
+    def _forget_unheard(self, member: Member) -> None:
+        member.unheard.clear()
+        for other in self.members.values():
+            other.unheard.pop(member.name, None)
 
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
