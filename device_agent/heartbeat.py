@@ -13,6 +13,7 @@ from device_agent.meter import Meter
 from device_agent.network import Network
 from device_agent.probe import Prober
 from hepti_mqtt.wire.messages import Heartbeat, encode_heartbeat
+from hepti_mqtt.wire.peers import Edge
 from hepti_mqtt.wire.topics import Topics
 
 EVERY_S: Final = 1.0
@@ -22,7 +23,7 @@ BUSY_S: Final = 1.0  # after the last op, for so long no large probe
 class HeartbeatThread:
     """Publishes heartbeats and probes from `start` to `close`.
 
-    stepped_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
+    stepped_s: returns when the session thread last ran an op. counters, edges: return what the heartbeat carries.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class HeartbeatThread:
         meter: Meter,
         stepped_s: Callable[[], float],
         counters: Callable[[], Mapping[str, int]],
+        edges: Callable[[], Mapping[str, Edge]],
         complaints: Complaints,
     ) -> None:
         self._topics, self._device, self._boot, self._network = topics, device, boot, network
         self._health, self._prober, self._meter = health, prober, meter
         self._stepped_s, self._counters, self._complaints = stepped_s, counters, complaints
+        self._edges = edges
         self._seq = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-heartbeat", daemon=True)
@@ -71,6 +74,7 @@ class HeartbeatThread:
             slowdown=self._meter.slowdown(now),
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
+            edges=self._edges(),
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):

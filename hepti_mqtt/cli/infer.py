@@ -83,6 +83,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["wire"] = args.wire
     if args.weights:
         found["weights"] = args.weights
+    if args.route:
+        found["route"] = args.route
     return found
 
 

@@ -61,7 +61,7 @@ class Device:
         out["status"] = "unknown" if self.status is None else self.status.state
         out["boot"] = 0 if self.status is None else self.status.boot
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
-        out["heartbeat"] = asdict(self.heartbeat) if current and self.heartbeat is not None else None
+        out["heartbeat"] = _told(self.heartbeat) if current and self.heartbeat is not None else None
         return out
 
 
@@ -199,3 +199,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _told(heartbeat: messages.Heartbeat) -> dict[str, Any]:
+    """Return a heartbeat as maps, those of its peers too."""
+    peers = {name: report._asdict() for name, report in heartbeat.peers.items()}
+    edges = {name: edge._asdict() for name, edge in heartbeat.edges.items()}
+    return asdict(heartbeat) | {"peers": peers, "edges": edges}

@@ -8,6 +8,7 @@ from hepti_mqtt.cluster.profiles import (
     Link,
     PeerLink,
     cluster_of,
+    peer_links_of,
     plausible,
     profile_from_caps,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Way",
     "Ways",
     "cluster_of",
+    "peer_links_of",
     "plausible",
     "profile_from_caps",
 ]

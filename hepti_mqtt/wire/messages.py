@@ -17,10 +17,11 @@ import msgpack
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.wire import checks
+from hepti_mqtt.wire import checks, peers
 from hepti_mqtt.wire.checks import Plain
 from hepti_mqtt.wire.frames import MAGIC, Body, Frame
 from hepti_mqtt.wire.frames import decode as decode_frame
+from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
 
@@ -31,7 +32,8 @@ class Prepare:
 
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
     be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
-    `needed` of them are built before the device is ready, the others while no request runs.
+    `needed` of them are built before the device is ready, the others while no request runs. peers: who this device has
+    a mesh route to or from.
     """
 
     txn: int
@@ -41,6 +43,7 @@ class Prepare:
     in_flight: int
     shapes: tuple[RequestShape, ...] = ()
     needed: int = 0
+    peers: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown."""
+    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
+
+    peers: with code "mesh", those that the device cannot hear directly; the plan may have been ready before.
+    """
 
     txn: int
     model: str
@@ -112,6 +118,7 @@ class Failed:
     code: str
     text: str
     missing_bytes: int
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
     """
 
     device: str
@@ -160,6 +167,7 @@ class Caps:
     curves: Plain
     largest_packet_bytes: int
     mqtt: int
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +175,8 @@ class Heartbeat:
     """What changes on a device from second to second.
 
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot.
+    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways from peers, as measured; edges:
+    what went there and came from them.
     """
 
     boot: int
@@ -180,6 +189,8 @@ class Heartbeat:
     slowdown: float
     rss_bytes: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    peers: Mapping[str, LinkReport] = field(default_factory=dict)
+    edges: Mapping[str, Edge] = field(default_factory=dict)
 
 
 Command = Prepare | Activate | Release | Cancel | Drain
@@ -213,6 +224,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "in_flight": checks.count,
         "shapes": checks.shapes,
         "needed": checks.count,
+        "peers": peers.peers,
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
@@ -220,7 +232,13 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
     Drain: {"txn": checks.count},
     Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
-    Failed: {**_EPOCH_KEY, "code": checks.text, "text": checks.text, "missing_bytes": checks.count},
+    Failed: {
+        **_EPOCH_KEY,
+        "code": checks.text,
+        "text": checks.text,
+        "missing_bytes": checks.count,
+        "peers": peers.names,
+    },
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
     RequestFailed: {
         "model": checks.model_name,
@@ -242,6 +260,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "curves": checks.plain,
         "largest_packet_bytes": checks.count,
         "mqtt": checks.protocol,
+        "endpoint": peers.endpoint,
     },
     Heartbeat: {
         "boot": checks.boot,
@@ -254,8 +273,11 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "slowdown": checks.positive,
         "rss_bytes": checks.count,
         "counters": checks.counters,
+        "peers": peers.reports,
+        "edges": peers.edges,
     },
 }
+_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {Caps: {"endpoint": None}}  # of a JSON object; what it means
 
 for _cls, _rules in _RULES.items():  # a field without a check must not reach a peer
     if [entry.name for entry in fields(_cls)] != list(_rules):
@@ -331,6 +353,8 @@ def _pack(message: object, head: list[Any]) -> bytes:
 def _plain(value: object) -> list[Any]:
     if isinstance(value, RequestShape):
         return checks.plain_shape(value)
+    if isinstance(value, Peer):
+        return list(peers.plain(value))
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
@@ -365,7 +389,7 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
     try:
-        return _build(cls, [values[name] for name in _RULES[cls]])
+        return _build(cls, [{**_ABSENT.get(cls, {}), **values}[name] for name in _RULES[cls]])
     except KeyError as error:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 

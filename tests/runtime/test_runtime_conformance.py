@@ -22,8 +22,8 @@ from hepti_mqtt.kernels import KERNELS, Workers
 from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Build, Study
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, Subscribed
+from hepti_mqtt.runtime.device.commands import Build, Join, Study
+from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, PeerJoined, Subscribed
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
@@ -32,6 +32,7 @@ from hepti_mqtt.simulate.bytes import send_bytes
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.frames import Session, encode_work
+from hepti_mqtt.wire.peers import Endpoint, Peer
 
 NAMING = Naming("home", "m")
 EPOCH = Epoch(1, 1)
@@ -109,6 +110,10 @@ class Driven:
     def prepare(self, spec, fixed):
         shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
         begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes))
+        if fixed.route == "mesh":
+            place = Endpoint("192.0.2.1", 1883)
+            peers = tuple(Peer(n, place, "out", "in") for n in fixed.devices if n != self.name)
+            begun = replace(begun, peers=peers)
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
@@ -116,7 +121,9 @@ class Driven:
             Subscribed("m", EPOCH),
             MessageIn(messages.Activate(2, "m", EPOCH)),
         ):
-            self.handle(event)
+            for command in self.handle(event):
+                for peer in command.peers if isinstance(command, Join) else ():
+                    self.handle(PeerJoined(peer.device, "m", EPOCH))
 
     def handle(self, event):
         """Hand an event to the session, and what it orders built at once; return what else it wants."""
@@ -167,12 +174,12 @@ class Driven:
     def publish(self, commands, sent):
         for command in commands:
             assert isinstance(command, Publish), command
-            frame = frames.decode(command.payload)
+            frame = frames.decode(command.whole)
             if frame.kind == "done":
                 self.now += self.profile.frame_seconds(1, 0)
             else:
                 assert frame.kind in {"tensor", "output"}
-                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.payload
+                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.whole
 
 
 def answers(sent, admissions):

@@ -33,6 +33,7 @@ from hepti_mqtt.runtime.planner.events import (
     UpFrame,
     UpMessage,
 )
+from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
@@ -51,7 +52,8 @@ WORTH: Final = 0.93  # a new plan must be expected to take less than this part o
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
+    which the tokens follow that peers let each other in with; without it nobody is asked to.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CoordinatorSession:
         served: tuple[Served, ...],
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.site = site
         self.topics = Topics(site)
@@ -71,7 +74,10 @@ class CoordinatorSession:
         self.slots = Slots(served, self.counters)
         self._number = 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
+        self._introductions = Introductions(secret, self.membership)
+        self._rollout = Rollout(
+            self.topics, self.slots, in_flight, self._requests, self._next_epoch, self._introductions.of
+        )
         self._online = True
         self._begun = False
         self._illegal = 0  # steps of which somebody was told
@@ -232,6 +238,8 @@ class CoordinatorSession:
             devices=pins.devices,
             wire=pins.wire,
             storage=pins.storage,
+            route=pins.route,
+            relayed=self._introductions.relayed(now),
             packet_bytes=self.membership.packet_bytes(),
             learned=model.experience.learned(now),
         )
@@ -333,6 +341,8 @@ class CoordinatorSession:
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
+        if isinstance(message, messages.Failed) and message.code == "mesh":
+            return self._unheard(device, message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []
@@ -341,6 +351,23 @@ class CoordinatorSession:
             why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
             return [Note("refused", why), *self._lost(device, "is of another version", now)]
         return self._rollout.heard(model, device, message, now)
+
+    def _unheard(self, device: str, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
+        """Make plans that have a device hear others over the broker, where it cannot connect to them."""
+        self.membership.unheard(device, message.peers, now)
+        out: list[CoordinatorCommand] = [Note("relayed", message.text)]
+        for model in self.slots.of(message.model):
+            preparing, active = model.plans.preparing, model.plans.active
+            if preparing is not None and preparing.epoch == message.epoch:
+                out += self._rollout.abandon(model, preparing, "refused", now, message.text)
+            elif active is not None and active.epoch == message.epoch:
+                out += self._rollout.suspect(model, active.plan, now)
+                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
+                    out += self._requests.again(model, run)
+            else:
+                continue
+            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
+        return out
 
     def _pump(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
+from hepti_mqtt.cluster import (
+    FAST_BYTES_PER_S,
+    Cluster,
+    DeviceProfile,
+    Link,
+    PeerLink,
+    cluster_of,
+    peer_links_of,
+    plausible,
+    profile_from_caps,
+)
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -25,6 +38,7 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
 MEMORY_BYTES: Final = 1 << 50  # no device has more
+RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -40,7 +54,22 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
             plausible(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
-    return replace(heartbeat, **instead), wrong
+    peers = {}
+    for name, report in heartbeat.peers.items():
+        try:
+            _check_report(name, report)
+        except ValueError as error:
+            wrong = wrong or str(error)
+        else:
+            peers[name] = report
+    return replace(heartbeat, **instead, peers=peers), wrong
+
+
+def _check_report(name: str, report: LinkReport) -> None:
+    """Raise ValueError for what no link from a peer can be."""
+    plausible(f"the round trip to {name}", report.round_trip_s, *PLAUSIBLE["round_trip_s"][:2])
+    if report.bytes_per_s is not None:
+        plausible(f"the rate from {name}", report.bytes_per_s, *PLAUSIBLE["bandwidth_bytes_per_s"][:2])
 
 
 @dataclass(slots=True)
@@ -61,12 +90,26 @@ class Member:
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
     refused: str = ""
+    unheard: dict[str, float] = field(
+        default_factory=dict
+    )  # peers that it could not connect to, until when that counts
     doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
         return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Return where peers read from it directly, None where they cannot."""
+        return None if self.caps is None else self.caps.endpoint
+
+    def hears(self, source: Member, now: float) -> bool:
+        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+            return False
+        return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -76,16 +119,33 @@ class Member:
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
+    def _told(self) -> list[Heartbeat]:
+        """Return what was told in calm and of late, of which the better counts.
+
+        What is loaded makes a link look slower, and so does a device that has only just started, which may be the last
+        calm for a long time.
+        """
+        return [hb for hb in (self.calm, self.heartbeat) if hb is not None]
+
     def link(self) -> Link:
         """Return the device's measured link to the broker, with defaults until it has measured one."""
-        base = Link()
-        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
-        # that has only just started, which may be the last calm for a long time.
-        told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
+        base, told = Link(), self._told()
         round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
         rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
         rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
+
+    def heard(self) -> dict[str, PeerLink]:
+        """Return the device's links from its peers, as far as it has measured them."""
+        told = self._told()
+        reports = {name: [hb.peers[name] for hb in told if name in hb.peers] for hb in told for name in hb.peers}
+        return {
+            name: PeerLink(
+                min(r.round_trip_s for r in of) / 2,
+                max((r.bytes_per_s for r in of if r.bytes_per_s is not None), default=None),
+            )
+            for name, of in reports.items()
+        }
 
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
@@ -130,6 +190,8 @@ class Membership:
             return None
         was, again = member.usable, status.boot > member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        if again:  # it may have another endpoint, and another way to those of others
+            self._forget_unheard(member)
         if was and (again or not member.online):
             return "left"
         return "joined" if member.usable and not was else None
@@ -180,6 +242,20 @@ class Membership:
             member.online = False
         return [m.name for m in lost]
 
+    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        self.member(name).unheard.update(dict.fromkeys(sources, now + RELAYED_S))
+
+    def relayed(self, now: float) -> frozenset[Pair]:
+        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        usable = self.usable().values()
+        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+
+    def _forget_unheard(self, member: Member) -> None:
+        member.unheard.clear()
+        for other in self.members.values():
+            other.unheard.pop(member.name, None)
+
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
         member = self.member(name)
@@ -209,4 +285,8 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        found = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        endpoints = frozenset(n for n, m in usable.items() if m.endpoint is not None)
+        return replace(
+            found, endpoints=endpoints, peer_links=peer_links_of({n: m.heard() for n, m in usable.items()})
+        )

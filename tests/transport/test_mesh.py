@@ -1,0 +1,149 @@
+"""Devices exchange tensors directly, and any MQTT client with a token reads them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from mesh_nodes import HOST, PATIENCE_S, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.transport.mesh import Joined, Place
+
+KEY = ("bert", 1)
+
+
+@pytest.fixture
+def nodes():
+    """Make devices by name; all are closed when the test ends."""
+    made = []
+
+    def make(*users, **options):
+        new = [Node(user, **options) for user in users]
+        made.extend(new)
+        return new
+
+    yield make
+    for node in made:
+        node.mesh.close()
+
+
+@pytest.fixture
+def pair(nodes):
+    """Two devices that have joined each other."""
+    a, b = nodes("a", "b")
+    subscribe(a, b)
+    subscribe(b, a)
+    pump((a, b), lambda: joined(a)() and joined(b)())
+    return a, b
+
+
+def test_two_devices_exchange_tensors(pair):
+    a, b = pair
+    array = np.arange(300_000, dtype=np.float32).reshape(300, 1000)
+    assert a.mesh.publish(topic("a"), b"header", array) == 1
+    assert b.mesh.publish(topic("b", "a"), b"back") == 1
+    pump(pair, lambda: a.messages and b.messages)
+    assert b.messages == [("a", topic("a"), b"header" + array.tobytes())]
+    assert a.messages == [("b", topic("b", "a"), b"back")]
+
+
+def test_messages_of_every_size_arrive_in_order(pair):
+    a, b = pair
+    sizes = [0, 1, 63, 126, 127, 128, 4000, 4096, 5000, 16_384, 100_000, 3_000_000, 7]
+    sent = [bytes([i]) * nbytes for i, nbytes in enumerate(sizes)]
+    for data in sent:
+        assert a.mesh.publish(topic("a", "b"), data) == 1
+    pump(pair, lambda: len(b.messages) == len(sent))
+    assert [data for _, _, data in b.messages] == sent
+    edge = a.mesh.edges()["b"]
+    assert (edge.frames_out, edge.bytes_out, edge.queued_bytes) == (len(sent), sum(sizes), 0)
+    edge = b.mesh.edges()["a"]
+    assert (edge.frames_in, edge.bytes_in, edge.joined) == (len(sent), sum(sizes), True)
+
+
+def test_two_threads_play_ping_pong():
+    """As it is in use: each mesh on a thread of its own."""
+    rounds, results = 50, {}
+
+    def play(name, other, places, ready):
+        node = Node(name)
+        try:
+            places[name] = node.place
+            node.mesh.admit(other, KEY, "secret", filters(name, other))
+            ready.wait(PATIENCE_S)
+            node.mesh.join(other, KEY, places[other], "secret", filters(other, name))
+            while not node.told(Joined):
+                node.mesh.wait(None)
+            ready.wait(PATIENCE_S)
+            for turn in range(rounds):
+                if name == "a":
+                    node.mesh.publish(topic(name), turn.to_bytes(4, "big"))
+                while len(node.messages) <= turn:
+                    node.mesh.wait(None)
+                if name == "b":
+                    node.mesh.publish(topic(name), node.messages[turn][2])
+            results[name] = [int.from_bytes(data, "big") for _, _, data in node.messages]
+            ready.wait(PATIENCE_S)
+        finally:
+            node.mesh.close()
+
+    places, ready = {}, threading.Barrier(2)
+    threads = [threading.Thread(target=play, args=(*names, places, ready)) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert results == {"a": list(range(rounds)), "b": list(range(rounds))}
+
+
+@pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
+@pytest.mark.parametrize("version", ["311", "5"])
+def test_anybody_with_a_token_reads_along(nodes, version):
+    (a,) = nodes("a")
+    a.mesh.admit("person", "watch", "ticket", ["hepti/v1/home/x/#"])
+    words = ["mosquitto_sub", "-h", HOST, "-p", str(a.mesh.port), "-V", version, "-u", "person", "-P", "ticket"]
+    words += ["-t", "hepti/v1/home/x/bert/+/a/#", "-C", "2", "-F", "%t %l"]
+    reader = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        pump((a,), lambda: a.mesh.publish(topic("a"), np.zeros(1000, np.float32)) == 1)
+        a.mesh.publish(topic("a", layer=7), b"header", bytes(100_000))
+        said, _ = reader.communicate(timeout=PATIENCE_S)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert said.splitlines() == [f"{topic('a')} 4000", f"{topic('a', layer=7)} 100006"]
+
+
+def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
+    a, b = nodes("a", "b")
+    b.mesh.join("a", KEY, a.place, "secret", filters("a", "b"))
+    pump((a, b), lambda: b.told(Refused))
+    assert b.told(Refused)[0].key == KEY
+    assert "let us in" in b.mesh.edges()["a"].trouble
+    assert a.mesh.publish(topic("a"), b"early") == 0
+    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
+    pump((a, b), joined(b))
+    assert a.mesh.publish(topic("a"), b"now") == 1
+    pump((a, b), lambda: b.messages)
+    assert [data for _, _, data in b.messages] == [b"now"]
+    assert b.told(Lost) == []
+    assert b.mesh.edges()["a"].trouble == ""
+
+
+def test_wake_ends_a_wait_of_another_thread(nodes):
+    (a,) = nodes("a")
+    thread = threading.Timer(0.0, a.mesh.wake)
+    thread.start()
+    a.mesh.wait(None)
+    thread.join()
+
+
+def test_a_place_is_an_address():
+    with pytest.raises(WireError, match="no IP address"):
+        Place("pi.local", 1883)
+    with pytest.raises(WireError, match="port 0"):
+        Place(HOST, 0)
