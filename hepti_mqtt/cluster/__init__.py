@@ -2,6 +2,7 @@
 
 from hepti_mqtt.cluster.profiles import (
     FAST_BYTES_PER_S,
+    RATES,
     Cluster,
     Curve,
     DeviceProfile,
@@ -19,6 +20,7 @@ __all__ = [
     "BROKER_IN",
     "BROKER_OUT",
     "FAST_BYTES_PER_S",
+    "RATES",
     "Cluster",
     "Curve",
     "DeviceProfile",
