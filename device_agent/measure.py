@@ -51,7 +51,13 @@ def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tu
     takes about as long as it did then.
     """
     path = directory / "measurement.json"
-    key = {"version": __version__, "isa": isa(), "threads": workers.threads, "cpu": cpu_model(), "mesh": mesh_possible()}
+    key = {
+        "version": __version__,
+        "isa": isa(),
+        "threads": workers.threads,
+        "cpu": cpu_model(),
+        "mesh": mesh_possible(),
+    }
     curves = _cached(path, key)
     if curves is not None and _still_true(curves, workers):
         return curves, True

@@ -287,6 +287,4 @@ class Membership:
         }
         found = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
         endpoints = frozenset(n for n, m in usable.items() if m.endpoint is not None)
-        return replace(
-            found, endpoints=endpoints, peer_links=peer_links_of({n: m.heard() for n, m in usable.items()})
-        )
+        return replace(found, endpoints=endpoints, peer_links=peer_links_of({n: m.heard() for n, m in usable.items()}))
