@@ -23,7 +23,7 @@ from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Study
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, Subscribed
+from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, PeerJoined, Subscribed
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
@@ -32,6 +32,7 @@ from hepti_mqtt.simulate.bytes import send_bytes
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.frames import Session, encode_work
+from hepti_mqtt.wire.peers import Endpoint, Peer
 
 NAMING = Naming("home", "m")
 EPOCH = Epoch(1, 1)
@@ -108,12 +109,16 @@ class Driven:
 
     def prepare(self, spec, fixed):
         shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
-        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes))
+        peers = tuple(Peer(d, Endpoint("127.0.0.1", 1), "out", "in") for d in fixed.devices if d != self.name)
+        begun = messages.Prepare(
+            1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes), peers
+        )
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
             Loaded("m", EPOCH, weights),
             Subscribed("m", EPOCH),
+            *(PeerJoined(peer.device, "m", EPOCH) for peer in peers),
             MessageIn(messages.Activate(2, "m", EPOCH)),
         ):
             self.handle(event)
@@ -167,12 +172,12 @@ class Driven:
     def publish(self, commands, sent):
         for command in commands:
             assert isinstance(command, Publish), command
-            frame = frames.decode(command.payload)
+            frame = frames.decode(command.whole)
             if frame.kind == "done":
                 self.now += self.profile.frame_seconds(1, 0)
             else:
                 assert frame.kind in {"tensor", "output"}
-                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.payload
+                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.whole
 
 
 def answers(sent, admissions):
