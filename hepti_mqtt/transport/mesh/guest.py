@@ -75,6 +75,8 @@ class Guest:
         asked, answers, start = self._asked, bytearray(), 0
         asked += data
         for _ in range(MAX_AT_ONCE + 1):
+            if not (self.version or self.over) and asked[start : start + 1] not in (b"", bytes((CONNECT,))):
+                raise Malformed(f"packet {asked[start]:#x} before CONNECT")
             header = fixed_header(asked, start, len(asked), MAX_ASKED)
             if self.over or header is None or len(asked) < header[1] + header[2]:
                 del asked[:start]
@@ -87,8 +89,6 @@ class Guest:
     def _answer(self, first: int, body: bytes) -> bytes:
         fields = Fields(body)
         if not self.version:
-            if first != CONNECT:
-                raise Malformed(f"packet {first:#x} before CONNECT")
             return self._connect(fields)
         if first == SUBSCRIBE:
             return self._subscribe(fields)
