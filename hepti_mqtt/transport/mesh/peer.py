@@ -204,6 +204,7 @@ class Peer:
     def _connect(self) -> None:
         self._state, self._deadline = _State.CONNECTING, self._clock() + ANSWER_S
         self._intake, self._low = self._new_intake(), 1
+        self._topics.clear()
         self._sock = self._line = begin(self._place.host, self._place.port)
         self._fd = self._sock.fileno()
         self._around.watch(self._fd, select.EPOLLOUT, self)
@@ -272,6 +273,7 @@ class Peer:
             self._answered(int.from_bytes(body[:2], "big"), body[2:])
         elif first != UNSUBACK or self._state is not _State.UP:
             raise Malformed(f"packet {first:#x} is not for a subscriber")
+        self._schedule()
 
     def _let_in(self, code: int) -> None:
         if code:
@@ -345,6 +347,8 @@ class Peer:
     def _on_publish(self, topic: str, payload: memoryview) -> None:
         wanted = self._topics.get(topic)
         if wanted is None:
+            if self._state is not _State.UP:
+                raise Malformed("a message before it let us in")
             if len(self._topics) >= MAX_TOPICS:
                 self._topics.clear()
             filters = [name for join in self._joins.values() for name in join.filters]

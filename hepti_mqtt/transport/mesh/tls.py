@@ -49,9 +49,12 @@ class MeshTls:
         asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         asking.check_hostname = False
         asking.verify_mode = ssl.CERT_NONE  # the fingerprint says more than any authority
+        aes = has_aes() if aes is None else aes
+        if aes:
+            serving.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE  # as a peer wants it, which may have no AES
         for context in (serving, asking):
             context.options |= ssl.OP_NO_RENEGOTIATION
-            if not (has_aes() if aes is None else aes):
+            if not aes:
                 context.maximum_version = ssl.TLSVersion.TLSv1_2
                 context.set_ciphers(_CHACHA_FIRST)
         return cls(serving, asking, hashlib.sha256(own).hexdigest())
