@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import struct
 
 import numpy as np
 import pytest
@@ -339,3 +341,61 @@ def test_a_payload_that_mqtt_cannot_say_is_refused(site):
     site.let_in()
     with pytest.raises(ValueError, match="more than one MQTT packet"):
         site.endpoint.publish(TOPIC, (np.empty(1 << 28, np.uint8),))
+
+
+def test_a_connection_that_broke_is_forgotten_by_who_publishes(site):
+    client, other = site.let_in("b"), site.let_in("c")
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()  # a reset
+    while site.endpoint.publish(TOPIC, (b"x",)) == 2:
+        continue
+    assert site.endpoint.queued_bytes() == {"c": 0}
+    assert peek(other, 1)
+
+
+def test_an_answer_waits_behind_what_waits_already(site):
+    client = site.let_in(receive_bytes=65_536)
+    client.sendall(b"\xc0\0")
+    count = stuff(site)
+    (subscriber,) = site.endpoint._subscribers.values()
+    waiting = site.endpoint.queued_bytes()["b"]
+    site.endpoint._serve(subscriber, select.EPOLLIN)  # it was readable before anything had to wait
+    assert site.endpoint.queued_bytes()["b"] == waiting + 2
+    data, wanted = bytearray(), count * len(publish(TOPIC, bytes(100_000))) + 2
+    while len(data) < wanted:
+        data += client.recv(1 << 20)
+        site.endpoint.turn(0)
+    assert data.endswith(b"\xd0\0")
+
+
+def test_who_was_said_to_be_there_may_not_be(site):
+    site.endpoint._accept()
+    assert not site.endpoint.busy()
+    client = site.let_in()
+    (subscriber,) = site.endpoint._subscribers.values()
+    site.endpoint._serve(subscriber, select.EPOLLIN)
+    assert not is_closed(client)
+
+
+def test_a_socket_that_is_full_already_takes_nothing(site):
+    client = site.let_in(receive_bytes=65_536)
+    (subscriber,) = site.endpoint._subscribers.values()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            subscriber.line.send(publish(TOPIC, bytes(10_000)))
+    assert site.endpoint.publish(TOPIC, (b"last",)) == 1
+    assert site.endpoint.queued_bytes() == {"b": len(publish(TOPIC, b"last"))}
+    data = bytearray()
+    while not data.endswith(b"last"):
+        data += client.recv(1 << 20)
+        site.endpoint.turn(0)
+
+
+def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatch, caplog):
+    client, other = site.let_in("b"), site.let_in("c")
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.guest.Guest.feed", lambda *_: 1 / 0)
+    client.sendall(b"\xc0\0")
+    site.until(lambda: site.endpoint.publish(TOPIC, (b"x",)) == 1)
+    assert is_closed(client)
+    assert not is_closed(other)
+    assert "a subscriber of this device is sent away" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 
@@ -360,3 +361,14 @@ def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
     node.mesh._on_message = hear
     node.mesh.wait(None)
     assert node.messages == [("a", topic("a"), b"2")]
+
+
+def test_an_endpoint_that_does_not_listen_is_left(node, played):
+    up(node, played)
+    with contextlib.suppress(BlockingIOError):
+        while node.mesh._peers["a"]._sock.send(bytes(1 << 20)):
+            continue
+    join(node, played, OTHER)
+    assert node.mesh.edges()["a"].trouble == "it does not take what we ask for"
+    node.mesh.wait(0)
+    assert node.told(Lost) == [Lost("a", "it does not take what we ask for")]

@@ -74,6 +74,9 @@ def test_what_does_not_fit_waits_whole_records(device):
     while a.mesh.edges()["b"].queued_bytes < 4 << 20:
         assert a.mesh.publish(topic("a"), count.to_bytes(4, "big"), bytes(300_000)) == 1
         count += 1
+    (subscriber,) = a.mesh._endpoint._subscribers.values()
+    with a.mesh._endpoint._lock, pytest.raises(BlockingIOError):
+        subscriber.line.send(subscriber.out[0])
     pump((b,), lambda: len(b.messages) == count)
     assert [int.from_bytes(data[:4], "big") for _, _, data in b.messages] == list(range(count))
     assert {len(data) for _, _, data in b.messages} == {300_004}
@@ -176,3 +179,15 @@ def test_aes_is_looked_for(monkeypatch, tmp_path):
 def test_contexts_do_not_renegotiate(files):
     tls = MeshTls.load(*files["a"])
     assert tls.serving.options & tls.asking.options & ssl.OP_NO_RENEGOTIATION
+
+
+def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.peer.MAX_READS", 1)
+    a, b = device("a"), device("b")
+    subscribe(b, a)
+    pump((a, b), joined(b))
+    for i in range(200):
+        assert a.mesh.publish(topic("a"), i.to_bytes(2, "big"), bytes(300)) == 1
+    assert a.mesh.publish(topic("a"), bytes(100_000)) == 1
+    pump((b,), lambda: len(b.messages) == 201)
+    assert [int.from_bytes(data[:2], "big") for _, _, data in b.messages[:-1]] == list(range(200))

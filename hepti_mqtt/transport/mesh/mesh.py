@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import select
 import threading
@@ -27,7 +26,6 @@ _MAX_EDGES: Final = 1024
 
 OnMessage = Callable[[str, str, memoryview], None]
 OnEvent = Callable[[MeshEvent], None]
-_log = logging.getLogger(__name__)
 
 
 class Mesh:
@@ -215,9 +213,5 @@ class Mesh:
 
     def _help(self) -> None:
         while not self._stopping:
-            try:
-                self._endpoint.turn(TICK_S if self._endpoint.busy() else None)
-                self._endpoint.tick(self._clock())
-            except Exception:
-                # The endpoint must outlive a mistake in serving one subscriber.
-                _log.exception("the endpoint goes on")
+            self._endpoint.turn(TICK_S if self._endpoint.busy() else None)
+            self._endpoint.tick(self._clock())

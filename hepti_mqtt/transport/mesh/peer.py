@@ -249,8 +249,12 @@ class Peer:
     def _say(self, data: bytes) -> None:
         assert self._line is not None
         # An endpoint hears us while it has nothing to send, and these are few bytes: the kernel takes them.
-        if self._line.send(data) < len(data):
-            raise Malformed("it takes nothing")
+        try:
+            taken = self._line.send(data)
+        except BlockingIOError:
+            taken = 0
+        if taken < len(data):
+            raise Malformed("it does not take what we ask for")
 
     # -- what is asked for -------------------------------------------------------------------------------------------
 
