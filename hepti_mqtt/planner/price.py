@@ -37,8 +37,8 @@ class Question:
     """What is to be planned.
 
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
-    what the user pinned. relayed: (source, target) that have no way but over the broker. packet_bytes: of the largest
-    packet that gets through, None if any does. learned: from earlier runs.
+    what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
+    packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none.
     """
 
@@ -106,7 +106,7 @@ def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, in
 
 
 def plan_packet(question: Question, plan: Plan) -> int:
-    """Return the bytes of the largest packet that a request of one sequence may need under a plan.
+    """Return the bytes of the largest packet to or from the broker that a request of one sequence may need.
 
     The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
     """
