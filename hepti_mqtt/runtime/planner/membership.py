@@ -9,11 +9,20 @@ from math import inf
 from statistics import median
 from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
+from hepti_mqtt.cluster import (
+    FAST_BYTES_PER_S,
+    Cluster,
+    DeviceProfile,
+    Link,
+    PeerLink,
+    cluster_of,
+    plausible,
+    profile_from_caps,
+)
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
-from hepti_mqtt.wire.peers import Endpoint
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -44,7 +53,15 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
             plausible(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
+    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    if len(peers) < len(heartbeat.peers):
+        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
     return replace(heartbeat, **instead), wrong
+
+
+def _link_believed(report: LinkReport) -> bool:
+    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
 
 @dataclass(slots=True)
@@ -105,6 +122,16 @@ class Member:
         rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
 
+    def peer_links(self) -> dict[str, PeerLink]:
+        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        found = {}
+        for peer in {name for peers in told for name in peers}:
+            reports = [peers[peer] for peers in told if peer in peers]
+            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
+            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
+        return found
+
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
         return median(self.slowdowns) if self.slowdowns else 1.0
@@ -120,11 +147,12 @@ class Member:
 class Membership:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
+    introduced to each other.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None) -> None:
-        self._broker_bytes_per_s = broker_bytes_per_s
+    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
+        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
 
@@ -243,4 +271,11 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        if not self._mesh:
+            return cluster
+        return replace(
+            cluster,
+            endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
+            peer_links={(n, p): link for n, m in usable.items() for p, link in m.peer_links().items() if p in usable},
+        )
