@@ -16,7 +16,7 @@ from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Place, Refused
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.peers import Edge
+from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
 from hepti_mqtt.wire.topics import Topics
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class MeshLinks:
                 e.dropped,
                 e.reconnections,
                 int(e.joined),
+                e.trouble[:MAX_TROUBLE],
             )
             for name, e in self.mesh.edges().items()
         }

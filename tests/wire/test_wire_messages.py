@@ -109,7 +109,7 @@ HEARTBEATS = st.builds(
     COUNTS,
     st.dictionaries(TEXTS, COUNTS, max_size=4),
     st.dictionaries(NAMES, st.builds(LinkReport, st.floats(0, 1e9), st.none() | st.floats(0, 1e15)), max_size=3),
-    st.dictionaries(NAMES, st.builds(Edge, *[COUNTS] * 8), max_size=3),
+    st.dictionaries(NAMES, st.builds(Edge, *[COUNTS] * 8, TEXTS), max_size=3),
 )
 
 
@@ -182,8 +182,8 @@ def test_golden_bytes(message, golden):
 def test_golden_heartbeat_and_status():
     heartbeat = Heartbeat(1, 2, 0.5, 3, None, None, None, 1.0, 4, {"a": 5})
     assert encode_heartbeat(heartbeat).hex() == "9c0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080"
-    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": Edge(1, 2, 3, 4, 5, 6, 7, 1)})
-    assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162980102030405060701")
+    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": Edge(1, 2, 3, 4, 5, 6, 7, 1, "t")})
+    assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162990102030405060701a174")
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
 
 

@@ -230,7 +230,8 @@ class Membership:
 
     def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
         """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
-        self.member(name).unheard.update(dict.fromkeys(sources, now + RELAYED_S))
+        known = [source for source in sources if source in self.members]
+        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
 
     def relayed(self, now: float) -> frozenset[Pair]:
         """Return the (source, target) of usable devices whose frames only the broker can carry."""
