@@ -18,9 +18,9 @@ from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.config import AgentConfig
 from device_agent.endpoint import listening_address, own_address
-from device_agent.events import AgentEvent, LinkUp, Stop
+from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
 from device_agent.health import HealthMonitor
-from device_agent.heartbeat import HeartbeatThread
+from device_agent.heartbeat import HeartbeatThread, PeerWatch
 from device_agent.install import Directories, device_lock, directories
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
@@ -29,6 +29,7 @@ from device_agent.measure import Curves, self_measurement
 from device_agent.mesh_links import MeshLinks
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
+from device_agent.peer_probes import PeerProbes
 from device_agent.probe import Prober
 from device_agent.shell import Shell
 from device_agent.tiles import TileCache
@@ -196,7 +197,7 @@ class _Agent:
             meter,
             lambda: shell.stepped_s,
             lambda: self._counters(session),
-            lambda: {} if self._links is None else self._links.edges(),
+            self._peer_watch(),
             self._complaints,
         )
         self._loader.start()
@@ -307,12 +308,19 @@ class _Agent:
             return Mesh(host, config.mesh_port, user=config.device_id, on_message=on_message, on_event=on_event)
 
         try:
-            return MeshLinks(self._topics, config.device_id, make, self._complaints)
+            probes = PeerProbes(config.device_id, self._boot)
+            return MeshLinks(self._topics, config.device_id, make, self._complaints, probes)
         except OSError as exc:
             if config.mesh_port:
                 raise ConfigError(f"--mesh-port {config.mesh_port} cannot be had: {exc}; choose another one") from exc
             self._complaints.add("mesh_closed", f"no endpoint for peers at {told}: {exc}")
             return None
+
+    def _peer_watch(self) -> PeerWatch | None:
+        links = self._links
+        if links is None:
+            return None
+        return PeerWatch(links.probes.reports, links.edges, lambda: self.inbox.post(ProbePeers()))
 
     def _endpoint(self) -> Endpoint | None:
         told = self._config.mesh_host or own_address(self._config.url)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from device_agent.complaints import Complaints
+from device_agent.peer_probes import ANSWER, PeerProbes
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.device.commands import Admit, Join, Part
@@ -13,7 +15,8 @@ from hepti_mqtt.runtime.device.events import FrameIn, PeerBehind, PeerJoined, Pe
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Place, Refused
 from hepti_mqtt.wire import frames
-from hepti_mqtt.wire.peers import Edge
+from hepti_mqtt.wire.frames import Frame
+from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
 from hepti_mqtt.wire.topics import Topics
 
 if TYPE_CHECKING:
@@ -26,7 +29,8 @@ NOW_S: Final = 0.0
 class MeshLinks:
     """Carries mesh commands out, and gives what has come as events of the session; for the session thread alone.
 
-    make: opens the endpoint with callbacks for messages and events. Frames are views of the buffers that they came in.
+    make: opens the endpoint with callbacks for messages and events. probes: measures the ways to peers. Frames are
+    views of the buffers that they came in.
     """
 
     def __init__(
@@ -35,7 +39,9 @@ class MeshLinks:
         device: str,
         make: Callable[[Callable[[str, str, memoryview], None], Callable[[MeshEvent], None]], Mesh],
         complaints: Complaints,
+        probes: PeerProbes,
     ) -> None:
+        self.probes = probes
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
         self._admitted: dict[tuple[str, Epoch], set[str]] = {}
@@ -83,6 +89,17 @@ class MeshLinks:
         for peer in self._admitted.pop(key, ()):
             self.mesh.expel(peer, key)
 
+    def probe(self, now: float, busy: bool) -> None:
+        """Probe the peer whose turn it is, of those that this device hears and that hear it."""
+        models = {
+            peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())
+        }
+        due = self.probes.due(now, models, busy)
+        if due is not None:
+            peer, payloads = due
+            for payload in payloads:
+                self.mesh.publish(self._topics.activation(models[peer], 0, self._device, peer), payload)
+
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and came from each peer; from any thread."""
         return {
@@ -95,6 +112,7 @@ class MeshLinks:
                 e.dropped,
                 e.reconnections,
                 int(e.joined),
+                e.trouble[:MAX_TROUBLE],
             )
             for name, e in self.mesh.edges().items()
         }
@@ -108,6 +126,9 @@ class MeshLinks:
     def _message(self, peer: str, topic: str, payload: memoryview) -> None:
         try:
             parsed, frame = self._topics.parse(topic), frames.decode(payload)
+            if frame.kind == "probe" and parsed.kind == "activation" and (frame.source, parsed.source) == (peer, peer):
+                self._probed(peer, parsed.model, frame)
+                return
             # What a peer may publish is its own: neither topic nor frame may name another source.
             said = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
             if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
@@ -116,6 +137,13 @@ class MeshLinks:
             self._complaints.add("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return
         self._arrived.append(FrameIn(frame))
+
+    def _probed(self, peer: str, model: str, frame: Frame) -> None:
+        if frame.numbers == ANSWER:
+            self.probes.received(peer, frame, time.perf_counter())
+            return
+        answer = frames.encode(self.probes.answer(frame))
+        self.mesh.publish(self._topics.activation(model, 0, self._device, peer), answer)
 
     def _event(self, event: MeshEvent) -> None:
         match event:

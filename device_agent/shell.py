@@ -19,12 +19,14 @@ from device_agent.events import (
     LinkUp,
     OwnStatus,
     PlannerStatus,
+    ProbePeers,
     Stop,
 )
 from device_agent.loader_thread import AskAgain, LoaderThread
 from device_agent.mesh_links import MeshLinks
 from device_agent.meter import KERNEL, Meter
 from device_agent.network import PLANES, Network
+from device_agent.probe import BUSY_S
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
@@ -112,6 +114,7 @@ class Shell:
             Complain: lambda c: complaints.add(c.kind, c.text),
         }
         if links is not None:
+            self._own = {**self._own, ProbePeers: lambda _: self._probe_peers(links)}
             self._carriers = {**self._carriers, Admit: links.admit, Join: links.join, Part: links.part}
             inbox.wake = links.mesh.wake
 
@@ -153,6 +156,10 @@ class Shell:
             self.stepped_s = start
             if links is not None and links.open:
                 self._hear(links, 0.0)
+
+    def _probe_peers(self, links: MeshLinks) -> None:
+        now = time.perf_counter()
+        links.probe(now, busy=now - self.stepped_s < BUSY_S)
 
     def _hear(self, links: MeshLinks, until_s: float) -> None:
         """Take what peers have sent, and wait for it if nothing is there: until a time, or until the inbox wakes us."""

@@ -60,6 +60,7 @@ def devices(args: argparse.Namespace) -> int:
                 _scaled(hb.get("cpu_other"), 100, 0),
                 _scaled(hb.get("slowdown"), 1, 2),
                 str(hb["counters"].get("programs_built_late", 0)) if "counters" in hb else "-",
+                _hears(d),
             )
         )
     columns = (
@@ -74,9 +75,49 @@ def devices(args: argparse.Namespace) -> int:
         "other CPU %",
         "slowdown",
         "built late",
+        "hears directly",
     )
     output.print_table(f"site {args.site}", columns, rows)
+    print_edges(found)
     return 0
+
+
+def _hears(device: Mapping[str, Any]) -> str:
+    """Return which peers a device hears directly; "-" for one that leaves all exchanges to the broker."""
+    if device.get("endpoint") is None:
+        return "-"
+    edges = (device.get("heartbeat") or {}).get("edges", {})
+    return ", ".join(name for name, edge in edges.items() if edge["joined"]) or "none"
+
+
+def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
+    """Print what went directly from device to device, and which pairs need the broker and why."""
+    online = {d["device"]: d["heartbeat"] for d in devices if d["status"] == "online" and d.get("heartbeat")}
+    rows, lines = [], []
+    for target, heartbeat in online.items():
+        for source, edge in heartbeat.get("edges", {}).items():
+            sent = online.get(source, {}).get("edges", {}).get(target, {})
+            link = online.get(source, {}).get("peers", {}).get(target, {})
+            if edge["frames_in"] or edge["joined"]:
+                rows.append(
+                    (
+                        source,
+                        target,
+                        edge["frames_in"],
+                        f"{edge['bytes_in'] / output.MIB:.1f}",
+                        sent.get("queued_bytes", "-"),
+                        sent.get("dropped", "-"),
+                        edge["reconnections"],
+                        _scaled(link.get("round_trip_s"), 1e3, 2),
+                        _scaled(link.get("bytes_per_s"), 8e-6, 0),
+                    )
+                )
+            if source in online and edge["trouble"] and not edge["joined"]:
+                lines.append(f"{target} does not hear {source} directly: {edge['trouble']}; the broker is between them")
+    if rows:
+        columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
+        output.print_table("directly between devices", columns, rows)
+    output.print_lines(lines)
 
 
 def _gflops(device: Mapping[str, Any]) -> float:

@@ -149,12 +149,12 @@ def cluster_of(
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
-def peer_links_of(heard: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, PeerLink]:
-    """Return the links of pairs as receivers have measured them; heard: by receiver, then by sender.
+def peer_links_of(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, PeerLink]:
+    """Return the links of pairs as devices have measured them; told: by device, then by the peer that it sends to.
 
     A pair of which one end alone has told is alike both ways. Who is no key is not there.
     """
-    found = {(s, t): link for t, links in heard.items() for s, link in links.items() if s in heard and s != t}
+    found = {(s, t): link for s, links in told.items() for t, link in links.items() if t in told and s != t}
     for (source, target), link in [*found.items()]:
         found.setdefault((target, source), link)
     return found

@@ -215,6 +215,8 @@ _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 Rules = Mapping[str, Callable[[Any], Any]]
 
 _EPOCH_KEY: Final[Rules] = {"txn": checks.count, "model": checks.model_name, "epoch": checks.epoch}
+_REQUEST_KEY: Final[Rules] = {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count}
+_WHY: Final[Rules] = {"code": checks.text, "text": checks.text}
 _RULES: Final[Mapping[type[Any], Rules]] = {
     Prepare: {
         "txn": checks.count,
@@ -228,25 +230,13 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
-    Cancel: {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count},
+    Cancel: _REQUEST_KEY,
     Drain: {"txn": checks.count},
     Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
-    Failed: {
-        **_EPOCH_KEY,
-        "code": checks.text,
-        "text": checks.text,
-        "missing_bytes": checks.count,
-        "peers": peers.names,
-    },
+    Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": checks.count, "peers": peers.names},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
-    RequestFailed: {
-        "model": checks.model_name,
-        "epoch": checks.epoch,
-        "admission": checks.count,
-        "code": checks.text,
-        "text": checks.text,
-    },
+    RequestFailed: {**_REQUEST_KEY, **_WHY},
     Status: {"state": checks.state, "boot": checks.boot},
     Caps: {
         "device": checks.device_name,

@@ -11,6 +11,7 @@ from hepti_mqtt.wire import checks
 
 MAX_PEERS: Final = 64
 MAX_TOKEN: Final = 128
+MAX_TROUBLE: Final = 200
 FINGERPRINT_DIGITS: Final = 64
 
 
@@ -56,7 +57,8 @@ class Edge(NamedTuple):
     """What went between a device and one of its peers, since the boot.
 
     frames and bytes, in and out; queued_bytes: that wait now, because the peer is slow to take them; dropped: messages
-    for which there was no room; reconnections: to its endpoint. joined: whether this device hears the peer now.
+    for which there was no room; reconnections: to its endpoint. joined: 1 if this device hears the peer now; trouble:
+    why it does not, in words.
     """
 
     frames_in: int
@@ -67,6 +69,7 @@ class Edge(NamedTuple):
     dropped: int
     reconnections: int
     joined: int
+    trouble: str = ""
 
 
 def plain(value: object) -> Any:
@@ -113,7 +116,10 @@ def reports(value: Any) -> dict[str, LinkReport]:
 
 def edges(value: Any) -> dict[str, Edge]:
     """Return the counts of a heartbeat by peer; raises `BadNameError` too."""
-    return {name: Edge(*map(checks.count, entry)) for name, entry in _by_peer(value, len(Edge._fields)).items()}
+    found = {}
+    for name, (*counts, trouble) in _by_peer(value, len(Edge._fields)).items():
+        found[name] = Edge._make((*map(checks.count, counts), checks.text(trouble)[:MAX_TROUBLE]))
+    return found
 
 
 def _by_peer(value: Any, fields: int) -> dict[str, Any]:

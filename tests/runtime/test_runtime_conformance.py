@@ -22,7 +22,7 @@ from hepti_mqtt.kernels import KERNELS, Workers
 from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Build, Join, Study
+from hepti_mqtt.runtime.device.commands import Build, Study
 from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, PeerJoined, Subscribed
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
@@ -109,21 +109,19 @@ class Driven:
 
     def prepare(self, spec, fixed):
         shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
-        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes))
-        if fixed.route == "mesh":
-            place = Endpoint("192.0.2.1", 1883)
-            peers = tuple(Peer(n, place, "out", "in") for n in fixed.devices if n != self.name)
-            begun = replace(begun, peers=peers)
+        peers = tuple(Peer(d, Endpoint("127.0.0.1", 1), "out", "in") for d in fixed.devices if d != self.name)
+        begun = messages.Prepare(
+            1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes), peers
+        )
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
             Loaded("m", EPOCH, weights),
             Subscribed("m", EPOCH),
+            *(PeerJoined(peer.device, "m", EPOCH) for peer in peers),
             MessageIn(messages.Activate(2, "m", EPOCH)),
         ):
-            for command in self.handle(event):
-                for peer in command.peers if isinstance(command, Join) else ():
-                    self.handle(PeerJoined(peer.device, "m", EPOCH))
+            self.handle(event)
 
     def handle(self, event):
         """Hand an event to the session, and what it orders built at once; return what else it wants."""

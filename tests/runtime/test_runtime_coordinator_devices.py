@@ -14,7 +14,7 @@ from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_MOST_S, OVERDUE_S
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import CALM_S, MEMBERS, SLOWDOWNS
+from hepti_mqtt.runtime.planner.membership import CALM_S, MEMBERS, SLOWDOWNS, Membership
 from hepti_mqtt.runtime.planner.rollout import REFUSALS, RETRY_S
 from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
@@ -354,26 +354,23 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
 
 
 def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
-    site = Site(searches=False)
-    site.join("a", "b", "c")
+    found = Membership(mesh=True)
+    for name in ("a", "b", "c"):
+        endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
+        found.caps(name, replace(caps(name, 1), endpoint=endpoint))
+        found.status(name, Status("online", 1), 0.0)
     reports = {"b": LinkReport(4e-3, None), "c": LinkReport(2e-3, 3e7), "gone": LinkReport(1e-3, 1e6)}
-    site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), peers=reports)))
-    site.event(events.DeviceHeartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)})))
-    site.session.membership.loading(site.now)
-    site.event(events.DeviceHeartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)})))
-    links = site.session.membership.cluster({}).peer_links
-    assert links["b", "a"] == PeerLink(2e-3, None), "from b, as a has measured it"
-    assert links["a", "b"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
+    found.heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
+    found.loading(0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
+    links = found.cluster({}).peer_links
+    assert links["a", "b"] == PeerLink(2e-3, None), "as a has measured it"
+    assert links["b", "a"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
     assert links["c", "a"] == links["a", "c"] == PeerLink(1e-3, 3e7), "c has told nothing"
     assert ("b", "c") not in links
     assert not [pair for pair in links if "gone" in pair]
-
-
-def test_who_has_an_endpoint_is_in_the_cluster() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.event(events.DeviceCaps("b", replace(caps("b", 1), endpoint=Endpoint("192.0.2.7", 1883))))
-    assert site.session.membership.cluster({}).endpoints == {"b"}
+    assert found.cluster({}).endpoints == {"a", "b"}
 
 
 def test_drift_during_a_search_does_not_void_it() -> None:
@@ -481,9 +478,9 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     assert 0 <= member.link().latency_s < 1
     assert member.link().up_bytes_per_s >= rate > 1
     assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
-    what = {"peers": "b is not a number"}.get(key := next(iter(wrong)), key)
+    what = {"peers": "a link to a peer"}.get(key := next(iter(wrong)), key)
     assert [c.text for c in site.seen if isinstance(c, commands.Note) and what in c.text], "named, once"
-    assert not member.heard()
+    assert not member.peer_links()
     assert site.notes()["refused"] == 1
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import threading
 
 import numpy as np
 import pytest
-from mesh_nodes import HOST, PATIENCE_S, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+from mesh_bytes import connect
+from mesh_bytes import subscribe as mqtt_subscribe
+from mesh_nodes import HOST, PATIENCE_S, Dropped, Lost, Node, Refused, filters, joined, pump, subscribe, topic
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.transport.mesh import Joined, Place
+from hepti_mqtt.transport.mesh import Joined, Place, mesh_possible
 
 KEY = ("bert", 1)
 
@@ -147,3 +150,76 @@ def test_a_place_is_an_address():
         Place("pi.local", 1883)
     with pytest.raises(WireError, match="port 0"):
         Place(HOST, 0)
+
+
+def test_a_subscriber_that_stops_is_told_of_by_name(nodes):
+    (a,) = nodes("a", limit_bytes=1 << 20)
+    a.mesh.admit("b", KEY, "secret", ["hepti/v1/#"])
+    with socket.create_connection((HOST, a.mesh.port), PATIENCE_S) as sock:
+        sock.sendall(connect() + mqtt_subscribe("hepti/v1/#"))
+        pump((a,), lambda: a.mesh.publish(topic("a"), bytes(200_000)) == 1)
+        while not a.told(Dropped):
+            a.mesh.publish(topic("a"), bytes(200_000))
+            a.mesh.wait(0)
+        assert a.told(Dropped)[0].peer == "b"
+        assert a.told(Dropped)[0].nbytes > 200_000
+        edge = a.mesh.edges()["b"]
+        assert edge.dropped == len(a.told(Dropped))
+        assert 1 << 19 < edge.queued_bytes <= 1 << 20
+        a.mesh.expel("b", KEY)
+        assert a.mesh.edges()["b"].queued_bytes == 0
+        pump((a,), lambda: a.told(Dropped)[-1].nbytes == edge.queued_bytes)
+
+
+def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
+    a, b = pair
+    a.mesh.expel("b", KEY)
+    assert a.mesh.publish(topic("a"), b"x") == 0
+    pump(pair, lambda: b.told(Lost))
+    pump(pair, lambda: b.told(Refused))
+    b.mesh.leave("a", KEY)
+    subscribe(b, a, ("bert", 2), "other")
+    pump(pair, joined(b, 2))
+    assert b.told(Joined)[-1] == Joined("a", ("bert", 2))
+    assert a.told(Lost) == [], "the other direction is a connection of its own"
+
+
+def test_sixteen_devices_hear_each_other(nodes):
+    crew = nodes(*(f"d{i}" for i in range(16)))
+    for reader in crew:
+        for sender in crew:
+            if reader is not sender:
+                subscribe(reader, sender)
+    pump(crew, lambda: all(joined(node, 15)() for node in crew))
+    for node in crew:
+        assert node.mesh.publish(topic(node.user), node.user.encode() * 3000) == 15
+    pump(crew, lambda: all(len(node.messages) == 15 for node in crew))
+    for node in crew:
+        assert {(peer, data) for peer, _, data in node.messages} == {
+            (other.user, other.user.encode() * 3000) for other in crew if other is not node
+        }
+
+
+def test_payloads_may_be_kept(nodes):
+    """A payload that somebody refers to is never written over by those that come after it."""
+    (a, b), kept = nodes("a", "b"), []
+    b.mesh._on_message = lambda _peer, _topic, payload: kept.append(np.frombuffer(payload, np.uint8))
+    subscribe(b, a)
+    pump((a, b), joined(b))
+    for i in range(30):
+        a.mesh.publish(topic("a"), bytes([i]) * 50_000)
+    pump((a, b), lambda: len(kept) == 30)
+    assert [set(array.tolist()) for array in kept] == [{i} for i in range(30)]
+    assert {array.ctypes.data % 64 for array in kept} == {0}
+
+
+def test_counts_of_peers_are_bounded(nodes, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.mesh._MAX_EDGES", 3)
+    (a,) = nodes("a")
+    for i in range(9):
+        a.mesh._edge(f"d{i}").frames_in = i
+    assert {name: edge.frames_in for name, edge in a.mesh.edges().items()} == {"d6": 6, "d7": 7, "d8": 8}
+
+
+def test_this_machine_can():
+    assert mesh_possible()

@@ -52,15 +52,19 @@ class MeshRoutes:
     def admit(self, key: Key, message: Prepare) -> list[Command]:
         """Let those in that a Prepare names, before this device itself is as far: its peers may be faster."""
         guests = tuple(peer for peer in message.peers if peer.token_in)
+        if not guests:
+            return []
         self._admitted.add(key)
-        return [Admit(*key, guests)] if guests else []
+        return [Admit(*key, guests)]
 
     def join(self, key: Key, peers: Iterable[Peer], now: float) -> list[Command]:
         """Hear peers directly from now on."""
         heard = {peer.device: peer for peer in peers}
+        if not heard:
+            return []
         self._admitted.add(key)
         self._routes[key] = _Routes(heard, dict.fromkeys(heard, now + JOIN_S), now + WELCOME_S)
-        return [Join(*key, tuple(heard.values()))] if heard else []
+        return [Join(*key, tuple(heard.values()))]
 
     def part(self, key: Key) -> list[Command]:
         """An epoch is over."""

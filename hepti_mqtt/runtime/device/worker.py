@@ -174,7 +174,7 @@ class WorkerSession:
 
     def _connected(self, resident: Resident, now: float) -> list[Command]:
         """A plan is subscribed when the broker has acknowledged its filters and its peers are joined."""
-        if resident.subscribed or not resident.acknowledged or not self._mesh.complete(resident.key):
+        if not resident.acknowledged or not self._mesh.complete(resident.key):
             return []
         resident.subscribed = True
         self.epochs.step(resident, "subscribed", now)

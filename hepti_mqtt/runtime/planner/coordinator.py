@@ -69,15 +69,13 @@ class CoordinatorSession:
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.membership = Membership(broker_bytes_per_s)
+        self.membership = Membership(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
         self._number = 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
-        self._introductions = Introductions(secret, self.membership)
-        self._rollout = Rollout(
-            self.topics, self.slots, in_flight, self._requests, self._next_epoch, self._introductions.of
-        )
+        introduce = Introductions(secret, self.membership).of
+        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch, introduce)
         self._online = True
         self._begun = False
         self._illegal = 0  # steps of which somebody was told
@@ -239,7 +237,7 @@ class CoordinatorSession:
             wire=pins.wire,
             storage=pins.storage,
             route=pins.route,
-            relayed=self._introductions.relayed(now),
+            relayed=self.membership.relayed(now),
             packet_bytes=self.membership.packet_bytes(),
             learned=model.experience.learned(now),
         )
@@ -342,7 +340,8 @@ class CoordinatorSession:
             self.counters["foreign_message"] += 1
             return []
         if isinstance(message, messages.Failed) and message.code == "mesh":
-            return self._unheard(device, message, now)
+            self.membership.unheard(device, message.peers, now)
+            return self._rollout.unheard(message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []
@@ -351,23 +350,6 @@ class CoordinatorSession:
             why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
             return [Note("refused", why), *self._lost(device, "is of another version", now)]
         return self._rollout.heard(model, device, message, now)
-
-    def _unheard(self, device: str, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
-        """Make plans that have a device hear others over the broker, where it cannot connect to them."""
-        self.membership.unheard(device, message.peers, now)
-        out: list[CoordinatorCommand] = [Note("relayed", message.text)]
-        for model in self.slots.of(message.model):
-            preparing, active = model.plans.preparing, model.plans.active
-            if preparing is not None and preparing.epoch == message.epoch:
-                out += self._rollout.abandon(model, preparing, "refused", now, message.text)
-            elif active is not None and active.epoch == message.epoch:
-                out += self._rollout.suspect(model, active.plan, now)
-                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
-                    out += self._requests.again(model, run)
-            else:
-                continue
-            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
-        return out
 
     def _pump(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""

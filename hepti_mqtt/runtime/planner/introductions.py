@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from itertools import permutations
 
-from hepti_mqtt.plan import Pair, Plan
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.membership import Membership
 from hepti_mqtt.wire.peers import Peer
 
@@ -18,12 +17,6 @@ class Introductions:
 
     def __init__(self, secret: bytes | None, membership: Membership) -> None:
         self._secret, self._membership = secret, membership
-
-    def relayed(self, now: float) -> frozenset[Pair]:
-        """Return the (source, target) of usable devices whose frames only the broker can carry."""
-        if self._secret is None:
-            return frozenset(permutations(self._membership.usable(), 2))
-        return self._membership.relayed(now)
 
     def of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
         """Return what a device is to know of its peers under a plan."""

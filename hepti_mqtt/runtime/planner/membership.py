@@ -54,22 +54,15 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
             plausible(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
-    peers = {}
-    for name, report in heartbeat.peers.items():
-        try:
-            _check_report(name, report)
-        except ValueError as error:
-            wrong = wrong or str(error)
-        else:
-            peers[name] = report
-    return replace(heartbeat, **instead, peers=peers), wrong
+    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    if len(peers) < len(heartbeat.peers):
+        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
+    return replace(heartbeat, **instead), wrong
 
 
-def _check_report(name: str, report: LinkReport) -> None:
-    """Raise ValueError for what no link from a peer can be."""
-    plausible(f"the round trip to {name}", report.round_trip_s, *PLAUSIBLE["round_trip_s"][:2])
-    if report.bytes_per_s is not None:
-        plausible(f"the rate from {name}", report.bytes_per_s, *PLAUSIBLE["bandwidth_bytes_per_s"][:2])
+def _link_believed(report: LinkReport) -> bool:
+    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
 
 @dataclass(slots=True)
@@ -119,33 +112,26 @@ class Member:
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
-    def _told(self) -> list[Heartbeat]:
-        """Return what was told in calm and of late, of which the better counts.
-
-        What is loaded makes a link look slower, and so does a device that has only just started, which may be the last
-        calm for a long time.
-        """
-        return [hb for hb in (self.calm, self.heartbeat) if hb is not None]
-
     def link(self) -> Link:
         """Return the device's measured link to the broker, with defaults until it has measured one."""
-        base, told = Link(), self._told()
+        base = Link()
+        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
+        # that has only just started, which may be the last calm for a long time.
+        told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
         round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
         rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
         rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
 
-    def heard(self) -> dict[str, PeerLink]:
-        """Return the device's links from its peers, as far as it has measured them."""
-        told = self._told()
-        reports = {name: [hb.peers[name] for hb in told if name in hb.peers] for hb in told for name in hb.peers}
-        return {
-            name: PeerLink(
-                min(r.round_trip_s for r in of) / 2,
-                max((r.bytes_per_s for r in of if r.bytes_per_s is not None), default=None),
-            )
-            for name, of in reports.items()
-        }
+    def peer_links(self) -> dict[str, PeerLink]:
+        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        found = {}
+        for peer in {name for peers in told for name in peers}:
+            reports = [peers[peer] for peers in told if peer in peers]
+            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
+            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
+        return found
 
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
@@ -162,11 +148,12 @@ class Member:
 class Membership:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
+    introduced to each other.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None) -> None:
-        self._broker_bytes_per_s = broker_bytes_per_s
+    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
+        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
 
@@ -244,7 +231,8 @@ class Membership:
 
     def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
         """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
-        self.member(name).unheard.update(dict.fromkeys(sources, now + RELAYED_S))
+        known = [source for source in sources if source in self.members]
+        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
 
     def relayed(self, now: float) -> frozenset[Pair]:
         """Return the (source, target) of usable devices whose frames only the broker can carry."""
@@ -285,6 +273,11 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        found = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
-        endpoints = frozenset(n for n, m in usable.items() if m.endpoint is not None)
-        return replace(found, endpoints=endpoints, peer_links=peer_links_of({n: m.heard() for n, m in usable.items()}))
+        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        if not self._mesh:
+            return cluster
+        return replace(
+            cluster,
+            endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
+            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
+        )

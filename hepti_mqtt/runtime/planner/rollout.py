@@ -136,6 +136,22 @@ class Rollout:
             return [] if record.waiting else self._activate(model, record, now)
         return self._refused(model, record, device, message, now)
 
+    def unheard(self, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
+        """Give up the plan under which a device cannot hear others directly; the next one relays what they send."""
+        out: list[CoordinatorCommand] = [Note("relayed", f"{message.text}; the broker carries what they send it")]
+        for model in self._slots.of(message.model):
+            preparing, active = model.plans.preparing, model.plans.active
+            if preparing is not None and preparing.epoch == message.epoch:
+                out += self.abandon(model, preparing, "refused", now, message.text)
+            elif active is not None and active.epoch == message.epoch:
+                out += self.suspect(model, active.plan, now)
+                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
+                    out += self._requests.again(model, run)
+            else:
+                continue
+            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
+        return out
+
     def _activate(self, model: ModelState, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         model.plans.ready(record, now)
         model.refusals = 0

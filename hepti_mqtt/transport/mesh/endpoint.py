@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
@@ -24,6 +25,7 @@ STALL_S: Final = 5.0  # or takes nothing of what waits, is sent away
 MAX_FLUSH: Final = 256 * 1024  # sent under the lock at once, so that a publish waits for 0.1 ms at most
 MAX_CACHED: Final = 4096
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,13 +234,17 @@ class Endpoint:
         try:
             if events & OUT:
                 self._flush(subscriber)
-            elif events & ~OUT:
+            else:
                 self._hear(subscriber)
         except BlockingIOError:
             pass
         except Malformed:
             self._offend(subscriber)
         except OSError:
+            self._drop(subscriber)
+        except Exception:
+            # The others must outlive a mistake in serving one of them.
+            _log.exception("a subscriber of this device is sent away")
             self._drop(subscriber)
 
     def _flush(self, reader: _Subscriber) -> None:
@@ -296,8 +302,7 @@ class Endpoint:
         self._drop(subscriber)
 
     def _drop(self, subscriber: _Subscriber) -> None:
-        if self._subscribers.pop(subscriber.line.fileno(), None) is None:
-            return
+        self._subscribers.pop(subscriber.line.fileno(), None)
         self._readers.clear()
         if subscriber.out:
             self._count_drop(subscriber, len(subscriber.out), subscriber.out_bytes)

@@ -75,8 +75,12 @@ class Guest:
         asked, answers, start = self._asked, bytearray(), 0
         asked += data
         for _ in range(MAX_AT_ONCE + 1):
+            if self.over:
+                return bytes(answers)
+            if not self.version and asked[start : start + 1] not in (b"", bytes((CONNECT,))):
+                raise Malformed(f"packet {asked[start]:#x} before CONNECT")
             header = fixed_header(asked, start, len(asked), MAX_ASKED)
-            if self.over or header is None or len(asked) < header[1] + header[2]:
+            if header is None or len(asked) < header[1] + header[2]:
                 del asked[:start]
                 return bytes(answers)
             first, at, length = header
@@ -87,8 +91,6 @@ class Guest:
     def _answer(self, first: int, body: bytes) -> bytes:
         fields = Fields(body)
         if not self.version:
-            if first != CONNECT:
-                raise Malformed(f"packet {first:#x} before CONNECT")
             return self._connect(fields)
         if first == SUBSCRIBE:
             return self._subscribe(fields)
@@ -135,7 +137,7 @@ class Guest:
         self.silence_s = 1.5 * keepalive_s or float("inf")
         if version == 4:
             return packet(CONNACK, b"\0\0")
-        said = _SAID + (b"" if client else bytes((ASSIGNED_CLIENT,)) + text(f"guest-{next(_numbers)}"))
+        said = _SAID + (b"" if client else bytes((ASSIGNED_CLIENT,)) + text(f"guest-{next(_numbers):08x}"))
         return packet(CONNACK, b"\0\0", varint(len(said)), said)
 
     @staticmethod

@@ -55,7 +55,7 @@ def mesh_possible() -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; host "" is every address of IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=16)
+    listener = socket.create_server((host, port), family=family, backlog=64)
     listener.setblocking(False)
     return listener
 

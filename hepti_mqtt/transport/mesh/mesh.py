@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from hepti_mqtt.transport.mesh.buffers import Buffers
@@ -17,6 +17,7 @@ from hepti_mqtt.transport.mesh.endpoint import Endpoint
 from hepti_mqtt.transport.mesh.events import Dropped, Edge, MeshEvent, Place
 from hepti_mqtt.transport.mesh.lines import Buffer
 from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
+from hepti_mqtt.transport.mesh.tls import MeshTls
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless the plan says less
@@ -25,7 +26,6 @@ _MAX_EDGES: Final = 1024
 
 OnMessage = Callable[[str, str, memoryview], None]
 OnEvent = Callable[[MeshEvent], None]
-_log = logging.getLogger(__name__)
 
 
 class Mesh:
@@ -34,7 +34,8 @@ class Mesh:
     One thread, the session's, calls everything but `wake`; `wait` calls on_message(peer, topic, payload) and on_event
     on it. A payload is aligned to 64 bytes, and its memory is used again when nobody refers to it any more. A helper
     thread accepts subscribers and sends what the kernel did not take at once. user: this device's name, with which it
-    introduces itself. limit_bytes: what may wait for one subscriber. Raises OSError if it cannot listen there.
+    introduces itself. limit_bytes: what may wait for one subscriber. tls: everything is encrypted, both ways. Raises
+    OSError if it cannot listen there.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Mesh:
         on_message: OnMessage,
         on_event: OnEvent,
         limit_bytes: int = QUEUE_BYTES,
+        tls: MeshTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
@@ -67,9 +69,11 @@ class Mesh:
             hear=self._told.append,
             again=self._eager.append,
             buffers=Buffers(),
-            secure=None,
+            secure=tls.ask if tls else None,
         )
-        self._endpoint = Endpoint(host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped)
+        self._endpoint = Endpoint(
+            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
+        )
         self.port = self._endpoint.port
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
@@ -189,7 +193,8 @@ class Mesh:
     def _watch(self, fd: int, events: int, peer: Peer) -> None:
         if not events:
             del self._by_fd[fd]
-            self._epoll.unregister(fd)
+            with suppress(OSError):  # closed already, by a TLS handshake that failed
+                self._epoll.unregister(fd)
         elif fd in self._by_fd:
             self._epoll.modify(fd, events)
         else:
@@ -208,9 +213,5 @@ class Mesh:
 
     def _help(self) -> None:
         while not self._stopping:
-            try:
-                self._endpoint.turn(TICK_S if self._endpoint.busy() else None)
-                self._endpoint.tick(self._clock())
-            except Exception:
-                # The endpoint must outlive a mistake in serving one subscriber.
-                _log.exception("the endpoint goes on")
+            self._endpoint.turn(TICK_S if self._endpoint.busy() else None)
+            self._endpoint.tick(self._clock())

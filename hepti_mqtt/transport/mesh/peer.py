@@ -101,7 +101,7 @@ class Peer:
         self._delay_s = BACKOFF_S[0]
         self._ids = self._tries = 0
         self._topics: dict[str, bool] = {}  # whether somebody has asked for it
-        self._low = 1
+        self._fd, self._low = -1, 1
         self._intake = self._new_intake()
 
     # -- what the caller wants ---------------------------------------------------------------------------------------
@@ -114,12 +114,22 @@ class Peer:
                 self._give_up("it listens elsewhere now")
         self._joins[key] = _Join(token, tuple(filters), limit_bytes)
         self._topics.clear()
+        if bool(place.fingerprint) != (self._around.secure is not None):
+            self._cannot(key)
+            return
         self._intake.limit_bytes = self._limit_bytes()
         if self._state is _State.IDLE:
             self._delay_s = BACKOFF_S[0]
             self._try(self._connect)
         elif self._state in (_State.GREETING, _State.UP):
             self._try(lambda: self._ask(key))
+
+    def _cannot(self, key: Hashable) -> None:
+        """Say no ourselves: a token is never sent without TLS where there should be TLS."""
+        with_tls, without = ("it has", "we have") if self._place.fingerprint else ("we have", "it has")
+        self._deadline, self.edge.trouble = NEVER, f"{with_tls} TLS, {without} none"
+        self._schedule()
+        self._around.tell(Refused(self.name, key, self.edge.trouble))
 
     def leave(self, key: Hashable) -> bool:
         """End the subscriptions of a key, and the connection with the last one; return whether any key is left."""
@@ -194,15 +204,17 @@ class Peer:
     def _connect(self) -> None:
         self._state, self._deadline = _State.CONNECTING, self._clock() + ANSWER_S
         self._intake, self._low = self._new_intake(), 1
+        self._topics.clear()
         self._sock = self._line = begin(self._place.host, self._place.port)
-        self._around.watch(self._sock.fileno(), select.EPOLLOUT, self)
+        self._fd = self._sock.fileno()
+        self._around.watch(self._fd, select.EPOLLOUT, self)
 
     def _greet(self) -> None:
         """Go on as far as it goes: connected, secured, and then CONNECT and SUBSCRIBE together."""
         assert self._sock is not None
         if self._state is _State.CONNECTING:
             connected(self._sock)
-            self._around.watch(self._sock.fileno(), select.EPOLLIN, self)
+            self._around.watch(self._fd, select.EPOLLIN, self)
             self._state = _State.SECURING
             if self._around.secure is not None:
                 self._line = self._secured = self._around.secure(self._sock, self._place.fingerprint)
@@ -227,7 +239,7 @@ class Peer:
 
     def _close(self) -> None:
         if self._line is not None:
-            self._around.watch(self._line.fileno(), 0, self)
+            self._around.watch(self._fd, 0, self)
             self._line.close()
         self._sock = self._line = self._secured = None
         self._state, self.edge.joined = _State.IDLE, False
@@ -237,8 +249,12 @@ class Peer:
     def _say(self, data: bytes) -> None:
         assert self._line is not None
         # An endpoint hears us while it has nothing to send, and these are few bytes: the kernel takes them.
-        if self._line.send(data) < len(data):
-            raise Malformed("it takes nothing")
+        try:
+            taken = self._line.send(data)
+        except BlockingIOError:
+            taken = 0
+        if taken < len(data):
+            raise Malformed("it does not take what we ask for")
 
     # -- what is asked for -------------------------------------------------------------------------------------------
 
@@ -261,6 +277,7 @@ class Peer:
             self._answered(int.from_bytes(body[:2], "big"), body[2:])
         elif first != UNSUBACK or self._state is not _State.UP:
             raise Malformed(f"packet {first:#x} is not for a subscriber")
+        self._schedule()
 
     def _let_in(self, code: int) -> None:
         if code:
@@ -334,6 +351,8 @@ class Peer:
     def _on_publish(self, topic: str, payload: memoryview) -> None:
         wanted = self._topics.get(topic)
         if wanted is None:
+            if self._state is not _State.UP:
+                raise Malformed("a message before it let us in")
             if len(self._topics) >= MAX_TOPICS:
                 self._topics.clear()
             filters = [name for join in self._joins.values() for name in join.filters]
