@@ -176,6 +176,7 @@ class Desk:
             },
             "tokens": ticket.prepared.shape.tokens,
             "runs": len(command.stats) if job.computes else 0,
+            "batched_with": sum(s.requests - 1 for s in command.stats),
             "compute_ms": _sum_ms(s.compute_us for s in command.stats),
             "wait_ms": _sum_ms(s.wait_us for s in command.stats),
             "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in command.stats),

@@ -96,7 +96,9 @@ class _Planner:
             Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins) for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
-        self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
+        self.session = coordinator.CoordinatorSession(
+            config.site, boot, served, config.in_flight, broker, config.batching
+        )
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.desk = Desk(config.site, models, self.forecasts)

@@ -15,7 +15,7 @@ from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse
-from hepti_mqtt.runtime.planner.flight import Job, Pins, Run, RunStats
+from hepti_mqtt.runtime.planner.flight import Item, Job, Pins, Run, RunStats
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
@@ -67,7 +67,7 @@ def finish(job, checkpoint, outputs=None, plans=None):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.chunks):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, job, place, chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
+        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
         run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
         job.stats.append(run.stats())

@@ -35,6 +35,7 @@ from hepti_mqtt.runtime.planner.events import (
 )
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.plans import Search
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
@@ -51,7 +52,7 @@ WORTH: Final = 0.93  # a new plan must be expected to take less than this part o
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. batching: of requests.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CoordinatorSession:
         served: tuple[Served, ...],
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self.site = site
         self.topics = Topics(site)
@@ -70,7 +72,7 @@ class CoordinatorSession:
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
         self._number = 0
-        self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
+        self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters, batching or Batching())
         self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
         self._online = True
         self._begun = False
@@ -115,8 +117,9 @@ class CoordinatorSession:
         for model in self.slots:
             model.plans.check()
             live = {record.epoch for record in model.plans.serving}
-            assert all(r.epoch in live and not r.job.over for r in model.runs.values())
-            assert len({(id(r.job), r.chunk) for r in model.runs.values()}) == len(model.runs)
+            assert all(r.epoch in live and r.jobs for r in model.runs.values())
+            items = [(id(item.job), item.chunk) for r in model.runs.values() for item in r.items]
+            assert len(set(items)) == len(items), "a chunk runs twice"
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
             assert not model.queue or model.plans.hopeful(), "requests wait for nothing"
             assert not model.displaced or model.plans.wanted is not None
@@ -346,7 +349,7 @@ class CoordinatorSession:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for model in self.slots:
-            model.forget_over()
+            model.queue.forget_over()
             out += self._rollout.release_idle(model, now)
         for slot in self.slots.pinned():
             if slot.idle and slot.plans.standing is None and slot.plans.preparing is None:

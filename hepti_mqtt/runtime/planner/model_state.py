@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
@@ -16,6 +15,7 @@ from hepti_mqtt.planner import Decision, DriftRule, Experience
 from hepti_mqtt.runtime.planner.flight import Job, Run
 from hepti_mqtt.runtime.planner.plans import Plans
 from hepti_mqtt.runtime.planner.served import Served
+from hepti_mqtt.runtime.planner.waiting import Waiting
 from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
@@ -38,7 +38,7 @@ class ModelState:
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
     latest: Decision | None = None  # of the last search that found a plan
-    queue: deque[tuple[Job, int]] = field(default_factory=deque)
+    queue: Waiting = field(default_factory=Waiting)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
@@ -70,16 +70,7 @@ class ModelState:
 
     def jobs(self) -> list[Job]:
         """Return the requests that wait or run; one of several runs comes several times."""
-        return [job for job, _ in self.queue] + [run.job for run in self.runs.values()]
-
-    def forget_over(self) -> None:
-        """Take those requests out of the queue that have ended while they waited."""
-        if any(job.over for job, _ in self.queue):
-            self.queue = deque((job, chunk) for job, chunk in self.queue if not job.over)
-
-    def first(self) -> float:
-        """Return the number of the first request that waits, infinity if none does."""
-        return self.queue[0][0].number if self.queue else inf
+        return [item.job for item in self.queue] + [job for run in self.runs.values() for job in run.jobs]
 
     def tokens(self) -> int:
         """Return the request length to plan for: the median of late ones, or the served default."""
@@ -99,7 +90,10 @@ class ModelState:
         requests wait and no plan serves them, no other shape holds them up.
         """
         waiting = dict.fromkeys(
-            s for job, chunk in self.queue if job.computes and not job.over for s in job.next_shapes(chunk)
+            s
+            for item in self.queue
+            if item.job.computes and not item.job.over
+            for s in item.job.next_shapes(item.chunk)
         )
         shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
         first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]

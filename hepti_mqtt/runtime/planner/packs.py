@@ -1,0 +1,65 @@
+"""Runs of several requests: which of those that wait go into one, its packed batch, and the answer of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from hepti_mqtt.errors import RemoteError
+from hepti_mqtt.runtime.planner.flight import Array, Chunk, Item
+from hepti_mqtt.spec import RequestShape, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How requests that wait run together: of so many at the most; delay_s: how long one waits for others to come."""
+
+    requests: int = 16
+    delay_s: float = 0.0
+
+
+def choose(turns: Iterable[Item], most: int, max_tokens: int) -> tuple[Item, ...]:
+    """Return what runs next of all that waits, in the order of its turns: the first, and what can run with it.
+
+    Of `most` at the most, a power of two, so that few shapes come again and again; sorted by length, so that equal
+    lengths are equal shapes whatever their order.
+    """
+    turns = iter(turns)
+    chosen = [next(turns)]
+    first, tokens = chosen[0], chosen[0].tokens
+    if first.packable:
+        for item in turns:
+            if len(chosen) >= most:
+                break
+            if item.packable and item.shape.want == first.shape.want and tokens + item.tokens <= max_tokens:
+                chosen.append(item)
+                tokens += item.tokens
+    size = 1 << (len(chosen).bit_length() - 1)
+    return tuple(sorted(chosen[:size], key=lambda item: item.shape.lengths))
+
+
+def packed(chunks: Sequence[Chunk]) -> Chunk:
+    """Return the batch of several chunks one behind the other; they ask for the same."""
+    if len(chunks) == 1:
+        return chunks[0]
+    shapes = [chunk.shape for chunk in chunks]
+    starts = np.cumsum([0, *(shape.tokens for shape in shapes)]).tolist()
+    shape = RequestShape(
+        tuple(chain.from_iterable(s.lengths for s in shapes)),
+        shapes[0].want,
+        tuple(start + row for start, s in zip(starts, shapes, strict=False) for row in s.mask_rows),
+    )
+    return Chunk(shape, np.concatenate([chunk.inputs for chunk in chunks]))
+
+
+def parted(spec: Spec, chunks: Sequence[Chunk], output: Array) -> list[Array]:
+    """Return the rows of each chunk in the output of their packed batch; raises RemoteError if they do not add up."""
+    if len(chunks) == 1:
+        return [output]
+    rows = [spec.output_shape(chunk.shape)[0] for chunk in chunks]
+    if len(output) != sum(rows):
+        raise RemoteError(f"the devices answered with {len(output)} rows instead of {sum(rows)}; use one version")
+    return np.split(output, np.cumsum(rows[:-1]).tolist())
