@@ -19,9 +19,9 @@ from hepti_mqtt.transport import BrokerUrl
 class PlannerConfig:
     """One site's planner.
 
-    models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: of requests.
-    broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir: where the boot counter
-    is kept, by default the user's state directory.
+    models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: which
+    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir:
+    where the boot counter is kept, by default the user's state directory.
     """
 
     url: BrokerUrl

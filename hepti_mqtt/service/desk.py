@@ -155,6 +155,9 @@ class Desk:
         except ValueError as error:  # outputs of the chunks that do not fit together
             return self.refuse(Refuse(job, RemoteError(f"the devices' outputs do not fit together: {error}")))
         forecasts = [self._forecasts.told(s.plan, s.shape) for s in command.stats]
+        for stats in command.stats:
+            if stats.requests > 1:
+                self._forecasts.met(stats)
         plan = command.plan
         told = {
             "id": ticket.request,

@@ -133,7 +133,8 @@ def measure(checkpoint: Checkpoint, senders: Mapping[str, Sender], tokens: int, 
                 together.append(statistics.fmean(1 + a["batched_with"] for a in answers.values()))
             single[name] += [sender.ask(line) for line in requests(vocab, tokens, 10, 1000 + turn)]
     print(
-        f"{count} requests of {tokens} tokens at once from one client, {checkpoint.spec.architecture}; medians of {repeat} turns\n"
+        f"{count} requests of {tokens} tokens at once from one client, {checkpoint.spec.architecture}; "
+        f"medians of {repeat} turns\n"
     )
     print("| | requests/s | ms for all | one request alone, ms | max error |")
     print("|---|---:|---:|---:|---:|")

@@ -35,7 +35,6 @@ from hepti_mqtt.runtime.planner.events import (
 )
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
-from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.plans import Search
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
@@ -52,7 +51,7 @@ WORTH: Final = 0.93  # a new plan must be expected to take less than this part o
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. batching: of requests.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class CoordinatorSession:
         served: tuple[Served, ...],
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
-        batching: Batching | None = None,
     ) -> None:
         self.site = site
         self.topics = Topics(site)
@@ -72,7 +70,7 @@ class CoordinatorSession:
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
         self._number = 0
-        self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters, batching or Batching())
+        self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
         self._online = True
         self._begun = False
@@ -98,6 +96,11 @@ class CoordinatorSession:
                 model.plans.want(now + SETTLE_S, now, "the planner has started")
         out = self._handlers[type(event)](event, now)
         return out + self._pump(now)
+
+    @property
+    def due_s(self) -> float:
+        """Return when a Tick is needed for requests that wait for others to run with; infinity if none does."""
+        return self._requests.due_s
 
     def plan(self, model: str) -> Plan | None:
         """Return the active plan of a model, as the planner's user wants it."""

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from typing import Final
 
 import numpy as np
 
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
-from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
 from hepti_mqtt.runtime.planner.events import UpFrame
 from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats
 from hepti_mqtt.runtime.planner.model_state import ModelState
-from hepti_mqtt.runtime.planner.packs import Batching, choose, packed, parted
+from hepti_mqtt.runtime.planner.packs import packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
-QUEUE: Final = 64  # requests that wait, per model
+QUEUE: Final = 64  # requests of one client that wait, per model
+QUEUE_ALL: Final = 256  # and of all clients
 ATTEMPTS: Final = 4
 OVERDUE_S: Final = 5.0
 OVERDUE_FACTOR: Final = 20.0
@@ -35,14 +36,17 @@ class Dispatcher:
     or came too late, by name.
     """
 
-    def __init__(
-        self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str], batching: Batching
-    ) -> None:
+    def __init__(self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str]) -> None:
         self._topics, self._slots, self._in_flight, self._counters = topics, slots, in_flight, counters
-        self._batching = batching
+        self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
         self._admission = 0
         self._session = 0
+
+    @property
+    def due_s(self) -> float:
+        """Return when the first request is due that waits for others to run with, infinity if none does."""
+        return min(self._held.values(), default=inf)
 
     def turned_away(self, job: Job) -> list[CoordinatorCommand] | None:
         """Return what follows from a request that no queue takes; None if one does."""
@@ -53,8 +57,13 @@ class Dispatcher:
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        if len({id(item.job) for slot in self._slots.of(name) for item in slot.queue}) >= QUEUE:
-            return self.overloaded(job, f"{QUEUE} requests wait for {name} already; try again later, or add devices")
+        waiting = {id(item.job): item.job.key.client for slot in self._slots.of(name) for item in slot.queue}
+        if (of_client := sum(client == job.key.client for client in waiting.values())) >= QUEUE:
+            text = f"{of_client} requests of {job.key.client} wait for {name} already; send more when some are answered"
+            return self.overloaded(job, text)
+        if len(waiting) >= QUEUE_ALL:
+            text = f"{QUEUE_ALL} requests wait for {name} already; try again later, or add devices"
+            return self.overloaded(job, text)
         return None
 
     @staticmethod
@@ -68,7 +77,7 @@ class Dispatcher:
         if model.error is not None and not model.plans.hopeful():
             return [Refuse(job, model.error)]
         self._number += 1
-        job.number = self._number
+        job.number, job.came_s = self._number, now
         longest = max(c.shape.tokens for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
         model.queue.add(Item(job, i) for i in range(len(job.chunks) if job.computes else 1))
@@ -77,18 +86,24 @@ class Dispatcher:
     def pump(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch what waits for a model, as far as there are plans for it and room beside what runs."""
         out: list[CoordinatorCommand] = []
+        held: dict[int, float] = {}  # slots whose requests wait for others, and until when
         while self._runs(name) < self._in_flight:
-            able = [s for s in self._slots.of(name) if s.active and s.queue and self._slots.may_run(s)]
+            slots = (s for s in self._slots.of(name) if s.active and s.queue and self._slots.may_run(s))
+            able = [slot for slot in slots if id(slot) not in held]
             if not able:
                 break
             model = min(able, key=lambda slot: slot.queue.first())
-            items = choose(model.queue, self._batching.requests, largest_shape(model.served.spec).tokens)
+            items, due_s = model.next()
+            if now < due_s:
+                held[id(model)] = due_s
+                continue
             model.queue.take(items)
             assert model.active is not None
             if items[0].job.computes:
                 out += self._dispatch(model, model.active, items, now)
             else:
                 out += self._foretell(model, model.active, items[0].job)
+        self._held[name] = min(held.values(), default=inf)
         return out
 
     def _runs(self, name: str) -> int:
@@ -179,7 +194,7 @@ class Dispatcher:
 
     def _dispatch(self, model: ModelState, plan: Plan, items: tuple[Item, ...], now: float) -> list[CoordinatorCommand]:
         self._admission += 1
-        part, session = packed([item.job.chunks[item.chunk] for item in items]), Session()
+        part, session = packed([item.part for item in items]), Session()
         generation = items[0].job.generation
         if generation is not None:
             if generation.epoch != plan.epoch:
@@ -220,8 +235,9 @@ class Dispatcher:
             return []
         out: list[CoordinatorCommand] = []
         try:
-            outputs = parted(model.served.spec, [item.job.chunks[item.chunk] for item in run.items], run.output())
-        except RemoteError as error:
+            outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
+        except (RemoteError, ValueError) as exc:  # parts that do not fit together
+            error = RemoteError(f"the devices' outputs do not fit together: {exc}")
             for job in run.jobs:
                 out += self.end(model, job, error)
             return out

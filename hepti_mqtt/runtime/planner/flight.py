@@ -98,8 +98,8 @@ class Job:
     pins: the request runs only under a plan that was searched under them; None: under the planner's own. computes:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
-    which a repetition is told from another request under the same id. number: its place in the order of arrival. apart:
-    chunks that run with no other request's, because a run with them has failed.
+    which a repetition is told from another request under the same id. number: its place in the order of arrival.
+    came_s: when it came. apart: chunks that run with no other request's, because a run with them has failed.
     """
 
     key: RequestKey
@@ -115,6 +115,7 @@ class Job:
     generation: Generation | None = None
     digest: bytes = b""
     number: int = 0
+    came_s: float = 0.0
     apart: set[int] = field(default_factory=set)
 
     def shapes(self) -> list[RequestShape]:
@@ -146,14 +147,14 @@ class Item:
     chunk: int
 
     @property
-    def shape(self) -> RequestShape:
-        """Return the shape of its own batch."""
-        return self.job.chunks[self.chunk].shape
+    def part(self) -> Chunk:
+        """Return its own batch; of a job that generates, the prompt."""
+        return self.job.chunks[self.chunk]
 
     @property
     def tokens(self) -> int:
         """Return the tokens of its own batch."""
-        return self.shape.tokens
+        return self.part.shape.tokens
 
     @property
     def packable(self) -> bool:

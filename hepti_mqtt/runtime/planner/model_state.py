@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
+from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
-from hepti_mqtt.runtime.planner.flight import Job, Run
+from hepti_mqtt.runtime.planner.flight import Item, Job, Run
+from hepti_mqtt.runtime.planner.packs import choose, packed
 from hepti_mqtt.runtime.planner.plans import Plans
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.planner.waiting import Waiting
@@ -83,18 +85,34 @@ class ModelState:
         if len(self.late) > FORESEEN:
             self.late.popitem(last=False)
 
+    def next(self) -> tuple[tuple[Item, ...], float]:
+        """Return what runs next of what waits, and when: at once unless others may come to run with it."""
+        return self._next(self.queue)
+
+    def _next(self, queue: Waiting) -> tuple[tuple[Item, ...], float]:
+        return choose(queue, self.served.batching, largest_shape(self.served.spec).tokens)
+
+    def _waiting(self) -> Iterator[RequestShape]:
+        """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
+        queue = self.queue.copy()
+        queue.forget_over()
+        for _ in range(FORESEEN):
+            if not queue:
+                return
+            items, _ = self._next(queue)
+            queue.take(items)
+            if len(items) > 1:
+                yield packed([item.part for item in items]).shape
+            elif items[0].job.computes:
+                yield from items[0].job.next_shapes(items[0].chunk)
+
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
 
         First those that wait already, then those of late, the last one first; then the one that plans are made for. If
         requests wait and no plan serves them, no other shape holds them up.
         """
-        waiting = dict.fromkeys(
-            s
-            for item in self.queue
-            if item.job.computes and not item.job.over
-            for s in item.job.next_shapes(item.chunk)
-        )
+        waiting = dict.fromkeys(self._waiting())
         shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
         first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
         urgent = bool(waiting) and self.plans.standing is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from math import inf
 
 import numpy as np
 
@@ -21,24 +23,37 @@ class Batching:
     delay_s: float = 0.0
 
 
-def choose(turns: Iterable[Item], most: int, max_tokens: int) -> tuple[Item, ...]:
-    """Return what runs next of all that waits, in the order of its turns: the first, and what can run with it.
+def choose(turns: Iterable[Item], batching: Batching, max_tokens: int) -> tuple[tuple[Item, ...], float]:
+    """Return what runs next of all that waits, in the order of its turns, and when.
 
-    Of `most` at the most, a power of two, so that few shapes come again and again; sorted by length, so that equal
-    lengths are equal shapes whatever their order.
+    That is the first, and what can run with it: a power of two of requests, so that few shapes come again and again,
+    sorted by length, so that equal lengths are equal shapes whatever their order. A batch that has room for more is due
+    when the first of it has waited for the delay, any other at once.
     """
     turns = iter(turns)
     chosen = [next(turns)]
-    first, tokens = chosen[0], chosen[0].tokens
+    first, tokens, full = chosen[0], chosen[0].tokens, batching.requests == 1
+    if not first.packable or first.job.attempts[first.chunk]:  # or nobody waits for what was lost once
+        full = True
     if first.packable:
         for item in turns:
-            if len(chosen) >= most:
+            if len(chosen) == batching.requests:
                 break
-            if item.packable and item.shape.want == first.shape.want and tokens + item.tokens <= max_tokens:
-                chosen.append(item)
-                tokens += item.tokens
+            if item.packable and item.part.shape.want == first.part.shape.want:
+                fits = tokens + item.tokens <= max_tokens
+                full = full or not fits
+                chosen += [item] * fits
+                tokens += item.tokens * fits
+    full = full or len(chosen) == batching.requests or tokens == max_tokens
+    due_s = -inf if full else min(map(partial(_waits_until, batching.delay_s), chosen))
     size = 1 << (len(chosen).bit_length() - 1)
-    return tuple(sorted(chosen[:size], key=lambda item: item.shape.lengths))
+    return tuple(sorted(chosen[:size], key=lambda item: item.part.shape.lengths)), due_s
+
+
+def _waits_until(delay_s: float, item: Item) -> float:
+    """Return how long a request may wait for others, with as much time left until its deadline."""
+    deadline_s = inf if item.job.deadline_s is None else item.job.deadline_s
+    return min(item.job.came_s + delay_s, deadline_s - delay_s)
 
 
 def packed(chunks: Sequence[Chunk]) -> Chunk:

@@ -22,6 +22,13 @@ class Waiting:
         self._had: dict[str, int] = {}  # tokens of clients that wait
         self._least = 0  # tokens that the last client in turn had had
 
+    def copy(self) -> Waiting:
+        """Return a queue of its own with the same items."""
+        made = Waiting()
+        made._before, made._had, made._least = deque(self._before), dict(self._had), self._least
+        made._lines = {client: deque(line) for client, line in self._lines.items()}
+        return made
+
     def __len__(self) -> int:
         return len(self._before) + sum(map(len, self._lines.values()))
 
