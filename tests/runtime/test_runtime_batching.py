@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE, QUEUE_ALL
 from hepti_mqtt.runtime.planner.flight import Chunk, Pins
 from hepti_mqtt.runtime.planner.packs import Batching, packed, parted
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import decode_work
 
 TOGETHER = Batching(16)
+Method = tuple[str, Mapping[str, str]]
 
 
 def busy(batching: Batching = TOGETHER, **more: object) -> Site:
@@ -44,6 +48,19 @@ def fail(site: Site, admission: int, code: str) -> None:
     """Let the device say that a run has failed."""
     epoch = site.work[admission].epoch
     site.event(events.UpMessage("a", messages.RequestFailed("m", epoch, admission, code, "no")))
+
+
+def running(spec: Spec, method: Method, devices: int, **network: float) -> Swarm:
+    """Return a site of real sessions with an active plan of a method."""
+    hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
+    swarm = Swarm(spec, tensors(spec), hosts, decider=divided(method), **network)
+    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    return swarm
+
+
+def together_at_most(answers: Mapping[object, list[Any]]) -> int:
+    """Return how many requests the largest run was of."""
+    return max(stats.requests for told in answers.values() for stats in told[0][1])
 
 
 def test_what_waits_runs_together_sorted_by_length_and_each_has_its_own_answer() -> None:
@@ -136,8 +153,7 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
 
 
 def test_what_asks_for_something_else_runs_by_itself() -> None:
-    swarm = Swarm(SPEC, tensors(SPEC), {"d0": (1e9, 1 << 30)})
-    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    swarm = running(SPEC, ("single", {}), 1)
     asked = {f"{want}{i}": request(SPEC, (5, 3), want, seed=i) for i in range(4) for want in ("task", "hidden")}
     for name, (shape, inputs) in asked.items():
         pins = Pins(storage="w8a8") if name == "task2" else None
@@ -149,7 +165,7 @@ def test_what_asks_for_something_else_runs_by_itself() -> None:
         assert output.shape == wanted.shape
         np.testing.assert_allclose(output, wanted, atol=0.05 if name == "task2" else TOLERANCE)
         assert stats.plan.storage == ("w8a8" if name == "task2" else "f32")
-    assert max(stats.requests for answers in swarm.answers.values() for stats in answers[0][1]) > 1
+    assert together_at_most(swarm.answers) > 1
 
 
 # -- errors of a run --------------------------------------------------------------------------------------------------
@@ -327,19 +343,10 @@ CONTRACT = [(f, m) for i, f in enumerate(FAMILIES) for j, m in enumerate(METHODS
 @pytest.mark.parametrize(
     ("family", "method"), CONTRACT, ids=[f"{f}-{'-'.join([m[0], *m[1].values()])}" for f, m in CONTRACT]
 )
-def test_any_mix_of_requests_gives_each_its_own_answer_under_every_method(family: str, method: object) -> None:
+def test_any_mix_of_requests_gives_each_its_own_answer_under_every_method(family: str, method: Method) -> None:
     """Over a network with duplicates and delays; batches and single runs come under the same plan."""
     spec = FAMILIES[family]
-    n = 1 if method[0] == "single" else 3
-    swarm = Swarm(
-        spec,
-        tensors(spec),
-        {f"d{i}": (1e9, 1 << 30) for i in range(n)},
-        decider=divided(method),
-        duplicates=0.1,
-        jitter_s=0.002,
-    )
-    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    swarm = running(spec, method, 1 if method[0] == "single" else 3, duplicates=0.1, jitter_s=0.002)
     rng = np.random.default_rng(len(family))
     asked = {}
     for i in range(14):
@@ -353,15 +360,12 @@ def test_any_mix_of_requests_gives_each_its_own_answer_under_every_method(family
         hidden, task = models.reference(spec, swarm.tensors, inputs, shape)
         np.testing.assert_allclose(output, hidden if shape.want == "hidden" else task, atol=TOLERANCE)
     if spec.text is not None:
-        assert max(stats.requests for answers in swarm.answers.values() for stats in answers[0][1]) > 1
+        assert together_at_most(swarm.answers) > 1
 
 
 def test_lost_devices_and_exchanges_cost_no_answer_of_a_batch() -> None:
     spec = FAMILIES["bert-embedding"]
-    swarm = Swarm(
-        spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(3)}, decider=divided(("row", {"variant": "kv"}))
-    )
-    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    swarm = running(spec, ("row", {"variant": "kv"}), 3)
     asked = {f"r{i}": request(spec, (1 + i % 5,), seed=i) for i in range(20)}
     for name, (shape, inputs) in asked.items():
         swarm.submit(name, shape, inputs)
@@ -374,12 +378,24 @@ def test_lost_devices_and_exchanges_cost_no_answer_of_a_batch() -> None:
         np.testing.assert_allclose(output, models.reference(spec, swarm.tensors, inputs, shape)[1], atol=TOLERANCE)
 
 
-def test_packed_rows_are_the_bits_of_single_runs_on_one_device() -> None:
+# The other methods add up partial results of rows that several devices hold: which ones decides the order of a sum.
+SAME_BITS = ("single", "row-heads", "column", "block", "megatron-direct", "two_d-1", "galaxy", "pipeline")
+QUICK = ("single", "row-heads", "galaxy")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(m, id=name, marks=[] if name in QUICK else pytest.mark.wide)
+        for m in METHODS
+        if (name := "-".join([m[0], *m[1].values()])) in SAME_BITS
+    ],
+)
+def test_answers_of_a_batch_are_the_bits_of_single_runs(method: Method) -> None:
     spec = FAMILIES["bert-embedding"]
     answers = []
     for together in (True, False):
-        swarm = Swarm(spec, tensors(spec), {"d0": (1e9, 1 << 30)}, decider=divided(("single", {})))
-        swarm.run(30, until=lambda swarm=swarm: plan_of(swarm) is not None)
+        swarm = running(spec, method, 1 if method[0] == "single" else 3)
         for i in range(12):
             shape, inputs = request(spec, (1 + i,), seed=i)
             swarm.submit(i, shape, inputs)
@@ -387,5 +403,6 @@ def test_packed_rows_are_the_bits_of_single_runs_on_one_device() -> None:
                 swarm.run(30, until=lambda swarm=swarm, i=i: i in swarm.answers)
         swarm.run(30, until=lambda swarm=swarm: len(swarm.answers) == 12)
         answers.append(swarm.answers)
-    assert max(stats.requests for a in answers[0].values() for stats in a[0][1]) > 1
+    assert together_at_most(answers[0]) > 1
+    assert together_at_most(answers[1]) == 1
     assert all(np.array_equal(answers[0][i][0][0], answers[1][i][0][0]) for i in range(12))
