@@ -1,8 +1,8 @@
-"""50 texts of 9 tokens from one `mosquitto_pub -l`, with and without batching, on this machine.
+"""50 requests of 9 tokens from one `mosquitto_pub -l`, run together and each by itself, on this machine.
 
-Run by hand: `make bench-batching` (MODEL=kind, TOKENS=n, REQUESTS=n, REPEAT=n). Two sites share a broker, one packs
-what waits and one does not; they take turns, so that a drifting machine hits both alike. All answers are checked
-before anything is timed. Prints medians and ratios.
+Run by hand: `make bench-batching` (MODEL=kind, TOKENS=n, REQUESTS=n, REPEAT=n). Two sites share a broker; one packs
+what waits and one does not. They take turns, so that a drifting machine hits both alike. Answers are checked against
+the NumPy reference before anything is timed. Prints medians and ratios.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +30,17 @@ from hepti_mqtt import __version__, models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.machine.peak import multiply_adds
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.transport import BrokerUrl
 
 BOUND = 5e-5
-SITES: Mapping[str, tuple[str, ...]] = {"batching": (), "one by one": ("--batch", "1")}
+SITES: Mapping[str, tuple[str, ...]] = {"together": (), "alone": ("--batch", "1")}
+PLANS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "one device": (1, ()),
+    "two devices": (2, ("--strategy", "row", "--variant", "kv")),
+}
 
 
 class Sender:
@@ -42,7 +50,7 @@ class Sender:
         self.broker = BrokerUrl.parse(url)
         self.user = User(url, "bench", site)
 
-    def send(self, lines: Sequence[str]) -> tuple[float, dict[str, dict[str, object]]]:
+    def send(self, lines: Sequence[str]) -> tuple[float, dict[str, dict[str, Any]]]:
         """Return the seconds from the first line to the last answer, and the answers by id."""
         topic = self.user.topics.request("model", "bench")
         address = ["-h", self.broker.host, "-p", str(self.broker.port)]
@@ -70,7 +78,7 @@ def requests(vocab: int, tokens: int, count: int, seed: int) -> list[str]:
     return [json.dumps({"id": f"r{seed}-{i}", "ids": rng.integers(0, vocab, tokens).tolist()}) for i in range(count)]
 
 
-def checked(checkpoint: Checkpoint, lines: Sequence[str], answers: Mapping[str, Mapping[str, object]]) -> float:
+def checked(checkpoint: Checkpoint, lines: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the largest error of any answer; raises AssertionError for one that is missing or wrong."""
     worst = 0.0
     for line in lines:
@@ -85,34 +93,60 @@ def checked(checkpoint: Checkpoint, lines: Sequence[str], answers: Mapping[str, 
 
 
 def main() -> None:
-    """Start both sites, check, time, print a table."""
-    kind, tokens = os.environ.get("MODEL", "minilm"), int(os.environ.get("TOKENS", "9"))
-    count, repeat = int(os.environ.get("REQUESTS", "50")), int(os.environ.get("REPEAT", "15"))
-    with TemporaryDirectory(prefix="hepti-batching-") as scratch, start_broker() as broker:
+    """Measure one device, and two that share every layer."""
+    kind, repeat = os.environ.get("MODEL", "minilm"), int(os.environ.get("REPEAT", "15"))
+    tokens, count = int(os.environ.get("TOKENS", "9")), int(os.environ.get("REQUESTS", "50"))
+    print(f"{count} requests of {tokens} tokens at once from one client, {kind}; medians of {repeat} turns\n")
+    print("| | requests/s | ms for all | one request alone, ms | max error | throughput |")
+    print("|---|---:|---:|---:|---:|---:|")
+    with TemporaryDirectory(prefix="hepti-batching-") as scratch:
         directory = make_model(kind, Path(scratch) / "model")
-        sites = {}
+        with Checkpoint.open(directory, "model") as checkpoint:
+            for plan, (agents, pins) in PLANS.items():
+                with started(Path(scratch) / plan, directory, agents, pins) as senders:
+                    measure(checkpoint, senders, plan, tokens, count, repeat)
+    print(
+        f"\nThe last column is the median of the turns' ratios. {os.cpu_count()} CPUs, {platform.machine()}, "
+        f"{roof():.0f} GFLOP/s at most on one, Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"Hepti {__version__}"
+    )
+
+
+def roof() -> float:
+    """Return the GFLOP/s that one thread of this machine does on registers at this time, which no run exceeds."""
+    loop, times = multiply_adds(Workers(1)), []
+    for _ in range(50):
+        begun = time.perf_counter()
+        loop.run()
+        times.append(time.perf_counter() - begun)
+    return loop.amount / min(times) / 1e9
+
+
+@contextmanager
+def started(directory: Path, model: Path, agents: int, pins: Sequence[str]) -> Iterator[dict[str, Sender]]:
+    """Yield a user of each of both sites, which share a broker."""
+    sites: dict[str, Site] = {}
+    with start_broker() as broker:
         try:
             for name, options in SITES.items():
-                (Path(scratch) / name).mkdir()
-                site = sites[name] = Site(
-                    Path(scratch) / name, broker, {"model": directory}, name=name.replace(" ", "-")
-                )
-                site.agent("agent", "1GiB")
-                poll(lambda site=site: "is online" in site.log("agent"), f"agent of {name} online", 300)
-                site.planner(*options)
-            senders = {}
+                (directory / name).mkdir(parents=True)
+                site = sites[name] = Site(directory / name, broker, {"model": model}, name=name)
+                for i in range(agents):  # one after the other, so that each measures itself undisturbed
+                    site.agent(f"agent{i}", "1GiB")
+                    poll(lambda site=site, i=i: "is online" in site.log(f"agent{i}"), f"agent{i} online", 300)
+                site.planner(*options, *pins)
             for name, site in sites.items():
-                with Hepti.connect(site.url, site=site.name, client_id="wait") as hepti:
+                with Hepti.connect(site.url, site=name, client_id="wait") as hepti:
                     hepti.wait_ready("model", PATIENCE_S)
-                senders[name] = Sender(site.url, site.name)
-            with Checkpoint.open(directory, "model") as checkpoint:
-                measure(checkpoint, senders, tokens, count, repeat)
+            yield {name: Sender(site.url, name) for name, site in sites.items()}
         finally:
             for site in sites.values():
                 site.close()
 
 
-def measure(checkpoint: Checkpoint, senders: Mapping[str, Sender], tokens: int, count: int, repeat: int) -> None:
+def measure(
+    checkpoint: Checkpoint, senders: Mapping[str, Sender], plan: str, tokens: int, count: int, repeat: int
+) -> None:
     """Let both sites answer by turns; print what they took."""
     vocab = checkpoint.spec.reads.below
     errors = {}
@@ -122,31 +156,22 @@ def measure(checkpoint: Checkpoint, senders: Mapping[str, Sender], tokens: int, 
             errors[name] = checked(checkpoint, lines, sender.send(lines)[1])
     many: dict[str, list[float]] = {name: [] for name in senders}
     single: dict[str, list[float]] = {name: [] for name in senders}
-    together: list[float] = []
     for turn in range(repeat):
         for name, sender in senders.items():
-            lines = requests(vocab, tokens, count, 10 + turn)
-            seconds, answers = sender.send(lines)
+            seconds, answers = sender.send(requests(vocab, tokens, count, 10 + turn))
             assert all(answer["ok"] for answer in answers.values()), name
+            shared = [answer["batched_with"] > 0 for answer in answers.values()]
+            assert any(shared) == (name == "together"), name
             many[name].append(seconds)
-            if name == "batching":
-                together.append(statistics.fmean(1 + a["batched_with"] for a in answers.values()))
             single[name] += [sender.ask(line) for line in requests(vocab, tokens, 10, 1000 + turn)]
-    print(
-        f"{count} requests of {tokens} tokens at once from one client, {checkpoint.spec.architecture}; "
-        f"medians of {repeat} turns\n"
-    )
-    print("| | requests/s | ms for all | one request alone, ms | max error |")
-    print("|---|---:|---:|---:|---:|")
+    gain = statistics.median(a / b for a, b in zip(many["alone"], many["together"], strict=True))
     for name in senders:
         seconds, alone = statistics.median(many[name]), statistics.median(single[name])
-        print(f"| {name} | {count / seconds:.0f} | {seconds * 1e3:.0f} | {alone * 1e3:.1f} | {errors[name]:.0e} |")
-    both = zip(many["one by one"], many["batching"], strict=True)
-    print(
-        f"\nthroughput: {statistics.median(a / b for a, b in both):.1f} times (median of the turns' ratios); "
-        f"{statistics.fmean(together):.1f} requests in the run of one\n{os.cpu_count()} CPUs, {platform.machine()}, "
-        f"Python {platform.python_version()}, NumPy {np.__version__}, Hepti {__version__}"
-    )
+        print(
+            f"| {plan}, {name} | {count / seconds:.0f} | {seconds * 1e3:.0f} | {alone * 1e3:.1f} | "
+            f"{errors[name]:.0e} | {gain if name == 'together' else 1:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
