@@ -99,6 +99,17 @@ def test_a_run_holds_no_more_tokens_than_the_longest_request() -> None:
     assert lengths(site, 2) == (30, 30), "64 at the most, and a power of two of requests"
 
 
+def test_chunks_of_one_request_run_apart_beside_those_of_others() -> None:
+    site = busy()
+    site.submit("long", 4, 5, 6)
+    site.submit("short", 7)
+    for admission in (1, 2, 3, 4):
+        site.answer(admission)
+    assert [lengths(site, admission) for admission in (2, 3, 4)] == [(4, 7), (5,), (6,)]
+    assert site.answers["long"].job.output()[:, 0].tolist() == [4, 5, 6]
+    assert [s.requests for s in site.answers["long"].stats] == [2, 1, 1]
+
+
 def test_a_client_that_sends_much_does_not_keep_others_waiting() -> None:
     site = busy(Batching(4))
     for i in range(40):

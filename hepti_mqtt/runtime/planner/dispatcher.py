@@ -251,8 +251,7 @@ class Dispatcher:
         job = item.job
         if job.over:
             return []
-        if not any(known is stats for known in job.stats):  # of several chunks in one run
-            job.stats.append(stats)
+        job.stats.append(stats)
         job.outputs[item.chunk] = output
         if len(job.outputs) < len(job.chunks):
             return []

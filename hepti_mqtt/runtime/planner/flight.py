@@ -181,7 +181,7 @@ class RunStats:
 
 @dataclass(slots=True)
 class Run:
-    """Chunks of one or more jobs in one packed batch, dispatched under an epoch with an admission number of its own."""
+    """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number."""
 
     admission: int
     items: tuple[Item, ...]
@@ -232,5 +232,5 @@ class Run:
             {d: n[1] for d, n in self.done.items()},
             {d: n[2] for d, n in self.done.items()},
             self.dispatch_bytes,
-            len({id(item.job) for item in self.items}),
+            len(self.items),
         )

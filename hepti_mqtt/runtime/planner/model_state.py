@@ -90,7 +90,7 @@ class ModelState:
         return self._next(self.queue)
 
     def _next(self, queue: Waiting) -> tuple[tuple[Item, ...], float]:
-        return choose(queue, self.served.batching, largest_shape(self.served.spec).tokens)
+        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,27 +23,28 @@ class Batching:
     delay_s: float = 0.0
 
 
-def choose(turns: Iterable[Item], batching: Batching, max_tokens: int) -> tuple[tuple[Item, ...], float]:
+def choose(turns: Iterator[Item], batching: Batching, max_tokens: int) -> tuple[tuple[Item, ...], float]:
     """Return what runs next of all that waits, in the order of its turns, and when.
 
     That is the first, and what can run with it: a power of two of requests, so that few shapes come again and again,
-    sorted by length, so that equal lengths are equal shapes whatever their order. A batch that has room for more is due
-    when the first of it has waited for the delay, any other at once.
+    sorted by length, so that equal lengths are equal shapes whatever their order. Chunks of one request run apart, as
+    it was told what they cost. A batch that has room for more is due when the first of it has waited for the delay, any
+    other at once, and what was lost before too.
     """
-    turns = iter(turns)
-    chosen = [next(turns)]
-    first, tokens, full = chosen[0], chosen[0].tokens, batching.requests == 1
-    if not first.packable or first.job.attempts[first.chunk]:  # or nobody waits for what was lost once
-        full = True
-    if first.packable:
-        for item in turns:
-            if len(chosen) == batching.requests:
-                break
-            if item.packable and item.part.shape.want == first.part.shape.want:
-                fits = tokens + item.tokens <= max_tokens
-                full = full or not fits
-                chosen += [item] * fits
-                tokens += item.tokens * fits
+    first = next(turns)
+    chosen, jobs, tokens = [first], {id(first.job)}, first.tokens
+    full = not first.packable or first.job.attempts[first.chunk] > 0
+    for item in turns if first.packable else ():
+        if len(chosen) == batching.requests:
+            break
+        if not item.packable or item.part.shape.want != first.part.shape.want or id(item.job) in jobs:
+            continue
+        if tokens + item.tokens > max_tokens:
+            full = True
+            continue
+        chosen.append(item)
+        jobs.add(id(item.job))
+        tokens += item.tokens
     full = full or len(chosen) == batching.requests or tokens == max_tokens
     due_s = -inf if full else min(map(partial(_waits_until, batching.delay_s), chosen))
     size = 1 << (len(chosen).bit_length() - 1)

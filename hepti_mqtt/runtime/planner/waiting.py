@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 
 from hepti_mqtt.runtime.planner.flight import Item
@@ -33,7 +34,11 @@ class Waiting:
         return len(self._before) + sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield what waits in the order of its turns."""
+        """Yield all that waits, client by client."""
+        return chain(self._before, *self._lines.values())
+
+    def turns(self) -> Iterator[Item]:
+        """Yield what waits in the order of its turns, as if it was taken one by one."""
         yield from self._before
         # Of clients that are even the one whose request came first, then as they began to wait.
         turns = [(self._had[c], line[0].job.number, i, c) for i, (c, line) in enumerate(self._lines.items())]
