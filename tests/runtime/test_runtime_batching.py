@@ -17,7 +17,7 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
-from hepti_mqtt.runtime.planner import events
+from hepti_mqtt.runtime.planner import dispatcher, events
 from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE, QUEUE_ALL
 from hepti_mqtt.runtime.planner.flight import Chunk, Pins
 from hepti_mqtt.runtime.planner.packs import Batching, packed, parted
@@ -161,6 +161,16 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
         site.submit(f"c{i}", 4, client=f"c{i // QUEUE}")
     refused = [e for e in site.errors.values() if isinstance(e, OverloadedError)]
     assert len(refused) == 1 + QUEUE + 1
+
+
+def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = busy()
+    monkeypatch.setattr(dispatcher, "QUEUE_BYTES", 100)
+    site.submit("r0", 20, client="a")
+    site.submit("r1", 8, client="b")
+    site.submit("r2", 5, client="c")
+    assert list(site.errors) == ["r1"]
+    assert "80 bytes" in str(site.errors["r1"])
 
 
 def test_what_asks_for_something_else_runs_by_itself() -> None:

@@ -118,14 +118,8 @@ class CoordinatorSession:
     def check(self) -> None:
         """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
         for model in self.slots:
-            model.plans.check()
-            live = {record.epoch for record in model.plans.serving}
-            assert all(r.epoch in live and r.jobs for r in model.runs.values())
-            items = [(id(item.job), item.chunk) for r in model.runs.values() for item in r.items]
-            assert len(set(items)) == len(items), "a chunk runs twice"
+            model.check()
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
-            assert not model.queue or model.plans.hopeful(), "requests wait for nothing"
-            assert not model.displaced or model.plans.wanted is not None
             assert not model.pinned or len(self.slots.pinned(model.name)) <= PINNED
         for model in self.slots.models():
             assert sum(len(slot.runs) for slot in self.slots.of(model.name)) <= self.in_flight

@@ -23,6 +23,7 @@ from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 QUEUE: Final = 64  # requests of one client that wait, per model
 QUEUE_ALL: Final = 256  # and of all clients
+QUEUE_BYTES: Final = 256 << 20  # of what all of them bring
 ATTEMPTS: Final = 4
 OVERDUE_S: Final = 5.0
 OVERDUE_FACTOR: Final = 20.0
@@ -57,12 +58,13 @@ class Dispatcher:
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        waiting = {id(item.job): item.job.key.client for slot in self._slots.of(name) for item in slot.queue}
-        if (of_client := sum(client == job.key.client for client in waiting.values())) >= QUEUE:
+        waiting = list({id(item.job): item.job for slot in self._slots.of(name) for item in slot.queue}.values())
+        if (of_client := sum(j.key.client == job.key.client for j in waiting)) >= QUEUE:
             text = f"{of_client} requests of {job.key.client} wait for {name} already; send more when some are answered"
             return self.overloaded(job, text)
-        if len(waiting) >= QUEUE_ALL:
-            text = f"{QUEUE_ALL} requests wait for {name} already; try again later, or add devices"
+        nbytes = sum(j.nbytes for j in waiting)
+        if len(waiting) >= QUEUE_ALL or (waiting and nbytes + job.nbytes > QUEUE_BYTES):
+            text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
             return self.overloaded(job, text)
         return None
 

@@ -118,6 +118,11 @@ class Job:
     came_s: float = 0.0
     apart: set[int] = field(default_factory=set)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of what the request brings."""
+        return sum(chunk.inputs.nbytes for chunk in self.chunks)
+
     def shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""
         chunks = [chunk.shape for chunk in self.chunks]

@@ -129,6 +129,16 @@ class ModelState:
         assert record is not None
         return record.decision.cluster
 
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        self.plans.check()
+        live = {record.epoch for record in self.plans.serving}
+        assert all(run.epoch in live and run.jobs for run in self.runs.values())
+        items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
+        assert len(set(items)) == len(items), "a chunk runs twice"
+        assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
+        assert not self.displaced or self.plans.wanted is not None
+
 
 _VARYING: Final[dict[str, Any]] = {
     "epoch": Epoch(0, 0),
