@@ -33,13 +33,17 @@ _AT_ONCE: Final = 8 << 20  # bytes of messages in one case
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure; sizes are those of whole payloads, a header of 256 bytes included."""
+    """What to measure; sizes are those of whole payloads, a header of 256 bytes included.
+
+    repeat: exchanges of a case in one round, at most.
+    """
 
     out: Path = OUT
     sizes: tuple[int, ...] = SIZES
     kinds: tuple[str, ...] = KINDS
     ways: tuple[str, ...] = WAYS
     rounds: int = 9
+    repeat: int = 40
     command: str = ""
 
     @classmethod
@@ -84,7 +88,7 @@ def run(options: Options) -> dict[str, Any]:
 def _measure(crew: _Crew, options: Options) -> Iterator[Record]:
     for kind in options.kinds:
         for nbytes in options.sizes:
-            repeat = max(4, min(40, _AT_ONCE // nbytes))
+            repeat = max(4, min(options.repeat, _AT_ONCE // nbytes))
             for turn in range(options.rounds + 1):
                 for way in options.ways[:: 1 if turn % 2 else -1]:
                     record = crew.measure(kind, nbytes, way, turn, repeat)
@@ -97,6 +101,7 @@ class _Crew:
 
     def __init__(self, broker: str, options: Options) -> None:
         self._hosts: list[subprocess.Popen[str]] = []
+        self._broker = [process.pid for process in psutil.Process().children(recursive=True)]
         spec = {"count": RANKS, "broker": broker, "ways": options.ways, "largest": max(options.sizes)}
         with ExitStack() as failed:
             failed.callback(self._end)
@@ -160,9 +165,7 @@ class _Crew:
         return heard
 
     def _broker_cpu_s(self) -> float:
-        own = {host.pid for host in self._hosts}
-        others = [p.pid for p in psutil.Process().children(recursive=True) if p.pid not in own]
-        return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in others) / 1e9
+        return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in self._broker) / 1e9
 
     def _end(self) -> None:
         for host in self._hosts:

@@ -8,11 +8,14 @@ import pytest
 
 from hepti_mqtt.bench import transport, transport_report
 from hepti_mqtt.bench.transport import KINDS, WAYS, Options, Record
+from hepti_mqtt.cli.main import main
 from hepti_mqtt.errors import BenchError
 
 
 def test_a_small_run(tmp_path):
-    results = transport.run(Options(tmp_path / "out", (1024, 300_000), rounds=1, command="hepti bench transport"))
+    results = transport.run(
+        Options(tmp_path / "out", (1024, 300_000), rounds=1, repeat=4, command="hepti bench transport")
+    )
     records = [Record(**record) for record in results["records"]]
     assert {(r.kind, r.bytes, r.way) for r in records} == {
         (k, n, w) for k in KINDS for n in (1024, 300_000) for w in WAYS
@@ -44,3 +47,13 @@ def test_ratios_are_within_rounds():
     assert "| 64 KB | 3 | 4 (2.00) |" in lines
     assert "| 64 KB | 1.5e+03 | 2e+03 (2.00) |" in lines
     assert lines[-1] == "| 64 KB | 0 | 0 |"
+
+
+@pytest.mark.wide
+def test_the_command(tmp_path, capsys):
+    assert main(["bench", "transport", "--quick", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "## All-gather" in said
+    assert f"written to {tmp_path}" in said
+    assert main(["bench", "transport", "--quick", "--out", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["records"]) == 3 * len(KINDS) * 3 * len(WAYS)
