@@ -53,8 +53,6 @@ class Rank:
         if self.rank == 0:
             for _ in range(repeat):
                 way.send(body, to)
-            if isinstance(way, Raw):
-                way.flush()
             return [start]
         for _ in range(repeat if to in (None, self.rank) else 0):
             way.receive()
@@ -112,7 +110,10 @@ def measure(rank: Rank, way: Way, case: dict[str, Any]) -> dict[str, Any]:
     _say({"ready": True})
     _hear()
     cpu = time.process_time()
-    _say({"times": KINDS[case["kind"]](rank, way, body, case["repeat"])})
+    times = KINDS[case["kind"]](rank, way, body, case["repeat"])
+    if isinstance(way, Raw):
+        way.flush()  # it has no thread that would
+    _say({"times": times})
     _hear()  # network threads may be at it still
     return {"cpu_s": (time.process_time() - cpu) / case["repeat"]}
 
@@ -131,7 +132,7 @@ def main() -> None:
             way.connect([there[name] for there in ports])
         _say({"up": True})
         while case := _hear():
-            if "computing" in case["kind"]:
+            if "computing" in case["kind"] and rank.rank < 2:
                 burner.on.set()
             _say(measure(rank, ways[case["way"]], case))
             burner.on.clear()

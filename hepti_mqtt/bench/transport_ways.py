@@ -94,9 +94,12 @@ class Raw:
         while self._left:
             self._turn(PATIENCE_S)
         for rank in self._out if to is None else (to,):
-            self._left[rank] = body.data
-            self._epoll.register(self._out[rank], 0)
-        self._write()
+            sent = 0
+            with suppress(BlockingIOError):
+                sent = self._out[rank].send(body.data)
+            if sent < body.nbytes:
+                self._left[rank] = body.data[sent:]
+                self._epoll.register(self._out[rank], select.EPOLLOUT)
 
     def receive(self) -> tuple[int, int]:
         """Wait for a message."""
@@ -119,9 +122,7 @@ class Raw:
         for rank, view in list(self._left.items()):
             with suppress(BlockingIOError):
                 view = self._left[rank] = view[self._out[rank].send(view) :]
-            if view.nbytes:
-                self._epoll.modify(self._out[rank], select.EPOLLOUT)
-            else:
+            if not view.nbytes:
                 del self._left[rank]
                 self._epoll.unregister(self._out[rank])
 
