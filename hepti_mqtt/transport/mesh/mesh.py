@@ -52,12 +52,18 @@ class Mesh:
     ) -> None:
         self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
         self._edges: dict[str, Edge] = {}
+        # First, because it may fail and leaves nothing behind then.
+        self._endpoint = Endpoint(
+            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
+        )
+        self.port = self._endpoint.port
         self._peers: dict[str, Peer] = {}
         self._by_fd: dict[int, Peer] = {}
         self._eager: list[Peer] = []  # have read some of what came, and not all
         # What is told on this thread in `wait`, in the order in which it came.
         self._told: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
+        self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._clock = clock
@@ -71,10 +77,6 @@ class Mesh:
             buffers=Buffers(),
             secure=tls.ask if tls else None,
         )
-        self._endpoint = Endpoint(
-            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
-        )
-        self.port = self._endpoint.port
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
         self._helper.start()
@@ -144,8 +146,10 @@ class Mesh:
             self._tell()
 
     def wake(self) -> None:
-        """Let `wait` return at once; from any thread."""
-        os.eventfd_write(self._wake, 1)
+        """Let `wait` return at once; from any thread, also after `close`."""
+        with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and from each peer so far, and what waits."""
@@ -169,7 +173,9 @@ class Mesh:
             peer.close()
         self._endpoint.close()
         self._epoll.close()
-        os.close(self._wake)
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def _tell(self) -> None:
         told = self._told.popleft()
