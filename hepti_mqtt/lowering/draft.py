@@ -38,6 +38,10 @@ class Draft:
         """Return the ops of a block that is not the last one."""
         return [op for _, _, op in self.ops[self.begun[number] : self.begun[number + 1]]]
 
+    def size(self, block: int) -> tuple[int, int]:
+        """Return how many slots and ops a block has that is not the last one."""
+        return self.starts[block + 1] - self.starts[block], self.begun[block + 1] - self.begun[block]
+
     def within(self, block: int, ops: Sequence[Op], have: Mapping[str, Sequence[Held]]) -> tuple[list[object], ...]:
         """Return what a block is, wherever it stands: equal for two where the same is done with what was before them.
 

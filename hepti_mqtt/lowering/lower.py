@@ -73,6 +73,8 @@ class _Walk:
         """
         out, number = self.out, self.block
         ops = [self.graph.ops[slice(*self.graph.span(b))] for b in (number - 2, number - 1, number)]
+        if out.size(number - 2) != out.size(number - 1):
+            return False
         if out.within(number - 2, ops[0], self.have) != out.within(number - 1, ops[1], self.have):
             return False
         move = moved(ops[1], ops[2], out.starts[-3], out.starts[-1] - out.starts[-2])
