@@ -29,6 +29,7 @@ from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.planner import commands as planner_commands
 from hepti_mqtt.runtime.planner import coordinator, events
 from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
@@ -36,6 +37,7 @@ from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import publish_bytes
 
 SITE, MODEL = "home", "m"
+ALONE = Batching(requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
 
 
 def curves(flops_per_s: float) -> dict[str, object]:
@@ -74,7 +76,7 @@ class Host:
 
 
 class Swarm:
-    """The site. `faults` is the probability of a duplicate; delays are random by `seed`."""
+    """The site. `duplicates` is the probability of one; delays are random by `seed`; batching: none by default."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class Swarm:
         jitter_s: float = 0.0,
         decider: Callable[[Question], object] = decide,
         pins: Pins | None = None,
+        batching: Batching = ALONE,
     ) -> None:
         self.spec, self.tensors = spec, tensors
         self.rng = random.Random(seed)
@@ -97,7 +100,7 @@ class Swarm:
         self.serial = 0
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
-        served = Served(MODEL, spec, b"\0" * 32, 16, pins or Pins())
+        served = Served(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
         self.planner = coordinator.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
