@@ -2,14 +2,15 @@
 
 Between planner and agents a message is one msgpack array [code, field, field, ...]; codes are in `CODES`. What a person
 may read (status, capabilities) is a JSON object. A heartbeat is a msgpack array without a code: its topic says what it
-is. Unknown keys of a JSON object are ignored, so that a newer agent can say more; arrays have exactly their fields.
+is. Unknown keys of a JSON object are ignored, so that a newer agent can say more, and what has a default may be left
+out; arrays have exactly their fields.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
 
 import msgpack
@@ -135,10 +136,17 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained word of a device or the planner about itself; boot tells a late will from a new start."""
+    """Retained word of a device or the planner about itself; boot tells a late will from a new start.
 
-    state: Literal["online", "offline"]
+    A device that is starting says what it is doing, and how much of it is done, in steps; of other states they are
+    empty.
+    """
+
+    state: Literal["online", "offline", "starting"]
     boot: int
+    doing: str = ""
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +237,13 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "code": checks.text,
         "text": checks.text,
     },
-    Status: {"state": checks.state, "boot": checks.boot},
+    Status: {
+        "state": checks.state,
+        "boot": checks.boot,
+        "doing": checks.text,
+        "done": checks.count,
+        "total": checks.count,
+    },
     Caps: {
         "device": checks.device_name,
         "boot": checks.boot,
@@ -349,7 +363,9 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        payload = json.dumps(asdict(message), allow_nan=False).encode()
+        default = {entry.name: entry.default for entry in fields(message)}
+        said = {key: value for key, value in asdict(message).items() if value != default[key]}
+        payload = json.dumps(said, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
     return _limit(message, payload)
@@ -364,8 +380,9 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
+    told: Any = fields(cls)  # type: ignore[arg-type]
     try:
-        return _build(cls, [values[name] for name in _RULES[cls]])
+        return _build(cls, [values[f.name] if f.default is MISSING else values.get(f.name, f.default) for f in told])
     except KeyError as error:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 

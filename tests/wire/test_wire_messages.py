@@ -74,7 +74,14 @@ MESSAGES = st.one_of(
     st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
-STATUSES = st.builds(Status, st.sampled_from(["online", "offline"]), BOOTS)
+STATUSES = st.builds(
+    Status,
+    st.sampled_from(["online", "offline", "starting"]),
+    BOOTS,
+    st.text(max_size=20),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+)
 CAPS = st.builds(
     Caps, NAMES, BOOTS, COUNTS, COUNTS, COUNTS, COUNTS, TEXTS, TEXTS, PLAIN, COUNTS, st.sampled_from([4, 5])
 )
@@ -158,6 +165,8 @@ def test_golden_heartbeat_and_status():
     heartbeat = Heartbeat(1, 2, 0.5, 3, None, None, None, 1.0, 4, {"a": 5})
     assert encode_heartbeat(heartbeat).hex() == "9a0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a16105"
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
+    starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'
+    assert encode_status(Status("starting", 7, "compiling", 3, 23)) == starting
 
 
 @given(MESSAGES, st.data())
@@ -300,6 +309,9 @@ def test_size_is_limited():
         b'{"state": "online", "boot": "1"}',
         b'{"state": "online", "boot": 1e3}',
         b'{"state": ["online"], "boot": 1}',
+        b'{"state": "waiting", "boot": 1}',
+        b'{"state": "starting", "boot": 1, "done": -1}',
+        b'{"state": "starting", "boot": 1, "doing": 3}',
         b'{"state": "online", "boot": ' + b"9" * 5000 + b"}",
         b"\xff\xfe",
     ],
