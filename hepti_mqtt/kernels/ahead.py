@@ -131,6 +131,11 @@ def ready(threads: int) -> bool:
     return jit.cache_directory() is None or all(job.done() for job in _jobs("all", threads))
 
 
+def cache_directory() -> Path | None:
+    """Return where compiled kernels are kept, None if nowhere."""
+    return jit.cache_directory()
+
+
 def load(everything: bool) -> jit.Warm:
     """Load what f32 weights need, or everything, from the cache, and compile here what it has not."""
     (jit.compile_all if everything else jit.compile_first)()
@@ -154,7 +159,8 @@ def main(which: Which, threads: int, parent: int) -> int:
     if directory is None:
         return 1
     if which == "behind":
-        os.nice(10)
+        with suppress(OSError):
+            os.nice(10)
     with (directory / LOCKS).open("ab") as locks:
         for job in _jobs(which, threads):
             while which == "behind" and os.getppid() == parent and not turns.nobody_starts(directory):
