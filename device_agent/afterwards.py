@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Final
@@ -51,13 +51,13 @@ class Doubts:
 class Afterwards:
     """A thread from `start` to `close`.
 
-    directory: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
+    places: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
     last run. announce: tells the site what `meter` has as curves now. steady: measure nothing again.
     """
 
     def __init__(
         self,
-        directory: Path,
+        places: Sequence[Path],
         threads: int,
         memory_bytes: int,
         meter: Meter,
@@ -66,7 +66,7 @@ class Afterwards:
         steady: bool,
         log: logging.Logger,
     ) -> None:
-        self._directory, self._threads, self._memory_bytes = directory, threads, memory_bytes
+        self._places, self._threads, self._memory_bytes = places, threads, memory_bytes
         self._meter, self._stepped_s, self._announce, self._steady = meter, stepped_s, announce, steady
         self._log = log
         self._closing = threading.Event()
@@ -117,7 +117,7 @@ class Afterwards:
             with turns.measuring(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = self_measurement(
-                    self._directory, workers, self._memory_bytes, narrow=True, anew=anew, keep=undisturbed
+                    self._places, workers, self._memory_bytes, narrow=True, anew=anew, keep=undisturbed
                 )
         except InterruptedError:
             return

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Final
 
@@ -27,7 +28,7 @@ from device_agent.limits import free_memory
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
 from device_agent.loader_thread import LoaderThread
-from device_agent.measure import Curves, self_measurement
+from device_agent.measure import Curves, measurement_places, self_measurement
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
 from device_agent.probe import Prober
@@ -282,10 +283,14 @@ class _Agent:
         with turns.measuring(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
             starting.tell("measuring")
             start = perf_counter()
-            curves, cached = self_measurement(self._places.state, workers, memory_bytes, jit.all_ready())
+            curves, cached = self_measurement(self._places_of_measurement(), workers, memory_bytes, jit.all_ready())
         self._log.info("measured in %.1f s%s", perf_counter() - start, " (as before)" if cached else "")
         return_memory()
         return workers, curves
+
+    def _places_of_measurement(self) -> list[Path]:
+        shared = None if self._config.hold is not None else jit.cache_directory()  # a lab's hosts differ by more
+        return measurement_places(self._places.state, shared, self._config.threads)
 
     def _after(self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: Shell) -> Afterwards:
         """Return what goes on beside the session, from when the device is online for the first time."""
@@ -300,7 +305,7 @@ class _Agent:
         memory_bytes = config.memory_bytes or free_memory()
         steady = config.hold is not None  # a lab measures: nothing changes meanwhile
         return Afterwards(
-            self._places.state,
+            self._places_of_measurement(),
             config.threads,
             memory_bytes,
             meter,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,11 +18,11 @@ def free_memory(root: Path = SYSTEM) -> int:
     return min([int(psutil.virtual_memory().available), *(max(free, 0) for free in _free_in_groups(root))])
 
 
-def cores(root: Path = SYSTEM) -> int:
-    """Return how many threads can run at once, by what cores are allowed and by the quota of the control groups."""
+def cores(root: Path = SYSTEM) -> float:
+    """Return how many cores this process has, by what is allowed and by the quota of the control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = [_share(group) for group in _groups(root, "cpu")]
-    return max(1, min(allowed, math.ceil(min([share for share in shares if share is not None], default=allowed))))
+    quotas = (_quota(group) for group in _groups(root, "cpu"))
+    return min([float(allowed), *(quota for quota in quotas if quota is not None)])
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
@@ -46,7 +45,7 @@ def _inactive_files(stat: Path) -> int:
     return max(found.values())
 
 
-def _share(group: Path) -> float | None:
+def _quota(group: Path) -> float | None:
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

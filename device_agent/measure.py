@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
+from device_agent.limits import cores
 from hepti_mqtt import __version__
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.config.state import write_atomically
@@ -42,32 +43,39 @@ _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measureme
 
 
 def self_measurement(
-    directory: Path,
+    places: Sequence[Path],
     workers: Workers,
     memory_bytes: int,
     narrow: bool = True,
     anew: bool = False,
     keep: Callable[[], bool] = lambda: True,
 ) -> tuple[Curves, bool]:
-    """Return the curves and whether they come from the cache in `directory`.
+    """Return the curves and whether they come from a cache: files in `places`, the device's own first.
 
-    A cached measurement counts for the same version, instruction set, CPU and threads, and only if one quick matmul
-    takes about as long as it did then, and not if it is to be made `anew`. narrow: with narrow weights, whose kernels
-    must be ready. keep: returns whether what was measured goes into the cache.
+    A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, so also that
+    of another agent of this machine; and only if one quick matmul takes about as long as it did then, and not if it is
+    to be made `anew`. narrow: with narrow weights, whose kernels must be ready. keep: returns whether what was measured
+    goes into the cache.
     """
-    path = directory / "measurement.json"
-    key = {"version": __version__, "isa": isa(), "threads": workers.threads, "cpu": cpu_model()}
-    curves = None if anew else _cached(path, key)
-    if curves is None or not _still_true(curves, workers):
+    threads, share = workers.threads, cores()
+    key = {"version": __version__, "isa": isa(), "threads": threads, "cores": share, "cpu": cpu_model()}
+    curves = None if anew else next(filter(None, (_cached(path, key) for path in places)), None)
+    cached = curves is not None and _still_true(curves, workers)
+    if curves is None or not cached:
         curves = measure(workers, memory_bytes, narrow)
-    elif not narrow or narrow_measured(curves):
-        return curves, True
-    else:
-        curves = {**curves, "linear": curves["linear"] + _narrow(curves, workers)}
-    if keep():
-        with suppress(OSError):  # then the next start measures again
-            write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
-    return curves, False
+    elif narrow and not narrow_measured(curves):
+        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers)}, False
+    for path in places if keep() else ():
+        if _cached(path, key) != curves:
+            with suppress(OSError):  # then the next start measures again
+                write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
+    return curves, cached
+
+
+def measurement_places(own: Path, shared: Path | None, threads: int) -> list[Path]:
+    """Return the files of a device's measurement: in its own directory, and in one that agents of a machine share."""
+    name = f"hepti-measurement-{threads}-{cores():g}.json"
+    return [own / "measurement.json", *([] if shared is None else [shared / name])]
 
 
 def narrow_measured(curves: Curves) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import ceil
 from time import perf_counter
 from types import TracebackType
 from typing import Final, Self
@@ -76,7 +77,7 @@ def prepare_kernels(threads: int, everything: bool, starting: Starting, log: log
     """Compile what f32 weights need, or `everything`, in other processes; load what is there."""
     start = perf_counter()
     whole = everything or ahead.ready(threads)
-    most = max(1, min(cores(), free_memory() // COMPILER_BYTES))
+    most = max(1, min(ceil(cores()), free_memory() // COMPILER_BYTES))
     ahead.fill_cache(
         "all" if whole else "first",
         threads,

@@ -63,7 +63,7 @@ def test_a_group_of_version_1_whose_path_is_the_hosts(system):
         **{"cpu,cpuacct__cpu_dot_cfs_quota_us": "40000", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"},
     )
     assert free_memory(root) == 300 * MIB
-    assert cores(root) == 1
+    assert cores(root) == 0.4
 
 
 def test_a_group_that_is_over_its_limit_leaves_nothing(system):
@@ -71,9 +71,9 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(system):
     assert free_memory(root) == 0
 
 
-@pytest.mark.parametrize("quota", ["40000 100000", "100000 100000"])
-def test_a_quota_limits_the_cores(system, quota):
-    assert cores(system("0::/\n", cpu_dot_max=quota)) == 1
+@pytest.mark.parametrize(("quota", "expected"), [("40000 100000", 0.4), ("100000 100000", 1.0)])
+def test_a_quota_limits_the_cores(system, quota, expected):
+    assert cores(system("0::/\n", cpu_dot_max=quota)) == expected
 
 
 def test_without_a_quota_all_cores_count(system, tmp_path):
