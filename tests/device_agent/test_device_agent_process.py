@@ -187,7 +187,7 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert (status.state, status.boot) == ("online", caps.boot)
     assert caps.threads == 1
     assert 0 < caps.rss_idle_bytes < 1 << 30
-    assert caps.memory_budget_bytes == memory_budget(1 << 30, 0)
+    assert caps.memory_budget_bytes == memory_budget(1 << 30, 1 << 40)
     assert caps.largest_packet_bytes > 1 << 20
     profile_from_caps("join1", caps.curves, caps.memory_budget_bytes, 1.0)
     first = planner.wait("join1", messages.Heartbeat)
