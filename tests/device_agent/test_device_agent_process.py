@@ -199,7 +199,7 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
     process.send_signal(signal.SIGTERM)
-    assert planner.wait("join1", messages.Status).state == "offline"
+    assert planner.wait("join1", messages.Status, STARTED).state == "offline"
     assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in process.stderr.read()
 
