@@ -15,14 +15,16 @@ from typing import Any, Final, get_args
 import numpy as np
 
 from device_agent.limits import cores
+from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cluster import RATES, profile_from_caps
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]
@@ -36,6 +38,7 @@ WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into w
 BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
+MESH_SIZES: Final = (256, 1 << 18)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -57,8 +60,14 @@ def self_measurement(
     to be made `anew`. narrow: with narrow weights, whose kernels must be ready. keep: returns whether what was measured
     goes into the cache.
     """
-    threads, share = workers.threads, cores()
-    key = {"version": __version__, "isa": isa(), "threads": threads, "cores": share, "cpu": cpu_model()}
+    key = {
+        "version": __version__,
+        "isa": isa(),
+        "threads": workers.threads,
+        "cores": cores(),
+        "cpu": cpu_model(),
+        "mesh": mesh_possible(),
+    }
     curves = None if anew else next(filter(None, (_cached(path, key) for path in places)), None)
     cached = curves is not None and _still_true(curves, workers)
     if curves is None or not cached:
@@ -101,6 +110,7 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         "rowwise_bytes_per_s": _rowwise(workers),
         "op_overhead_s": _op_overhead(workers),
         **_frames(),
+        **_mesh_frames(),
     }
     if narrow:
         linear += _narrow(curves, workers)
@@ -286,3 +296,17 @@ def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: 
         while read < start + len(piece):
             read += far.recv_into(received[read : start + len(piece)])
     return decode(received).array()
+
+
+def _mesh_frames() -> Curves:
+    """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
+    if not mesh_possible():
+        return {}
+    try:
+        with OwnMesh() as mesh:
+            bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
+            small, large = (_seconds(partial(mesh.round, body)) / 2 for body in bodies)
+    except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
+        return {}
+    rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)
+    return {"mesh_frame_s": small, "mesh_copy_bytes_per_s": min(rate, RATES[1])}

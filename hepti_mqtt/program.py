@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from hepti_mqtt.ids import ALL
-from hepti_mqtt.plan import Range, Storage
+from hepti_mqtt.plan import Range, Route, Storage
 
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
@@ -93,7 +93,8 @@ class Compute:
 class Send:
     """Send a slot to devices, or to the planner, as a part of a node.
 
-    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed.
+    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed. route: who
+    carries it to devices; for the planner it is always the broker.
     """
 
     slot: Slot
@@ -103,6 +104,7 @@ class Send:
     layer: int = 0
     row: int = 0
     exact: bool = False
+    route: Route = "broker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,5 +268,9 @@ def check(program: Program) -> None:
 
 
 def addresses(op: Send) -> tuple[str, ...]:
-    """Return to whom each publish of a Send goes: what several devices need is one publish to ALL."""
-    return op.to if len(op.to) == 1 else (ALL,)
+    """Return to whom each publish of a Send goes.
+
+    Over the broker what several devices need is one publish to ALL, which makes the copies. Over mesh every copy is the
+    sender's own, so each receiver gets one by name, and nobody gets what it does not need.
+    """
+    return op.to if op.route == "mesh" or len(op.to) == 1 else (ALL,)

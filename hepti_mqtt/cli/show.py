@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
@@ -59,6 +60,7 @@ def devices(args: argparse.Namespace) -> int:
                 _scaled(hb.get("cpu_other"), 100, 0),
                 _scaled(hb.get("slowdown"), 1, 2),
                 str(hb["counters"].get("programs_built_late", 0)) if "counters" in hb else "-",
+                _hears(d),
             )
         )
     columns = (
@@ -73,9 +75,49 @@ def devices(args: argparse.Namespace) -> int:
         "other CPU %",
         "slowdown",
         "built late",
+        "hears directly",
     )
     output.print_table(f"site {args.site}", columns, rows)
+    print_edges(found)
     return 0
+
+
+def _hears(device: Mapping[str, Any]) -> str:
+    """Return which peers a device hears directly; "-" for one that leaves all exchanges to the broker."""
+    if device.get("endpoint") is None:
+        return "-"
+    edges = (device.get("heartbeat") or {}).get("edges", {})
+    return ", ".join(name for name, edge in edges.items() if edge["joined"]) or "none"
+
+
+def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
+    """Print what went directly from device to device, and which pairs need the broker and why."""
+    online = {d["device"]: d["heartbeat"] for d in devices if d["status"] == "online" and d.get("heartbeat")}
+    rows, lines = [], []
+    for target, heartbeat in online.items():
+        for source, edge in heartbeat.get("edges", {}).items():
+            sent = online.get(source, {}).get("edges", {}).get(target, {})
+            link = online.get(source, {}).get("peers", {}).get(target, {})
+            if edge["frames_in"] or edge["joined"]:
+                rows.append(
+                    (
+                        source,
+                        target,
+                        edge["frames_in"],
+                        f"{edge['bytes_in'] / output.MIB:.1f}",
+                        sent.get("queued_bytes", "-"),
+                        sent.get("dropped", "-"),
+                        edge["reconnections"],
+                        _scaled(link.get("round_trip_s"), 1e3, 2),
+                        _scaled(link.get("bytes_per_s"), 8e-6, 0),
+                    )
+                )
+            if source in online and edge["trouble"] and not edge["joined"]:
+                lines.append(f"{target} does not hear {source} directly: {edge['trouble']}; the broker is between them")
+    if rows:
+        columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
+        output.print_table("directly between devices", columns, rows)
+    output.print_lines(lines)
 
 
 def _gflops(device: Mapping[str, Any]) -> float:
@@ -112,6 +154,7 @@ def plan(args: argparse.Namespace) -> int:
         draw_plan(args, played)
         if load is not None and not args.json:
             output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
+            output.print_lines(instead(args.site, played.spec, played.plan, played.shape, cluster))
             explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
 
@@ -140,6 +183,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             "*" if place == 0 else "",
             c["name"],
             ", ".join(c["devices"]),
+            c["route"],
             f"{c['predicted_ms']:.1f}",
             f"{c['expected_ms']:.1f}",
             c["bytes"],
@@ -151,7 +195,9 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     ]
     if rows:
         output.print_table(
-            f"plans for {model}", ("", "strategy", "devices", "predicted ms", "expected ms", "bytes", "fits"), rows
+            f"plans for {model}",
+            ("", "strategy", "devices", "route", "predicted ms", "expected ms", "bytes", "fits"),
+            rows,
         )
     active = shown.get("active")
     if active is None:
@@ -166,6 +212,8 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
     kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
+    if plan["relayed"]:
+        kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     return f"epoch {epoch}, head {plan['head']}, {kept}"
 
 

@@ -66,7 +66,7 @@ class Device:
         if self.status is not None and self.status.state == "starting":
             out |= {"doing": self.status.doing, "done": self.status.done, "total": self.status.total}
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
-        out["heartbeat"] = asdict(self.heartbeat) if current and self.heartbeat is not None else None
+        out["heartbeat"] = _told(self.heartbeat) if current and self.heartbeat is not None else None
         return out
 
 
@@ -204,3 +204,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _told(heartbeat: messages.Heartbeat) -> dict[str, Any]:
+    """Return a heartbeat as maps, those of its peers too."""
+    peers = {name: report._asdict() for name, report in heartbeat.peers.items()}
+    edges = {name: edge._asdict() for name, edge in heartbeat.edges.items()}
+    return asdict(heartbeat) | {"peers": peers, "edges": edges}

@@ -10,13 +10,13 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, names, positive, size
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Storage, WireDtype
+from hepti_mqtt.plan import Route, Storage, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
@@ -64,6 +64,9 @@ _PINS: Final = (
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
+    _Option(
+        "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
+    ),
 )
 _AGENT: Final = (
     _Option("device", "--id", {"metavar": "NAME", "help": "name of this device in topics (default: its host's)"}),
@@ -79,6 +82,16 @@ _AGENT: Final = (
         "--cache-size",
         {"type": size, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
     ),
+    _Option(
+        "mesh_host",
+        "--mesh-host",
+        {
+            "metavar": "ADDRESS",
+            "help": "where peers reach this device directly (default: its own address on the way to the broker)",
+        },
+    ),
+    _Option("mesh_port", "--mesh-port", {"type": positive, "help": "the port there (default: any that is free)"}),
+    _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
     _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
     _Option("hold", "--hold", {"action": "store_true", "help": "print `compiled`, and measure after a line on stdin"}),
 )
@@ -174,6 +187,7 @@ class PinOptions:
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
     weights: Storage | None = None
+    route: Route | Literal["auto"] | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -189,7 +203,8 @@ class PinOptions:
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
         options = {"variant": self.variant} if self.variant else {}
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32")
+        route = None if self.route == "auto" else self.route
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +216,9 @@ class AgentOptions:
     memory: str | None = None
     cache: Path | None = None
     cache_size: str | None = None
+    mesh_host: str | None = None
+    mesh_port: int | None = None
+    mesh: bool = True
     retry: bool = True
     hold: bool = False
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from secrets import token_bytes
 from typing import Final
 
 from hepti_mqtt.config.state import latest_boot
@@ -97,7 +98,9 @@ class _Planner:
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
-        self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
+        self.session = coordinator.CoordinatorSession(
+            config.site, boot, served, config.in_flight, broker, token_bytes(32)
+        )
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.desk = Desk(config.site, models, self.forecasts)

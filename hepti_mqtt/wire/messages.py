@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
 
 import msgpack
@@ -18,10 +18,11 @@ import msgpack
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.wire import checks
+from hepti_mqtt.wire import checks, peers
 from hepti_mqtt.wire.checks import Plain
 from hepti_mqtt.wire.frames import MAGIC, Body, Frame
 from hepti_mqtt.wire.frames import decode as decode_frame
+from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
 
@@ -32,7 +33,8 @@ class Prepare:
 
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
     be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
-    `needed` of them are built before the device is ready, the others while no request runs.
+    `needed` of them are built before the device is ready, the others while no request runs. peers: who this device has
+    a mesh route to or from.
     """
 
     txn: int
@@ -42,6 +44,7 @@ class Prepare:
     in_flight: int
     shapes: tuple[RequestShape, ...] = ()
     needed: int = 0
+    peers: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown."""
+    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
+
+    peers: with code "mesh", those that the device cannot hear directly; the plan may have been ready before.
+    """
 
     txn: int
     model: str
@@ -113,6 +119,7 @@ class Failed:
     code: str
     text: str
     missing_bytes: int
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
     """
 
     device: str
@@ -168,6 +175,7 @@ class Caps:
     curves: Plain
     largest_packet_bytes: int
     mqtt: int
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,8 @@ class Heartbeat:
     """What changes on a device from second to second.
 
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot.
+    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways from peers, as measured; edges:
+    what went there and came from them.
     """
 
     boot: int
@@ -188,6 +197,8 @@ class Heartbeat:
     slowdown: float
     rss_bytes: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    peers: Mapping[str, LinkReport] = field(default_factory=dict)
+    edges: Mapping[str, Edge] = field(default_factory=dict)
 
 
 Command = Prepare | Activate | Release | Cancel | Drain
@@ -212,6 +223,8 @@ _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 Rules = Mapping[str, Callable[[Any], Any]]
 
 _EPOCH_KEY: Final[Rules] = {"txn": checks.count, "model": checks.model_name, "epoch": checks.epoch}
+_REQUEST_KEY: Final[Rules] = {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count}
+_WHY: Final[Rules] = {"code": checks.text, "text": checks.text}
 _RULES: Final[Mapping[type[Any], Rules]] = {
     Prepare: {
         "txn": checks.count,
@@ -221,22 +234,17 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "in_flight": checks.count,
         "shapes": checks.shapes,
         "needed": checks.count,
+        "peers": peers.peers,
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
-    Cancel: {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count},
+    Cancel: _REQUEST_KEY,
     Drain: {"txn": checks.count},
     Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
-    Failed: {**_EPOCH_KEY, "code": checks.text, "text": checks.text, "missing_bytes": checks.count},
+    Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": checks.count, "peers": peers.names},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
-    RequestFailed: {
-        "model": checks.model_name,
-        "epoch": checks.epoch,
-        "admission": checks.count,
-        "code": checks.text,
-        "text": checks.text,
-    },
+    RequestFailed: {**_REQUEST_KEY, **_WHY},
     Status: {
         "state": checks.state,
         "boot": checks.boot,
@@ -256,6 +264,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "curves": checks.plain,
         "largest_packet_bytes": checks.count,
         "mqtt": checks.protocol,
+        "endpoint": peers.endpoint,
     },
     Heartbeat: {
         "boot": checks.boot,
@@ -268,7 +277,14 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "slowdown": checks.positive,
         "rss_bytes": checks.count,
         "counters": checks.counters,
+        "peers": peers.reports,
+        "edges": peers.edges,
     },
+}
+# What may be left out of a JSON object, and what that means.
+_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+    Caps: {"endpoint": None},
+    Status: {"doing": "", "done": 0, "total": 0},
 }
 
 for _cls, _rules in _RULES.items():  # a field without a check must not reach a peer
@@ -345,6 +361,8 @@ def _pack(message: object, head: list[Any]) -> bytes:
 def _plain(value: object) -> list[Any]:
     if isinstance(value, RequestShape):
         return checks.plain_shape(value)
+    if isinstance(value, Peer):
+        return list(peers.plain(value))
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
@@ -363,8 +381,8 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        default = {entry.name: entry.default for entry in fields(message)}
-        said = {key: value for key, value in asdict(message).items() if value != default[key]}
+        absent = _ABSENT.get(type(message), {})
+        said = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
         payload = json.dumps(said, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
@@ -380,9 +398,8 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
-    told: Any = fields(cls)  # type: ignore[arg-type]
     try:
-        return _build(cls, [values[f.name] if f.default is MISSING else values.get(f.name, f.default) for f in told])
+        return _build(cls, [{**_ABSENT.get(cls, {}), **values}[name] for name in _RULES[cls]])
     except KeyError as error:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 

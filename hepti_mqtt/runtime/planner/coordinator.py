@@ -33,6 +33,7 @@ from hepti_mqtt.runtime.planner.events import (
     UpFrame,
     UpMessage,
 )
+from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
@@ -52,7 +53,8 @@ WORTH: Final = 0.93  # a new plan must be expected to take less than this part o
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
+    which the tokens follow that peers let each other in with; without it nobody is asked to.
     """
 
     def __init__(
@@ -62,17 +64,19 @@ class CoordinatorSession:
         served: tuple[Served, ...],
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.site = site
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.membership = Membership(broker_bytes_per_s)
+        self.membership = Membership(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
         self._number = 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
+        introduce = Introductions(secret, self.membership).of
+        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch, introduce)
         self._online = True
         self._begun = False
         self._illegal = 0  # steps of which somebody was told
@@ -243,6 +247,8 @@ class CoordinatorSession:
             devices=pins.devices,
             wire=pins.wire,
             storage=pins.storage,
+            route=pins.route,
+            relayed=self.membership.relayed(now),
             packet_bytes=self.membership.packet_bytes(),
             learned=model.experience.learned(now),
         )
@@ -356,6 +362,9 @@ class CoordinatorSession:
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
+        if isinstance(message, messages.Failed) and message.code == "mesh":
+            self.membership.unheard(device, message.peers, now)
+            return self._rollout.unheard(message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []

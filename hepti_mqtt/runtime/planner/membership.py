@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
+from hepti_mqtt.cluster import (
+    FAST_BYTES_PER_S,
+    Cluster,
+    DeviceProfile,
+    Link,
+    PeerLink,
+    cluster_of,
+    peer_links_of,
+    plausible,
+    profile_from_caps,
+)
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -27,6 +40,7 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
 MEMORY_BYTES: Final = 1 << 50  # no device has more
+RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -42,7 +56,15 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
             plausible(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
+    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    if len(peers) < len(heartbeat.peers):
+        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
     return replace(heartbeat, **instead), wrong
+
+
+def _link_believed(report: LinkReport) -> bool:
+    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
 
 @dataclass(slots=True)
@@ -64,12 +86,26 @@ class Member:
     seen_s: float = 0.0
     starting_s: float | None = None
     refused: str = ""
+    unheard: dict[str, float] = field(
+        default_factory=dict
+    )  # peers that it could not connect to, until when that counts
     doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
         return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Return where peers read from it directly, None where they cannot."""
+        return None if self.caps is None else self.caps.endpoint
+
+    def hears(self, source: Member, now: float) -> bool:
+        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+            return False
+        return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -90,6 +126,16 @@ class Member:
         rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
 
+    def peer_links(self) -> dict[str, PeerLink]:
+        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        found = {}
+        for peer in {name for peers in told for name in peers}:
+            reports = [peers[peer] for peers in told if peer in peers]
+            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
+            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
+        return found
+
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
         return median(self.slowdowns) if self.slowdowns else 1.0
@@ -105,11 +151,12 @@ class Member:
 class Membership:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
+    introduced to each other.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None) -> None:
-        self._broker_bytes_per_s = broker_bytes_per_s
+    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
+        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
 
@@ -138,6 +185,8 @@ class Membership:
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
         since = None if again else member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
+        if again:  # it may have another endpoint, and another way to those of others
+            self._forget_unheard(member)
         if was and (again or not member.online):
             return "left"
         if member.starting_s is not None and since is None:
@@ -190,6 +239,21 @@ class Membership:
             member.online = False
         return [m.name for m in lost]
 
+    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        known = [source for source in sources if source in self.members]
+        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
+
+    def relayed(self, now: float) -> frozenset[Pair]:
+        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        usable = self.usable().values()
+        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+
+    def _forget_unheard(self, member: Member) -> None:
+        member.unheard.clear()
+        for other in self.members.values():
+            other.unheard.pop(member.name, None)
+
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
         member = self.member(name)
@@ -224,4 +288,11 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        if not self._mesh:
+            return cluster
+        return replace(
+            cluster,
+            endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
+            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
+        )

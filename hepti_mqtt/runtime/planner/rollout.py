@@ -16,6 +16,7 @@ from hepti_mqtt.runtime.planner.plans import PlanRecord
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
@@ -30,7 +31,8 @@ STORY: Final = 32  # transitions in a published record
 class Rollout:
     """Prepares, activates and releases the plans of all slots; which plan comes next is the coordinator's.
 
-    in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had.
+    in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had. introduce: returns the peers
+    of a device under a plan.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Rollout:
         in_flight: int,
         requests: Dispatcher,
         next_epoch: Callable[[], Epoch],
+        introduce: Callable[[Plan, str], tuple[Peer, ...]],
     ) -> None:
         self._topics, self._slots, self._in_flight = topics, slots, in_flight
-        self._requests, self._next_epoch = requests, next_epoch
+        self._requests, self._next_epoch, self._introduce = requests, next_epoch, introduce
         self._txn = 0
 
     def next_txn(self) -> int:
@@ -105,7 +108,8 @@ class Rollout:
         spec = served.spec.to_dict()
         plan, foreseen = record.plan.to_dict(), model.foreseen()
         message = messages.Prepare(record.txn, plan, spec, served.manifest, self._in_flight, *foreseen)
-        return [self.tell(d, message) for d in record.plan.devices if d in record.waiting]
+        waiting = [d for d in record.plan.devices if d in record.waiting]
+        return [self.tell(d, replace(message, peers=self._introduce(record.plan, d))) for d in waiting]
 
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:
         txn = self.next_txn()
@@ -131,6 +135,22 @@ class Rollout:
             record.waiting.discard(device)
             return [] if record.waiting else self._activate(model, record, now)
         return self._refused(model, record, device, message, now)
+
+    def unheard(self, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
+        """Give up the plan under which a device cannot hear others directly; the next one relays what they send."""
+        out: list[CoordinatorCommand] = [Note("relayed", f"{message.text}; the broker carries what they send it")]
+        for model in self._slots.of(message.model):
+            preparing, active = model.plans.preparing, model.plans.active
+            if preparing is not None and preparing.epoch == message.epoch:
+                out += self.abandon(model, preparing, "refused", now, message.text)
+            elif active is not None and active.epoch == message.epoch:
+                out += self.suspect(model, active.plan, now)
+                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
+                    out += self._requests.again(model, run)
+            else:
+                continue
+            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
+        return out
 
     def _activate(self, model: ModelState, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         model.plans.ready(record, now)
