@@ -25,7 +25,7 @@ from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
 from device_agent.health import HealthMonitor
 from device_agent.heartbeat import HeartbeatThread, PeerWatch
 from device_agent.install import Directories, device_lock, directories
-from device_agent.limits import free_memory
+from device_agent.limits import free_memory, memory_budget
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
 from device_agent.loader_thread import LoaderThread
@@ -51,9 +51,7 @@ from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps,
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
-PART_OF_FREE: Final = 0.8
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
-LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
@@ -433,18 +431,3 @@ class _Agent:
                 f"{plane}_reconnections": counts.reconnections,
             }
         return out
-
-
-def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
-    """Return the bytes for weights and live slots together, beside what the idle agent takes.
-
-    It is what was asked for, as far as that is free. The tiles under way while weights are loaded come out of the same
-    budget. Raises ConfigError if nothing is left.
-    """
-    whole = int(PART_OF_FREE * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
-    if whole <= LOADING_BYTES:
-        raise ConfigError(
-            f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
-            "are needed while they are loaded; raise --memory, or the container's limit"
-        )
-    return whole - LOADING_BYTES

@@ -10,12 +10,31 @@ from typing import Final
 
 import psutil
 
+from hepti_mqtt.errors import ConfigError
+
 SYSTEM: Final = Path("/")
+PART_OF_FREE: Final = 0.8
+LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
 
 
 def free_memory(root: Path = SYSTEM) -> int:
     """Return the bytes that are free for this process: of the machine, and in each control group that it is in."""
     return min([int(psutil.virtual_memory().available), *(max(free, 0) for free in _free_in_groups(root))])
+
+
+def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
+    """Return the bytes for weights and live slots together, beside what the idle agent takes.
+
+    It is what was asked for, as far as that is free. The tiles under way while weights are loaded come out of the same
+    budget. Raises ConfigError if nothing is left.
+    """
+    whole = int(PART_OF_FREE * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
+    if whole <= LOADING_BYTES:
+        raise ConfigError(
+            f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
+            "are needed while they are loaded; raise --memory, or the container's limit"
+        )
+    return whole - LOADING_BYTES
 
 
 def cores(root: Path = SYSTEM) -> float:
