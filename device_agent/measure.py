@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
+from device_agent.limits import cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
 from hepti_mqtt.cluster import RATES, profile_from_caps
@@ -44,33 +45,57 @@ _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
 _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measurement
 
 
-def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tuple[Curves, bool]:
-    """Return the curves and whether they come from the cache in `directory`.
+def self_measurement(
+    places: Sequence[Path],
+    workers: Workers,
+    memory_bytes: int,
+    narrow: bool = True,
+    anew: bool = False,
+    keep: Callable[[], bool] = lambda: True,
+) -> tuple[Curves, bool]:
+    """Return the curves and whether they come from a cache: files in `places`, the device's own first.
 
-    A cached measurement counts for the same version, instruction set, CPU and threads, and only if one quick matmul
-    takes about as long as it did then.
+    A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, so also that
+    of another agent of this machine; and only if one quick matmul takes about as long as it did then, and not if it is
+    to be made `anew`. narrow: with narrow weights, whose kernels must be ready. keep: returns whether what was measured
+    goes into the cache.
     """
-    path = directory / "measurement.json"
     key = {
         "version": __version__,
         "isa": isa(),
         "threads": workers.threads,
+        "cores": cores(),
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
     }
-    curves = _cached(path, key)
-    if curves is not None and _still_true(curves, workers):
-        return curves, True
-    curves = measure(workers, memory_bytes)
-    with suppress(OSError):  # then the next start measures again
-        write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
-    return curves, False
+    curves = None if anew else next(filter(None, (_cached(path, key) for path in places)), None)
+    cached = curves is not None and _still_true(curves, workers)
+    if curves is None or not cached:
+        curves = measure(workers, memory_bytes, narrow)
+    elif narrow and not narrow_measured(curves):
+        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers)}, False
+    for path in places if keep() else ():
+        if _cached(path, key) != curves:
+            with suppress(OSError):  # then the next start measures again
+                write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
+    return curves, cached
 
 
-def measure(workers: Workers, memory_bytes: int) -> Curves:
+def measurement_places(own: Path, shared: Path | None, threads: int) -> list[Path]:
+    """Return the files of a device's measurement: in its own directory, and in one that agents of a machine share."""
+    name = f"hepti-measurement-{threads}-{cores():g}.json"
+    return [own / "measurement.json", *([] if shared is None else [shared / name])]
+
+
+def narrow_measured(curves: Curves) -> bool:
+    """Return whether curves are those of every storage of weights."""
+    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(STORAGES)
+
+
+def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
     """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
 
-    memory_bytes: shapes whose weights would take more than a quarter of it are left out.
+    memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
     """
     linear: list[Curves] = []
     begin = time.perf_counter()
@@ -79,11 +104,7 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
         linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
-    k, n = SHAPES[min(_MIDDLE, len(linear) - 1)]
-    for storage in STORAGES[1:]:
-        points = _linear_points(k, n, workers, storage)
-        linear.append({"k": k, "n": n, "points": points, "storage": storage})
-    curves = {
+    curves: Curves = {
         "linear": linear,
         "attention_flops_per_s": _attention(workers),
         "rowwise_bytes_per_s": _rowwise(workers),
@@ -91,8 +112,20 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
         **_frames(),
         **_mesh_frames(),
     }
+    if narrow:
+        linear += _narrow(curves, workers)
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
+
+
+def _narrow(curves: Curves, workers: Workers) -> list[Curves]:
+    """Return the curves of narrow weights."""
+    whole = [curve for curve in curves["linear"] if curve.get("storage", "f32") == "f32"]
+    k, n = SHAPES[min(_MIDDLE, len(whole) - 1)]
+    return [
+        {"k": k, "n": n, "points": _linear_points(k, n, workers, storage), "storage": storage}
+        for storage in STORAGES[1:]
+    ]
 
 
 def _expected(measured: Curves, k: int, n: int) -> float:

@@ -320,7 +320,7 @@ class Shell:
             )
             self._inbox.post(Stop(error, farewell=False))
             return
-        if status.boot == self._boot and status.state == "online":
+        if status.boot == self._boot and status.state != "offline":
             return
         if status.boot == self._boot:
             self._hand_over(Doubt("the broker has published our will"))

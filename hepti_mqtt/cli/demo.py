@@ -159,7 +159,9 @@ def _wait_ready(hepti: Hepti, children: Processes) -> None:
         while True:
             if dead := children.dead():
                 raise ConfigError(f"{', '.join(dead)} ended at once; its last words are above")
-            online = {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} & wanted
+            said = hepti.devices(wait_s=0.5)
+            view.say("start", "; ".join(sorted({output.status_words(d) for d in said if d["status"] == "starting"})))
+            online = {d["device"] for d in said if d["status"] == "online"} & wanted
             if len(online) > known:
                 known = len(online)
                 output.err.print(f"{known} of {len(wanted)} agents online", markup=False)

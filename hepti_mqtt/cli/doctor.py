@@ -17,12 +17,14 @@ from typing import Final, NamedTuple, TypeVar
 import psutil
 from platformdirs import user_cache_path
 
+from device_agent.limits import free_memory
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.config import examples
 from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import isa, warm_up
+from hepti_mqtt.kernels import ahead, isa
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet
 from hepti_mqtt.wire.topics import Topics
 
@@ -65,12 +67,21 @@ def _machine() -> Iterator[Finding]:
     advice = "" if bits == "64" else "use a 64-bit system: there are no wheels for others"
     python = f"Python {platform.python_version()}, {platform.machine()}, {bits} bit"
     yield Finding("machine", f"{python}, {os.cpu_count()} cores", advice, 1 if advice else 0)
-    started = time.perf_counter()
-    warm_up()
-    yield Finding("kernels", f"{isa()}, ready after {time.perf_counter() - started:.1f} s")
-    free = psutil.virtual_memory().available
+    started, threads = time.perf_counter(), os.cpu_count() or 1
+    ahead.fill_cache("all", threads)
+    warm = ahead.load(everything=True)
+    took_s = time.perf_counter() - started
+    kept = f"kept in {ahead.cache_directory()}" if ahead.cache_directory() else "kept nowhere"
+    slow = (
+        ""
+        if ahead.cache_directory()
+        else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
+    )
+    yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
+    free = free_memory()
     little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
+    yield Finding("examples", str(examples.FOLDER))
     cache = user_cache_path("hepti")
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -141,7 +152,9 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
 def _site(text: str, site: str) -> Finding:
     try:
         with Hepti.connect(text, site=site) as hepti:
-            names = [d["device"] for d in hepti.devices(wait_s=1.5) if d["status"] == "online"]
+            found = hepti.devices(wait_s=1.5)
+            names = [d["device"] for d in found if d["status"] == "online"]
+            names += [f"{d['device']} ({output.status_words(d)})" for d in found if d["status"] == "starting"]
             served = hepti.models(timeout=2.0)
     except (NetworkError, WireError) as exc:
         return Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")

@@ -50,7 +50,7 @@ def devices(args: argparse.Namespace) -> int:
         rows.append(
             (
                 d["device"],
-                d["status"],
+                output.status_words(d),
                 d.get("threads", "-"),
                 d.get("isa", "-"),
                 f"{d['memory_budget_bytes'] / output.MIB:.0f}" if "memory_budget_bytes" in d else "-",

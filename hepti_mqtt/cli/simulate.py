@@ -9,6 +9,7 @@ from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
+from hepti_mqtt.config import examples
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
@@ -21,7 +22,7 @@ from hepti_mqtt.spec import Spec
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster = load_site(args.devices_file)
+    cluster = load_site(examples.find("sites", args.devices_file))
     spec = _spec(args.model)
     shape = shape_for(spec, args.tokens)
     cached = f" with a cache of {shape.cache}" if shape.cache else ""

@@ -55,11 +55,16 @@ class Device:
     heartbeat: messages.Heartbeat | None = None
 
     def to_dict(self, name: str) -> dict[str, Any]:
-        """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None)."""
+        """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
+
+        Of a device that is starting also `doing`, `done` and `total`.
+        """
         out: dict[str, Any] = {} if self.caps is None else asdict(self.caps)
         out["device"] = name
         out["status"] = "unknown" if self.status is None else self.status.state
         out["boot"] = 0 if self.status is None else self.status.boot
+        if self.status is not None and self.status.state == "starting":
+            out |= {"doing": self.status.doing, "done": self.status.done, "total": self.status.total}
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
         out["heartbeat"] = _told(self.heartbeat) if current and self.heartbeat is not None else None
         return out

@@ -6,6 +6,7 @@ Whoever starts one of them, from a command line or as a child process, goes by t
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 IN_FLIGHT: Final = 2  # runs at once per model, unless a planner is told otherwise
 BATCH: Final = 16  # requests that one run is of at most; of more, the next ones run while these are answered
+
+
+def host_name() -> str:
+    """Return this host's name without its domain, as a device's id: a container's is different for each."""
+    return socket.gethostname().partition(".")[0].lower()
 
 
 class _Option(NamedTuple):
@@ -63,7 +69,7 @@ _PINS: Final = (
     ),
 )
 _AGENT: Final = (
-    _Option("device", "--id", {"required": True, "metavar": "NAME", "help": "name of this device in topics"}),
+    _Option("device", "--id", {"metavar": "NAME", "help": "name of this device in topics (default: its host's)"}),
     _Option("threads", "--threads", {"type": positive, "help": "threads that compute (default: all cores)"}),
     _Option(
         "memory",
@@ -224,7 +230,7 @@ class AgentOptions:
     @classmethod
     def of(cls, args: argparse.Namespace) -> AgentOptions:
         """Return what the arguments of `add` say."""
-        return cls(**_read(args, _AGENT))
+        return cls(**{**_read(args, _AGENT), "device": args.device or host_name()})
 
     def arguments(self) -> list[str]:
         """Return the arguments that say the same."""

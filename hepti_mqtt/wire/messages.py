@@ -2,7 +2,8 @@
 
 Between planner and agents a message is one msgpack array [code, field, field, ...]; codes are in `CODES`. What a person
 may read (status, capabilities) is a JSON object. A heartbeat is a msgpack array without a code: its topic says what it
-is. Unknown keys of a JSON object are ignored, so that a newer agent can say more; arrays have exactly their fields.
+is. Unknown keys of a JSON object are ignored, so that a newer agent can say more, and what has a default may be left
+out; arrays have exactly their fields.
 """
 
 from __future__ import annotations
@@ -142,10 +143,17 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained word of a device or the planner about itself; boot tells a late will from a new start."""
+    """Retained word of a device or the planner about itself; boot tells a late will from a new start.
 
-    state: Literal["online", "offline"]
+    A device that is starting says what it is doing, and how much of it is done, in steps; of other states they are
+    empty.
+    """
+
+    state: Literal["online", "offline", "starting"]
     boot: int
+    doing: str = ""
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +245,13 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
     Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": checks.count, "peers": peers.names},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
     RequestFailed: {**_REQUEST_KEY, **_WHY},
-    Status: {"state": checks.state, "boot": checks.boot},
+    Status: {
+        "state": checks.state,
+        "boot": checks.boot,
+        "doing": checks.text,
+        "done": checks.count,
+        "total": checks.count,
+    },
     Caps: {
         "device": checks.device_name,
         "boot": checks.boot,
@@ -267,7 +281,11 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "edges": peers.edges,
     },
 }
-_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {Caps: {"endpoint": None}}  # of a JSON object; what it means
+# What may be left out of a JSON object, and what that means.
+_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+    Caps: {"endpoint": None},
+    Status: {"doing": "", "done": 0, "total": 0},
+}
 
 for _cls, _rules in _RULES.items():  # a field without a check must not reach a peer
     if [entry.name for entry in fields(_cls)] != list(_rules):
@@ -363,7 +381,9 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        payload = json.dumps(asdict(message), allow_nan=False).encode()
+        absent = _ABSENT.get(type(message), {})
+        said = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
+        payload = json.dumps(said, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
     return _limit(message, payload)

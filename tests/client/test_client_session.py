@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt.cli.output import status_words
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError
@@ -141,6 +142,10 @@ def test_devices_are_put_together_from_what_they_say(session):
     assert session.devices["a"].to_dict("a")["heartbeat"] is None, "of an earlier start"
     session.heard(T.status("b"), encode_status(Status("offline", 1)), 0.0)
     assert session.devices["b"].to_dict("b")["status"] == "offline"
+    session.heard(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
+    device = session.devices["b"].to_dict("b")
+    assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
+    assert status_words(device) == "starting: compiling kernels 3 of 23"
 
 
 TOPICS = [T.response("m", "me", "q1"), T.planner_status(), T.plan("m"), T.status("a"), T.caps("a"), T.heartbeat("a")]

@@ -89,7 +89,7 @@ class Cached:
         self.patch.setattr(measuring, "_seconds", lambda act: act() or factor * before)
 
     def __call__(self, workers=None):
-        return self_measurement(self.directory, workers or self.workers, 1 << 30)
+        return self_measurement([self.directory / "measurement.json"], workers or self.workers, 1 << 30)
 
 
 @pytest.fixture
@@ -144,3 +144,20 @@ def test_the_cpu_has_a_name():
 def test_what_others_did_while_a_curve_was_measured_is_taken_out():
     assert never_falling([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
     assert never_falling([]) == []
+
+
+def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring, "_still_true", lambda *_: True)
+    first, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, narrow=False)
+    assert not cached
+    assert not measuring.narrow_measured(first)
+    whole, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30)
+    assert not cached
+    assert measuring.narrow_measured(whole)
+    assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
+    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True)
+    again, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, anew=True, keep=lambda: False)
+    assert not cached
+    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
+    assert again != whole

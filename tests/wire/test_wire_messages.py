@@ -80,7 +80,14 @@ MESSAGES = st.one_of(
     st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
-STATUSES = st.builds(Status, st.sampled_from(["online", "offline"]), BOOTS)
+STATUSES = st.builds(
+    Status,
+    st.sampled_from(["online", "offline", "starting"]),
+    BOOTS,
+    st.text(max_size=20),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+)
 CAPS = st.builds(
     Caps,
     NAMES,
@@ -185,6 +192,8 @@ def test_golden_heartbeat_and_status():
     told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": Edge(1, 2, 3, 4, 5, 6, 7, 1, "t")})
     assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162990102030405060701a174")
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
+    starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'
+    assert encode_status(Status("starting", 7, "compiling", 3, 23)) == starting
 
 
 @given(MESSAGES, st.data())
@@ -327,6 +336,9 @@ def test_size_is_limited():
         b'{"state": "online", "boot": "1"}',
         b'{"state": "online", "boot": 1e3}',
         b'{"state": ["online"], "boot": 1}',
+        b'{"state": "waiting", "boot": 1}',
+        b'{"state": "starting", "boot": 1, "done": -1}',
+        b'{"state": "starting", "boot": 1, "doing": 3}',
         b'{"state": "online", "boot": ' + b"9" * 5000 + b"}",
         b"\xff\xfe",
     ],

@@ -46,6 +46,7 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 RETURN_S: Final = 5.0  # when the last device is lost, it has so long to come back before requests are refused
+COMING_S: Final = 5.0  # between two searches that find no plan while devices are starting
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
@@ -185,6 +186,11 @@ class CoordinatorSession:
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
+        if change == "starting":
+            for model in self.slots:  # requests wait for it; those that have come before it were refused
+                if model.active is None and (not model.pinned or model.in_use(now)):
+                    model.plans.want(now + SETTLE_S, now, f"{device} is starting")
+            return [Note("starting", f"{device} is starting")]
         if change == "left":
             out = self._lost(device, "went offline", now)
             if device in self.membership.usable():  # it came back under a new boot counter at once
@@ -198,6 +204,8 @@ class CoordinatorSession:
         for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
             preparing = plans.preparing
+            for record in [r for r in (preparing, plans.active) if r is not None and device in r.plan.devices]:
+                model.falls.fell(device, record.decision.chosen.price.needs.get(device, 0), record.heard_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
                 plans.want(again_at, now, why)
@@ -223,6 +231,9 @@ class CoordinatorSession:
                 continue
             decision = other.held()
             held.update(decision.chosen.price.needs if decision else {})
+        for device, most_bytes in model.falls.most_bytes(now).items():
+            if (member := self.membership.usable().get(device)) is not None and member.caps is not None:
+                held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
         self._number += 1
         return Question(
             naming=Naming(self.site, served.name),
@@ -280,12 +291,18 @@ class CoordinatorSession:
         alone = all(slot.plans.searching is None for slot in self.slots)
         if wanted is None or now < wanted.due_s or not alone or plans.preparing is not None:
             return []
-        if not self.slots.may_search(model, now):
+        if not self.slots.may_search(model, now) or self._awaited(model, now):
             return []
         model.displaced = False
         ticket, question = self._rollout.next_txn(), self._question(model, now)
         plans.search(ticket, question.epoch, now)
         return [Solve(model.served.name, ticket, question, model.active)]
+
+    def _awaited(self, model: ModelState, now: float) -> set[str]:
+        """Return the devices that are starting and without which there is no plan: of pins all, else the first one."""
+        coming, usable = self.membership.coming(now), set(self.membership.usable())
+        pinned = set(model.plans.pins.devices or ())
+        return coming & (pinned - usable) if pinned else coming if not usable else set()
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)
@@ -294,6 +311,12 @@ class CoordinatorSession:
         plans, search = model.plans, model.plans.searching
         if plans.wanted is not None:  # something changed while the search ran: search again
             plans.ended(search, "outdated", now)
+            return []
+        coming = self.membership.coming(now)
+        if event.decision is None and model.active is None and coming:
+            names = ", ".join(sorted(coming))
+            plans.want(now + COMING_S, now, f"there is no plan without {names}, which is starting")
+            plans.ended(search, "no plan", now, str(event.error))
             return []
         if event.decision is None:
             error = event.error or PlanError("no plan")
@@ -381,6 +404,8 @@ class CoordinatorSession:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
                     out += [*self._rollout.suspect(model, run.plan, now), *self._requests.again(model, run)]
             out += self._requests.expire(model, now)
+            if rested := model.falls.rested(now):
+                model.plans.want(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.

@@ -29,6 +29,8 @@ TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so wh
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
+SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
+STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 
 
 # A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
@@ -71,7 +73,7 @@ class Member:
 
     calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
     loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
-    until it starts anew.
+    until it starts anew. starting_s: since when it says that it is starting, None if it does not.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Member:
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
+    starting_s: float | None = None
     refused: str = ""
     unheard: dict[str, float] = field(
         default_factory=dict
@@ -171,16 +174,23 @@ class Membership:
         return self.members.setdefault(name, Member(name))
 
     def status(self, name: str, status: Status, now: float) -> str | None:
-        """Take a status; return "joined", "left" or None. A late will of an earlier boot changes nothing."""
+        """Take a status; return "joined", "left", "starting" or None.
+
+        A late will of an earlier boot changes nothing.
+        """
         member = self.member(name)
         if status.boot < member.boot:
             return None
         was, again = member.usable, status.boot > member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        since = None if again else member.starting_s
+        member.starting_s = None if status.state != "starting" else now if since is None else since
         if again:  # it may have another endpoint, and another way to those of others
             self._forget_unheard(member)
         if was and (again or not member.online):
             return "left"
+        if member.starting_s is not None and since is None:
+            return "starting"
         return "joined" if member.usable and not was else None
 
     def caps(self, name: str, caps: Caps) -> str | None:
@@ -250,6 +260,11 @@ class Membership:
         version = member.caps.version if member.caps is not None else "unknown"
         member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
         return member.refused
+
+    def coming(self, now: float) -> set[str]:
+        """Return the devices that are starting."""
+        starting = (m for m in self.members.values() if m.starting_s is not None and now - m.starting_s <= STARTING_S)
+        return {m.name for m in starting if now - m.seen_s <= SILENT_S}
 
     def refused(self) -> list[str]:
         """Return why devices that are there are not used."""

@@ -13,6 +13,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
+from hepti_mqtt.runtime.planner.falls import Falls
 from hepti_mqtt.runtime.planner.flight import Item, Job, Run
 from hepti_mqtt.runtime.planner.packs import choose, packed
 from hepti_mqtt.runtime.planner.plans import Plans
@@ -45,6 +46,7 @@ class ModelState:
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
     spare: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
+    falls: Falls = field(default_factory=Falls)
     asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     late: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # shapes of late, the last one last
