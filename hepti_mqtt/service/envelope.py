@@ -13,10 +13,10 @@ from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Route, Storage, WireDtype
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.service.limits import MAX_REQUEST_BYTES
 from hepti_mqtt.service.requests import PINS
 from hepti_mqtt.strategies import STRATEGIES
 
-MAX_REQUEST_BYTES: Final = 64_000_000
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
