@@ -5,29 +5,26 @@ Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictur
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
-from hepti_mqtt.service.limits import MAX_SEQUENCES, Characters
+from hepti_mqtt.service.limits import MAX_OUTPUT, MAX_SEQUENCES, Characters
+from hepti_mqtt.service.pictures import decode
 from hepti_mqtt.service.texts import encoded
 from hepti_mqtt.service.values import is_int, kind
 from hepti_mqtt.spec import RequestShape, Want
 
 Floats = npt.NDArray[np.float32]
 
-MAX_PIXELS: Final = 50_000_000
 MAX_TOP_K: Final = 1000
 DEFAULT_TOP_K: Final = 5
 
@@ -41,10 +38,6 @@ PINS: Final = ("strategy", "options", "devices", "wire", "weights", "route")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", *PINS})
 UNKNOWN_SHOWN: Final = 8
 _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
-
-# Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
-_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
 @dataclass(frozen=True)
@@ -71,8 +64,20 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
 
     Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
     is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k, max_new_tokens
-    (of a decoder). Raises RequestError that names what is wrong, ModelError where the checkpoint has no tokenizer.
+    (of a decoder). Raises RequestError that names what is wrong, or more than limits.py allows; ModelError where the
+    checkpoint has no tokenizer.
     """
+    prepared = _prepared(checkpoint, request)
+    rows, columns = checkpoint.spec.output_shape(prepared.shape)
+    if rows * columns > MAX_OUTPUT:
+        raise RequestError(
+            f"the answer would have {rows} x {columns} numbers, and at most {MAX_OUTPUT} are given to one request; "
+            "send less at once"
+        )
+    return prepared
+
+
+def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {kind(request)}')
     unknown = sorted(str(key) for key in request if key not in _KEYS)
@@ -250,7 +255,7 @@ def _pictures(
         raise RequestError("truncate is for texts; leave it out with pictures")
     key = "images" if several else "image"
     resample = _resample(checkpoint)
-    pixels = np.stack([_pixels(name, item, reads, resample) for name, item in _items(key, request[key], several)])
+    pixels = decode(_items(key, request[key], several), reads, resample)
     return (reads.rows,) * len(pixels), pixels
 
 
@@ -260,34 +265,3 @@ def _resample(checkpoint: Checkpoint) -> Image.Resampling:
         return Image.Resampling(value)
     except ValueError as error:
         raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
-
-
-def _pixels(name: str, value: Any, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
-    """Return a picture as uint8 [C, S, S]; mean and std are applied on the device."""
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string of base64, not {kind(value)}")
-    try:
-        data = base64.b64decode("".join(value.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
-            # The size stands in the header: a small file that unpacks to a huge picture ends here.
-            if opened.width * opened.height > MAX_PIXELS:
-                raise RequestError(
-                    f"{name} has {opened.width} x {opened.height} pixels; send at most {MAX_PIXELS} (the model reads "
-                    f"{reads.size} x {reads.size})"
-                )
-            if opened.mode not in _MODES:
-                raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
-            picture = ImageOps.exif_transpose(opened)
-            # Without the detour Pillow warns of a palette's transparency, and drops it just so.
-            picture = picture.convert("RGBA") if "transparency" in picture.info else picture
-            small = picture.convert("RGB").resize((reads.size, reads.size), resample)
-    except RequestError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
-        raise RequestError(
-            f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
-        ) from error
-    return np.ascontiguousarray(np.asarray(small, np.uint8).transpose(2, 0, 1))
