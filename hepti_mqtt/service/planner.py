@@ -136,6 +136,7 @@ class _Planner:
             boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
+            lambda *what: self.inbox.post(events.Unreadable(*what)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
