@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
@@ -69,11 +70,15 @@ class _Ticket:
 class Desk:
     """Turns requests into jobs and results into answers; keeps late answers for requests that come again.
 
-    forecasts: begun with every request, and told in its answer as far as they have come.
+    forecasts: begun with every request, and told in its answer as far as they have come. request_pins: whether requests
+    may pin anything.
     """
 
-    def __init__(self, site: str, models: Mapping[str, Model], forecasts: Forecasts) -> None:
+    def __init__(
+        self, site: str, models: Mapping[str, Model], forecasts: Forecasts, request_pins: RequestPins = "any"
+    ) -> None:
         self._topics = Topics(site)
+        self._request_pins = request_pins
         self._models = models
         self._forecasts = forecasts
         self._room = Room(MAX_WAITING_BYTES)
@@ -100,6 +105,11 @@ class Desk:
         if served is None:
             raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._models))}")
         parts = envelope(data, served.pins)
+        if parts.pins is not None and self._request_pins == "none":
+            raise RequestError(
+                f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
+                "operator"
+            )
         topic = parts.reply_to or self._topics.response(model, client, name)
         if parts.reply_to and not self._topics.response_allowed(parts.reply_to, model, client):
             own = self._topics.responses(client, model).removesuffix("+")

@@ -107,7 +107,7 @@ class _Planner:
         )
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.desk = Desk(config.site, models, self.forecasts)
+        self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
         self.telling = Crew("planner-teller", TELLERS, self._guarded)

@@ -336,3 +336,12 @@ def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, 
     del first, answer
     gc.collect()  # a traceback of the refusal may hold the answer's frame
     assert isinstance(ask(desk, {"ids": [7] * 20}), Job)
+
+
+@pytest.mark.parametrize("pin", [{"strategy": "auto"}, {"weights": "f16"}, {"devices": ["a"]}])
+def test_an_operator_may_forbid_pins(checkpoints, forecasts, pin):
+    desk = Desk("home", {"bert": Model("bert", checkpoints["bert"], Pins())}, forecasts, "none")
+    assert isinstance(ask(desk, {"text": "hello"}), Job)
+    refused = told(ask(desk, {"text": "hello", **pin}))["error"]
+    assert refused["code"] == "bad_request"
+    assert "--request-pins none" in refused["message"]
