@@ -83,6 +83,7 @@ class Attacker:
         self.capturing, self.pause = True, threading.Event()
         self.captured: dict[str, list[tuple[str, bytes]]] = {}
         self.answers: Counter[str] = Counter()
+        self.waiting: set[str] = set()  # ids of our own requests, valid ones, that have no answer
         self.sent: Counter[str] = Counter()
         self._states: queue.SimpleQueue[State] = queue.SimpleQueue()
         self.transport = PahoTransport(
@@ -104,6 +105,7 @@ class Attacker:
             return
         if parsed.kind == "response" and parsed.client == "attacker":
             data = json.loads(payload)
+            self.waiting.discard(parsed.request)
             self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
             return
         if payload and self.capturing:
@@ -179,7 +181,9 @@ def named(attacker: Attacker) -> Iterator[tuple[str, Callable[[], None]]]:
     request, say = TOPICS.request("tiny", "attacker"), attacker.say
 
     def ask(name: str, **data: object) -> None:
-        say(name, request, json.dumps({"id": uuid.uuid4().hex, **data}).encode())
+        own = uuid.uuid4().hex
+        attacker.waiting.add(own)
+        say(name, request, json.dumps({"id": own, **data}).encode())
 
     yield "text of 32 MB, cut", lambda: ask("text of 32 MB, cut", text="warm " * 6_000_000, truncate=True)
     yield "text of 15 MB, cut", lambda: ask("text of 15 MB, cut", text="warm " * 3_000_000, truncate=True)
@@ -229,6 +233,9 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         after_mutations, steps = memory_mb(site), {}
         for name, act in named(attacker):
             act()
+            until = time.monotonic() + PATIENCE_S
+            while attacker.waiting and time.monotonic() < until:
+                attacker.pause.wait(0.05)
             _answers(site, expected)
             steps[name] = memory_mb(site)
     finally:
@@ -239,6 +246,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         "sent": dict(sorted(attacker.sent.items())),
         "mutated": count,
         "answers": dict(sorted(attacker.answers.items())),
+        "unanswered": len(attacker.waiting),
         "requests": dict(asked.outcomes),
         "longest_s": round(asked.longest_s, 2),
         "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
