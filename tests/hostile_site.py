@@ -126,6 +126,11 @@ class Attacker:
                 continue
             return
 
+    def takes_over(self, topic: str, payload: bytes) -> bool:
+        """Return whether a message says that there is a newer planner or agent: by design the one before ends then."""
+        own = [boot_of(t, p) for said in self.captured.values() for t, p in said if t == topic]
+        return boot_of(topic, payload) > max(own, default=0)
+
     def mutated(self) -> tuple[str, str, bytes]:
         """Return kind, topic and payload of a captured message that was changed."""
         pick = self.random
@@ -168,12 +173,12 @@ def _again(data: bytearray, _pick: random.Random) -> bytes:
 MUTATIONS: tuple[Callable[[bytearray, random.Random], bytes], ...] = (_flip, _flip, _cut, _longer, _extreme, _again)
 
 
-def takes_over(topic: str, payload: bytes) -> bool:
-    """Return whether a message says that a newer planner is there: who may say that may end the planner, by design."""
+def boot_of(topic: str, payload: bytes) -> int:
+    """Return the boot counter that a status names, 0 for what is none."""
     try:
-        return topic == TOPICS.planner_status() and messages.decode_status(payload).state == "online"
+        return messages.decode_status(payload).boot if "status" in TOPICS.parse(topic).kind else 0
     except WireError:
-        return False
+        return 0
 
 
 def named(attacker: Attacker) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -259,7 +264,7 @@ def _mutations(attacker: Attacker, count: int) -> None:
     left = count
     while left:
         kind, topic, payload = attacker.mutated()
-        if takes_over(topic, payload):
+        if attacker.takes_over(topic, payload):
             continue
         attacker.say(kind, topic, payload)
         left -= 1
