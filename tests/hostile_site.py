@@ -231,7 +231,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
     try:
         for thread in clients:
             thread.start()
-        poll(lambda: set(attacker.captured) >= KINDS, "a message of every kind")
+        poll(lambda: set(attacker.captured) >= KINDS, f"a message of each of {KINDS}")
         attacker.capturing = False  # from now on much of what is heard is our own
         before = memory_mb(site)
         _mutations(attacker, count)
@@ -293,7 +293,7 @@ def main(count: int, seed: int) -> dict[str, object]:
             site = Site(directory, broker, {"tiny": path})
             attacker = Attacker(broker.url, random.Random(seed))  # before the plans are told
             try:
-                site.planner("--strategy", "row", "--devices", "a,b")
+                site.planner("--strategy", "row", "--devices", "a,b", "--route", "broker")
                 for name in ("a", "b"):
                     site.agent(name, "100MiB")
                 with Hepti.connect(site.url, site=SITE) as hepti:
