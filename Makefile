@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all kernels check lint types imports format pictures parity test-outside bench-overhead \
-	bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-outside test-hostile \
+	bench-overhead bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -53,6 +53,12 @@ parity: $(VENV)/.dev
 # PyTorch and ONNX Runtime as baselines, in an environment of their own.
 test-outside:
 	.ci/outside.sh $(PYTHON)
+
+# Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reliability.md.
+N ?= 20000
+SEED ?= 0
+test-hostile: $(VENV)/.dev
+	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)
 
 bench-overhead: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/overhead.py

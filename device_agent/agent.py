@@ -47,11 +47,13 @@ from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
 from hepti_mqtt.transport.mesh import Mesh, MeshEvent, mesh_possible
+from hepti_mqtt.wire.limits import low_limit
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
+DOUBTED_BYTES: Final = 1 << 20  # and that large where it says (MQTT 5) that it takes it
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
@@ -393,19 +395,24 @@ class _Agent:
 
     def _largest_packet(self, link: LinkUp) -> tuple[int | None, int | None]:
         """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
-        if link.largest_packet_bytes is not None:
-            return link.largest_packet_bytes, link.largest_packet_bytes
-        if link.protocol == 5:
-            return MAX_PACKET_BYTES, None
+        said = link.largest_packet_bytes
+        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
+        wanted = WANTED_BYTES if link.protocol != 5 else min(said or DOUBTED_BYTES, DOUBTED_BYTES)
         if self._largest is None:
             config = self._config
             client, topic = f"hepti-{config.site}-{config.device_id}-size", self._topics.probe(config.device_id)
             try:
-                self._largest = largest_packet(config.url, client_id=client, topic=topic, wanted_bytes=WANTED_BYTES)
+                self._largest = largest_packet(config.url, client_id=client, topic=topic, wanted_bytes=wanted)
             except HeptiError as exc:
                 self._complaints.add("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
-                return None, None
-        return self._largest, self._largest if self._largest < WANTED_BYTES else None
+                return said, said
+            if self._largest < wanted:
+                self._complaints.add("packet_limit", low_limit(self._largest, config.url.place))
+        if self._largest < wanted:
+            return self._largest, self._largest
+        if link.protocol == 5:
+            return (MAX_PACKET_BYTES, None) if said is None else (said, said)
+        return self._largest, None
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 WANTED_BYTES: Final = 32 << 20
 LARGE_BYTES: Final = 1 << 20
+ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
 LITTLE_BYTES: Final = 256 << 20
 PATIENCE_S: Final = 10.0
@@ -99,20 +100,22 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
         name = "doctor"
     topic = Topics(site).probe(name)
     try:
-        small_s, large_s = _echoes(url, topic)
-        held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
-        yield Finding("round trip", f"{small_s * 1e3:.2f} ms, 1 MiB {large_s * 1e3:.1f} ms", held)
+        # First, since a broker may drop without a word what is over its limit.
         largest = largest_packet(url, client_id="hepti-doctor-size", topic=topic, wanted_bytes=WANTED_BYTES)
-        low = f"set max_packet_size {WANTED_BYTES} in the broker's configuration" if largest < WANTED_BYTES else ""
-        yield Finding("largest packet", f"{largest} bytes", low)
+        low = f"set max_packet_size {WANTED_BYTES} (and message_size_limit 0) in the broker's configuration"
+        large = min(LARGE_BYTES, largest - len(topic) - ROOM_BYTES)
+        small_s, large_s = _echoes(url, topic, large)
+        held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
+        yield Finding("round trip", f"{small_s * 1e3:.2f} ms, {large / 2**20:.3g} MiB {large_s * 1e3:.1f} ms", held)
+        yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")
     except HeptiError as exc:
         yield Finding("broker", f"{url.place}: {exc}", "mend this first", exc.exit_code)
         return
     yield _site(text, site)
 
 
-def _echoes(url: BrokerUrl, topic: str) -> tuple[float, float]:
-    """Return seconds of a small and of a 1 MiB message to the broker and back, medians of a few."""
+def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
+    """Return seconds of a small and of a large message to the broker and back, medians of a few."""
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     states: queue.SimpleQueue[State] = queue.SimpleQueue()
     transport = PahoTransport(
@@ -122,7 +125,7 @@ def _echoes(url: BrokerUrl, topic: str) -> tuple[float, float]:
         transport.connect()
         transport.subscribe([(topic, 0)])
         _wait(states.get, lambda state: isinstance(state, Subscribed))
-        return _echo(transport, topic, heard, 64), _echo(transport, topic, heard, LARGE_BYTES)
+        return _echo(transport, topic, heard, 64), _echo(transport, topic, heard, large_bytes)
     finally:
         transport.close()
 

@@ -15,10 +15,12 @@ from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.cluster.profiles import plausible, profile_from_caps
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program
+from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, believed
 from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
@@ -35,18 +37,23 @@ from hepti_mqtt.simulate import (
 )
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import lowered, programs
+from hepti_mqtt.wire.messages import Heartbeat
 
 
 def devices(args: argparse.Namespace) -> int:
     """Print every device of the site with what it said of itself."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
+    refused = {d["device"]: why for d in found if (why := _refused(d)) is not None}
     if args.json:
-        output.print_json({"site": args.site, "devices": found})
+        output.print_json({"site": args.site, "devices": [{**d, "refused": refused.get(d["device"])} for d in found]})
         return 0
     rows = []
     for d in found:
         hb = d.get("heartbeat") or {}
+        if d["device"] in refused:
+            rows.append((d["device"], "refused", *["-"] * 10))
+            continue
         rows.append(
             (
                 d["device"],
@@ -78,6 +85,11 @@ def devices(args: argparse.Namespace) -> int:
         "hears directly",
     )
     output.print_table(f"site {args.site}", columns, rows)
+    for device, why in refused.items():
+        print(f"{device} is not used: {why}")
+    for d in found:
+        if (wrong := _doubted(d)) is not None:
+            print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
     print_edges(found)
     return 0
 
@@ -118,6 +130,24 @@ def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
         columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
         output.print_table("directly between devices", columns, rows)
     output.print_lines(lines)
+
+
+def _refused(device: Mapping[str, Any]) -> str | None:
+    """Return why no plan uses a device, by the planner's own rules; None if its numbers can be right."""
+    if "curves" not in device:
+        return None
+    try:
+        plausible("memory_budget_bytes", device["memory_budget_bytes"], 0, MEMORY_BYTES)
+        profile_from_caps(device["device"], device["curves"], device["memory_budget_bytes"], 1.0)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its capabilities cannot be right ({str(error)[:200]}); restart the agent there, or update it"
+    return None
+
+
+def _doubted(device: Mapping[str, Any]) -> str | None:
+    """Return what the planner does not believe of a device that it uses; None if there is nothing."""
+    heartbeat = device.get("heartbeat")
+    return None if heartbeat is None else believed(Heartbeat(**heartbeat))[1]
 
 
 def _gflops(device: Mapping[str, Any]) -> float:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
@@ -44,6 +44,9 @@ class _Pending:
     publication: Publication
     token: object
     since_s: float
+
+
+DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
 
 
 @dataclass(slots=True)
@@ -190,13 +193,17 @@ class ClientSession:
     def _device(self, topic: Parsed, payload: bytes) -> None:
         if not payload:
             return
-        device = self.devices.setdefault(topic.device, Device())
+        device = self.devices.get(topic.device, Device())
         if topic.kind == "status":
             device.status = messages.decode_status(payload)
         elif topic.kind == "caps":
             device.caps = messages.decode_caps(payload)
         else:
             device.heartbeat = messages.decode_heartbeat(payload)
+        if topic.device not in self.devices and len(self.devices) >= DEVICES:
+            self.counters["devices beyond"] += 1
+            return
+        self.devices[topic.device] = device
 
 
 def _plain(value: Any) -> Any:

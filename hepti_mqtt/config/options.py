@@ -21,6 +21,8 @@ from hepti_mqtt.plan import Route, Storage, WireDtype
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
 
+RequestPins = Literal["any", "none"]
+REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
 IN_FLIGHT: Final = 2  # runs at once per model, unless a planner is told otherwise
 BATCH: Final = 16  # requests that one run is of at most; of more, the next ones run while these are answered
 
@@ -107,6 +109,15 @@ _MODEL: Final = _Option(
     },
 )
 _PLANNER: Final = (
+    _Option(
+        "request_pins",
+        "--request-pins",
+        {
+            "choices": REQUEST_PINS,
+            "default": "any",
+            "help": "whether requests may pin strategy, devices, wire or weights for themselves (default any)",
+        },
+    ),
     _Option(
         "in_flight",
         "--in-flight",
@@ -247,6 +258,7 @@ class PlannerOptions:
     batch: int = BATCH
     batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
+    request_pins: RequestPins = "any"
 
     @staticmethod
     def add(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Route, Storage, WireDtype
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.service.limits import MAX_ITEMS, MAX_REQUEST_BYTES
 from hepti_mqtt.service.requests import PINS
 from hepti_mqtt.strategies import STRATEGIES
 
-MAX_REQUEST_BYTES: Final = 64_000_000
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
@@ -40,6 +40,12 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     """Return the JSON object of a request; raises RequestError for anything else."""
     if len(payload) > MAX_REQUEST_BYTES:
         raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+    items = payload.count(b",") + payload.count(b"[") + payload.count(b"{")
+    if items > MAX_ITEMS:
+        raise RequestError(
+            f"the request has {items} commas and brackets, which is over the limit of {MAX_ITEMS}; send less at once, "
+            "or the beginning of a text that is to be cut"
+        )
     try:
         data = json.loads(payload)
     except (ValueError, RecursionError) as error:

@@ -33,9 +33,10 @@ from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.service.alone import require_alone
+from hepti_mqtt.service.alone import require_alone, warn_of_low_limit
 from hepti_mqtt.service.boot import next_boot
 from hepti_mqtt.service.config import PlannerConfig
+from hepti_mqtt.service.crew import Crew
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
@@ -59,9 +60,11 @@ TICK_S: Final = 0.25
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 UNREAD: Final = 256  # requests that wait for the desk
-UNREAD_BYTES: Final = 256 << 20
+UNREAD_BYTES: Final = 64 << 20
 UNTOLD: Final = 4096  # requests beyond, which wait to be refused
-UNTOLD_BYTES: Final = 64 << 20
+UNTOLD_BYTES: Final = 32 << 20
+READERS: Final = 2  # threads: what one client asks is read by one of them at a time
+TELLERS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
 DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
@@ -80,6 +83,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         require_alone(config.url, config.site)
+        warn_of_low_limit(config.url, config.site, config.log)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
@@ -103,9 +107,10 @@ class _Planner:
         )
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.desk = Desk(config.site, models, self.forecasts)
+        self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        self.errands: Inbox[Callable[[], None] | None] = Inbox(UNREAD, UNREAD_BYTES)
+        self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
+        self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
         self.failure: HeptiError | None = None
@@ -132,6 +137,7 @@ class _Planner:
             boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
+            lambda *what: self.inbox.post(events.Unreadable(*what)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
@@ -169,9 +175,15 @@ class _Planner:
 
     def _asked(self, asked: Asked) -> None:
         now = time.monotonic()
-        if self.errands.offer(partial(self._read, asked, now), len(asked.payload)):
-            return
-        error = OverloadedError(f"{UNREAD} requests wait to be read already; try again later")
+        self.reading.offer(
+            asked.client, partial(self._read, asked, now), len(asked.payload), partial(self._no_room, asked)
+        )
+
+    def _no_room(self, asked: Asked) -> None:
+        error = OverloadedError(
+            f"{UNREAD} requests, or {UNREAD_BYTES >> 20} MB of them, wait to be read already, most of them those of "
+            f"{asked.client}; try again later"
+        )
         # To find a request's id all of it is parsed, which is no work for this thread either.
         if not self.refusals.offer(partial(self._turn_away, asked, error), len(asked.payload)):
             self._dropped("untold", f"a request of {asked.client}, unanswered")
@@ -187,7 +199,7 @@ class _Planner:
     def _turn_away(self, asked: Asked, error: HeptiError) -> None:
         self._reply(self.desk.refuse_unread(asked.model, asked.client, asked.payload, error))
 
-    # -- desk thread ------------------------------------------------------------------------------------------------
+    # -- desk threads -----------------------------------------------------------------------------------------------
 
     def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
         while (errand := errands.get()) is not None:
@@ -238,7 +250,6 @@ class _Planner:
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
         threads = [
-            threading.Thread(target=self._work, args=(self.errands,), name="planner-desk", daemon=True),
             threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self._search_work, name="planner-search", daemon=True),
@@ -249,9 +260,12 @@ class _Planner:
             self.control.connect()
             for thread in threads:
                 thread.start()
+            self.reading.start()
+            self.telling.start()
             self._serve(stop)
         finally:
-            self.errands.post(None)
+            self.reading.close()
+            self.telling.close()
             self.refusals.post(None)
             self.searches.put(None)
             self.forecasts.close()
@@ -299,13 +313,14 @@ class _Planner:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
         elif isinstance(command, commands.Answer) and command.job.computes:
-            self.errands.post(partial(self._tell, command))
+            self.telling.post(command.job.key.client, partial(self._tell, command))
         elif isinstance(command, commands.Answer):  # here the forecast is the answer
-            self.forecasts.then(command.stats, partial(self.errands.post, partial(self._tell, command)))
+            tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
+            self.forecasts.then(command.stats, tell)
         elif isinstance(command, commands.Token):
-            self.errands.post(lambda: self._reply(self.desk.token(command)))
+            self.telling.post(command.job.key.client, lambda: self._reply(self.desk.token(command)))
         elif isinstance(command, commands.Refuse):
-            self.errands.post(lambda: self._reply(self.desk.refuse(command)))
+            self.telling.post(command.job.key.client, lambda: self._reply(self.desk.refuse(command)))
         elif isinstance(command, commands.Solve):
             self.searches.put(command)
         elif isinstance(command, commands.SendTiles):

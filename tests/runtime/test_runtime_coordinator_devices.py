@@ -8,7 +8,7 @@ import pytest
 from scripted_site import CURVES, LOST_S, SPEC, Site, caps, everyone, heartbeat
 
 from hepti_mqtt.cluster import Link, PeerLink
-from hepti_mqtt.errors import PlanError, RemoteError
+from hepti_mqtt.errors import ModelError, PlanError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner import commands, events
@@ -179,6 +179,26 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
     site.tick(RETRY_S + 0.1)
     site.ready()
     assert site.session.plan("m") is not None, "it tries again after a while"
+
+
+def test_weights_that_cannot_be_read_end_the_requests_that_wait_at_once() -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1", within=1000)
+    site.tick(1.1)
+    assert site.prepares()
+    cut = ModelError("the file ends early")
+    site.event(events.Unreadable("m", "b", cut))
+    assert "r1" not in site.errors, "the plan is not for that device"
+    site.event(events.Unreadable("m", "a", cut))
+    assert site.errors["r1"] is cut
+    site.submit("r2", within=1000)
+    site.tick(RETRY_S + 0.1)
+    site.event(events.Unreadable("m", "a", cut))
+    assert site.errors["r2"] is cut
+    site.tick(RETRY_S + 0.1)
+    site.ready()
+    assert site.session.plan("m") is not None, "the file may be whole again"
 
 
 def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> None:

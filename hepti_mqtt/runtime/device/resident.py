@@ -14,6 +14,7 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.executor import Bound
+from hepti_mqtt.runtime.device.plausible import check_prepare
 from hepti_mqtt.simulate import PROGRAMS, SESSIONS_BESIDE, loading_total, most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import peers, programs_digest, resident_weights
@@ -93,9 +94,10 @@ def _unreadable(message: Prepare, error: Exception) -> WireError:
 
 
 def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
-    """Return what a device will keep for a Prepare; raises WireError for a plan that cannot be read."""
+    """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+        check_prepare(device, plan, spec, message.shapes, message.in_flight)
         refs = resident_weights(spec, plan, device)
         live = most_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
 from hepti_mqtt.runtime.device.building import Building, next_step
@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.device.early import EarlyFrames
 from hepti_mqtt.runtime.device.epochs import Epochs, Key
 from hepti_mqtt.runtime.device.events import Built
 from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
+from hepti_mqtt.runtime.device.plausible import check_shape
 from hepti_mqtt.runtime.device.resident import Resident
 from hepti_mqtt.runtime.device.sessions import SessionLostError, Sessions
 from hepti_mqtt.runtime.publish import Publish
@@ -143,6 +144,11 @@ class Runs:
         session = decode_session(frame)
         bound = resident.bound.get(shape)
         if bound is None:
+            try:
+                check_shape(resident.spec, shape)
+            except PlanError as error:
+                self.end(frame.admission)
+                return [self._refused(frame, error.code, str(error))]
             self._building.wait(frame, shape)
             return []
         resident.bound.move_to_end(shape)
@@ -151,8 +157,7 @@ class Runs:
             states = self._states(resident, bound, session, inputs, shape)
         except SessionLostError as error:
             self.end(frame.admission)
-            text = f"{self._device}: {error}"
-            return [self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, "session", text))]
+            return [self._refused(frame, "session", str(error))]
         self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
@@ -161,6 +166,10 @@ class Runs:
         for early in self._early.take(frame.admission):
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
+
+    def _refused(self, frame: Frame, code: str, text: str) -> Command:
+        text = f"{self._device}: {text}"
+        return self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, code, text))
 
     def _states(
         self, resident: Resident, bound: Bound, session: Session, inputs: Array, shape: RequestShape

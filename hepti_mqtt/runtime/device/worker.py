@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
-from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.errors import HeptiError, PlanError, WireError
 from hepti_mqtt.runtime.device.commands import Command, Complain, Load, Study, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.device.epochs import EndEvent, Epochs, Key
 from hepti_mqtt.runtime.device.events import (
@@ -37,6 +38,8 @@ from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Topics
+
+ASKED: Final = 32  # plans that wait to be studied
 
 
 class WorkerSession:
@@ -123,6 +126,9 @@ class WorkerSession:
         if (known := self.epochs.get(*key)) is not None:
             known.txn = message.txn
             return self._ready_if_complete(known)
+        if key not in self._asked and len(self._asked) >= ASKED:
+            text = f"{self.device} has {ASKED} plans to study already"
+            return [self._failed(message.txn, key, PlanError.code, text, 0)]
         studied, self._asked[key] = key in self._asked, message
         return [] if studied else [*self._mesh.admit(key, message), Study(message)]
 

@@ -30,6 +30,7 @@ from hepti_mqtt.runtime.planner.events import (
     Solved,
     Submit,
     Tick,
+    Unreadable,
     UpFrame,
     UpMessage,
 )
@@ -89,6 +90,7 @@ class CoordinatorSession:
             Submit: self._submit,
             Solved: self._solved,
             Pin: self._pin,
+            Unreadable: self._rollout.unreadable,
             Connection: self._connection,
             Tick: self._tick,
         }

@@ -11,6 +11,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, ShowPlan
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
+from hepti_mqtt.runtime.planner.events import Unreadable
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.plans import PlanRecord
 from hepti_mqtt.runtime.planner.slots import Slots
@@ -193,6 +194,16 @@ class Rollout:
         # Each refusal makes the next question tighter, so this ends.
         model.spare[device] = model.spare.get(device, 0) + max(message.missing_bytes, 1 << 20)
         plans.want(now + SETTLE_S, now, f"{device} lacks memory", forced=True)
+        return out
+
+    def unreadable(self, event: Unreadable, now: float) -> list[CoordinatorCommand]:
+        """Give up the plans that wait for weights which cannot be read: it makes no sense to try again at once."""
+        out: list[CoordinatorCommand] = []
+        for model in self._slots.of(event.model):
+            record = model.plans.preparing
+            if record is not None and record.state == "preparing" and event.device in record.plan.devices:
+                model.refusals = REFUSALS
+                out += self._failed(model, record, "refused", event.error, now)
         return out
 
     def _swap(
