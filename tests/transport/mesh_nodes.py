@@ -13,15 +13,15 @@ PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it
 class Node:
     """A mesh, and what it has told: messages as (peer, topic, bytes), and events."""
 
-    def __init__(self, user, port=0, **options):
-        self.user, self.fingerprint = user, ""
+    def __init__(self, user, port=0, host=HOST, **options):
+        self.user, self.host, self.fingerprint = user, host, ""
         self.messages = []
         self.events = []
-        self.mesh = Mesh(HOST, port, user=user, on_message=self.hear, on_event=self.events.append, **options)
+        self.mesh = Mesh(host, port, user=user, on_message=self.hear, on_event=self.events.append, **options)
 
     @property
     def place(self):
-        return Place(HOST, self.mesh.port, self.fingerprint)
+        return Place(self.host, self.mesh.port, self.fingerprint)
 
     def hear(self, peer, topic, payload):
         self.messages.append((peer, topic, bytes(payload)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -223,3 +224,61 @@ def test_counts_of_peers_are_bounded(nodes, monkeypatch):
 
 def test_this_machine_can():
     assert mesh_possible()
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_of_connections_and_meshes():
+    """Descriptors and threads after many plans and restarts are those from before."""
+    before = descriptors(), threading.active_count()
+    a = Node("a")
+    held = None
+    for epoch in range(20):
+        b = Node("b")
+        try:
+            for key in range(3):
+                subscribe(b, a, ("bert", key), f"token {epoch} {key}")
+            pump((a, b), joined(b, 3))
+            a.mesh.publish(topic("a"), bytes(10_000))
+            pump((a, b), lambda b=b: b.messages)
+            for key in range(3):
+                b.mesh.leave("a", ("bert", key))
+                a.mesh.expel("b", ("bert", key))
+            pump((a,), lambda: not a.mesh._endpoint.busy())
+        finally:
+            b.mesh.close()
+        held = held or descriptors()
+    assert descriptors() == held
+    a.mesh.close()
+    assert (descriptors(), threading.active_count()) == before
+
+
+def test_a_port_that_is_taken_leaves_nothing_behind():
+    with socket.create_server((HOST, 0)) as taken:
+        before = descriptors()
+        with pytest.raises(OSError, match="in use"):
+            Node("a", port=taken.getsockname()[1])
+        assert descriptors() == before
+
+
+def has_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback interface")
+def test_devices_may_have_addresses_of_ipv6():
+    a, b = Node("a", host="::1"), Node("b", host="::1")
+    try:
+        subscribe(b, a)
+        pump((a, b), joined(b))
+        a.mesh.publish(topic("a"), b"six")
+        pump((a, b), lambda: b.messages)
+    finally:
+        a.mesh.close()
+        b.mesh.close()

@@ -170,6 +170,14 @@ def test_who_says_goodbye_is_not_counted(site):
     assert site.endpoint.sent_away == 0
 
 
+def test_a_reset_is_not_an_offence(site):
+    client = site.let_in()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    site.until(lambda: not site.endpoint.busy())
+    assert site.endpoint.sent_away == 0
+
+
 def test_a_client_that_comes_again_takes_the_place_of_its_old_connection(site):
     old, other = site.let_in("b", client="one"), site.let_in("c", client="one")
     anonymous = [site.let_in("b"), site.let_in("b")]

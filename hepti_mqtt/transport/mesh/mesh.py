@@ -52,6 +52,11 @@ class Mesh:
     ) -> None:
         self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
         self._edges: dict[str, Edge] = {}
+        # First, because it may fail and leaves nothing behind then.
+        self._endpoint = Endpoint(
+            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
+        )
+        self.port = self._endpoint.port
         self._peers: dict[str, Peer] = {}
         self._by_fd: dict[int, Peer] = {}
         self._eager: list[Peer] = []  # have read some of what came, and not all
@@ -71,10 +76,6 @@ class Mesh:
             buffers=Buffers(),
             secure=tls.ask if tls else None,
         )
-        self._endpoint = Endpoint(
-            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
-        )
-        self.port = self._endpoint.port
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
         self._helper.start()
