@@ -14,14 +14,16 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
+from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cluster import RATES, profile_from_caps
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]
@@ -35,6 +37,7 @@ WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into w
 BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
+MESH_SIZES: Final = (256, 1 << 18)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -48,7 +51,13 @@ def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tu
     takes about as long as it did then.
     """
     path = directory / "measurement.json"
-    key = {"version": __version__, "isa": isa(), "threads": workers.threads, "cpu": cpu_model()}
+    key = {
+        "version": __version__,
+        "isa": isa(),
+        "threads": workers.threads,
+        "cpu": cpu_model(),
+        "mesh": mesh_possible(),
+    }
     curves = _cached(path, key)
     if curves is not None and _still_true(curves, workers):
         return curves, True
@@ -80,6 +89,7 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
         "rowwise_bytes_per_s": _rowwise(workers),
         "op_overhead_s": _op_overhead(workers),
         **_frames(),
+        **_mesh_frames(),
     }
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
@@ -253,3 +263,17 @@ def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: 
         while read < start + len(piece):
             read += far.recv_into(received[read : start + len(piece)])
     return decode(received).array()
+
+
+def _mesh_frames() -> Curves:
+    """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
+    if not mesh_possible():
+        return {}
+    try:
+        with OwnMesh() as mesh:
+            bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
+            small, large = (_seconds(partial(mesh.round, body)) / 2 for body in bodies)
+    except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
+        return {}
+    rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)
+    return {"mesh_frame_s": small, "mesh_copy_bytes_per_s": min(rate, RATES[1])}

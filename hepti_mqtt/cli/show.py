@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
@@ -153,6 +154,7 @@ def plan(args: argparse.Namespace) -> int:
         draw_plan(args, played)
         if load is not None and not args.json:
             output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
+            output.print_lines(instead(args.site, played.spec, played.plan, played.shape, cluster))
             explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
 
@@ -181,6 +183,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             "*" if place == 0 else "",
             c["name"],
             ", ".join(c["devices"]),
+            c["route"],
             f"{c['predicted_ms']:.1f}",
             f"{c['expected_ms']:.1f}",
             c["bytes"],
@@ -192,7 +195,9 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     ]
     if rows:
         output.print_table(
-            f"plans for {model}", ("", "strategy", "devices", "predicted ms", "expected ms", "bytes", "fits"), rows
+            f"plans for {model}",
+            ("", "strategy", "devices", "route", "predicted ms", "expected ms", "bytes", "fits"),
+            rows,
         )
     active = shown.get("active")
     if active is None:
@@ -207,6 +212,8 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
     kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
+    if plan["relayed"]:
+        kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     return f"epoch {epoch}, head {plan['head']}, {kept}"
 
 

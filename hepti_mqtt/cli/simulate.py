@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
@@ -36,6 +37,7 @@ def simulate(args: argparse.Namespace) -> int:
         devices=pins.devices,
         wire=pins.wire,
         storage=pins.storage,
+        route=pins.route,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
@@ -44,6 +46,7 @@ def simulate(args: argparse.Namespace) -> int:
         {
             "strategy": c.name,
             "devices": list(c.plan.devices),
+            "route": c.plan.route,
             "predicted_ms": c.price.seconds * 1e3,
             "bytes": c.price.nbytes,
             "feasible": c.price.feasible,
@@ -63,11 +66,21 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     output.print_table(
         f"{args.model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "predicted ms", *(["requests/s"] if load else []), "bytes", "MiB per device", "fits"),
+        (
+            "strategy",
+            "devices",
+            "route",
+            "predicted ms",
+            *(["requests/s"] if load else []),
+            "bytes",
+            "MiB per device",
+            "fits",
+        ),
         [
             (
                 c.name,
                 ", ".join(c.plan.devices),
+                c.plan.route,
                 f"{c.price.seconds * 1e3:.1f}",
                 *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
                 c.price.nbytes,
@@ -83,6 +96,7 @@ def simulate(args: argparse.Namespace) -> int:
             [f"{chosen.method}: latency alone {decision.chosen.price.seconds * 1e3:.1f} ms; {load.text()}"]
         )
     if played is not None and args.explain:
+        output.print_lines(instead(args.site, spec, chosen, question.shape, cluster))
         explain_plan(played, args.layer)
     return 0
 

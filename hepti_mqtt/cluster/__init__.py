@@ -2,12 +2,14 @@
 
 from hepti_mqtt.cluster.profiles import (
     FAST_BYTES_PER_S,
+    RATES,
     Cluster,
     Curve,
     DeviceProfile,
     Link,
     PeerLink,
     cluster_of,
+    peer_links_of,
     plausible,
     profile_from_caps,
 )
@@ -18,6 +20,7 @@ __all__ = [
     "BROKER_IN",
     "BROKER_OUT",
     "FAST_BYTES_PER_S",
+    "RATES",
     "Cluster",
     "Curve",
     "DeviceProfile",
@@ -26,6 +29,7 @@ __all__ = [
     "Way",
     "Ways",
     "cluster_of",
+    "peer_links_of",
     "plausible",
     "profile_from_caps",
 ]

@@ -20,6 +20,9 @@ FAST_BYTES_PER_S: Final = 250e6
 RATES: Final = (1e4, 1e16)
 SECONDS: Final = (1e-9, 3600.0)
 MOST_CURVES: Final = 64
+# Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
+MESH_FRAME_S: Final = 40e-6
+MESH_COPY_BYTES_PER_S: Final = 4e9
 MOST_POINTS: Final = 64
 
 
@@ -63,8 +66,8 @@ class DeviceProfile:
     slowdown: float = 1.0
     frame_s: float = 100e-6
     copy_bytes_per_s: float = 2e9
-    mesh_frame_s: float = 40e-6
-    mesh_copy_bytes_per_s: float = 4e9
+    mesh_frame_s: float = MESH_FRAME_S
+    mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
 
     def seconds(self, work: Work) -> float:
         """Return the predicted time of one op."""
@@ -146,6 +149,17 @@ def cluster_of(
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
+def peer_links_of(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, PeerLink]:
+    """Return the links of pairs as devices have measured them; told: by device, then by the peer that it sends to.
+
+    A pair of which one end alone has told is alike both ways. Who is no key is not there.
+    """
+    found = {(s, t): link for s, links in told.items() for t, link in links.items() if t in told and s != t}
+    for (source, target), link in [*found.items()]:
+        found.setdefault((target, source), link)
+    return found
+
+
 def plausible(what: str, value: Any, low: float, high: float) -> float:
     """Return a number that a device may tell of itself; raises ValueError that names it and its range."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
@@ -169,6 +183,11 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
         op_overhead_s=plausible("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
         frame_s=plausible("frame_s", curves["frame_s"], 0.0, 1.0),
         copy_bytes_per_s=plausible("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
+        # An agent without an endpoint has not measured these.
+        mesh_frame_s=plausible("mesh_frame_s", curves.get("mesh_frame_s", MESH_FRAME_S), 0.0, 1.0),
+        mesh_copy_bytes_per_s=plausible(
+            "mesh_copy_bytes_per_s", curves.get("mesh_copy_bytes_per_s", MESH_COPY_BYTES_PER_S), *RATES
+        ),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
     )

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from hepti_mqtt.config.argument_types import mbit, named_directory, names, positive, size
 from hepti_mqtt.config.settings import Settings
@@ -57,7 +57,9 @@ _PINS: Final = (
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
-    _Option("route", "--route", {"choices": get_args(Route), "help": "pin who carries exchanges between devices"}),
+    _Option(
+        "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
+    ),
 )
 _AGENT: Final = (
     _Option("device", "--id", {"required": True, "metavar": "NAME", "help": "name of this device in topics"}),
@@ -158,7 +160,7 @@ class PinOptions:
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
     weights: Storage | None = None
-    route: Route | None = None
+    route: Route | Literal["auto"] | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -174,7 +176,8 @@ class PinOptions:
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
         options = {"variant": self.variant} if self.variant else {}
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", self.route)
+        route = None if self.route == "auto" else self.route
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
 
 
 @dataclass(frozen=True, slots=True)

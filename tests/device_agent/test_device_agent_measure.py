@@ -6,6 +6,7 @@ from device_agent import measure as measuring
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import Workers, warm_up
+from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.work import Work
 
@@ -39,6 +40,9 @@ def test_the_planner_can_read_it_after_the_wire(curves):
     assert 0 < profile.op_overhead_s < 0.1
     assert profile.frame_s > 0
     assert profile.copy_bytes_per_s > 0
+    assert {"mesh_frame_s", "mesh_copy_bytes_per_s"} <= set(curves) or not mesh_possible()
+    assert 0 < profile.mesh_frame_s < 0.1
+    assert profile.mesh_copy_bytes_per_s > 0
 
 
 def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):

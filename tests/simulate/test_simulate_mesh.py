@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from sites import FAMILIES, always, plan, request, tensors
+from swarm import Swarm
 from test_simulate_clock import LATENCY, NAMING, RATE, SHAPE, SLOT, SPEC, relay, site
 
 from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link, PeerLink, Ways
@@ -15,6 +17,7 @@ from hepti_mqtt.program import Builder, Program, Send
 from hepti_mqtt.simulate import sent_bytes, simulate
 from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.links import Links
+from hepti_mqtt.strategies import programs
 
 SIZE = 1000
 NAMES = ("d0", "d1", "d2", "d3")
@@ -126,6 +129,22 @@ def test_bytes_are_those_of_a_publish_to_each_receiver():
     assert played.nbytes == sent_bytes(NAMING, SPEC, SHAPE, parts)
     plain = sent_bytes(NAMING, SPEC, SHAPE, relay(4))
     assert played.nbytes == plain + sum(expected) - 1, "d3 instead of all in the topic of the one that stays"
+
+
+@pytest.mark.parametrize("method", [("row", {"variant": "kv"}), ("two_d", {"x": "2"})], ids=["row", "two_d"])
+def test_devices_count_what_the_simulator_does(method):
+    spec = FAMILIES["bert-embedding"]
+    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0, 1.0)), route="mesh", relayed=(("d0", "d2"), ("d0", "d3")))
+    swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(4)}, decider=always(fixed))
+    shape, inputs = request(spec, (13, 4))
+    swarm.submit("r", shape, inputs)
+    swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))
+    [(_, stats)] = swarm.answers["r"]
+    assert swarm.direct
+    parts = programs(spec, fixed, shape)
+    assert sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats) == sent_bytes(NAMING, spec, shape, parts)
+    played = simulate(NAMING, spec, shape, parts, site(*parts))
+    assert {n: u.sent_bytes for n, u in played.devices.items()} == dict(stats[0].sent_bytes)
 
 
 def test_taking_and_sending_cost_what_they_do_over_mesh():

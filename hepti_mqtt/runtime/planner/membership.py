@@ -16,6 +16,7 @@ from hepti_mqtt.cluster import (
     Link,
     PeerLink,
     cluster_of,
+    peer_links_of,
     plausible,
     profile_from_caps,
 )
@@ -278,5 +279,5 @@ class Membership:
         return replace(
             cluster,
             endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
-            peer_links={(n, p): link for n, m in usable.items() for p, link in m.peer_links().items() if p in usable},
+            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
         )
