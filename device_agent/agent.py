@@ -40,7 +40,7 @@ from hepti_mqtt.kernels import Workers, isa, warm_up
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
-from hepti_mqtt.transport.mesh import Mesh, MeshEvent, mesh_possible
+from hepti_mqtt.transport.mesh import Mesh, MeshEvent, MeshTls, mesh_possible
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
@@ -154,6 +154,7 @@ class _Agent:
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
         self._links: MeshLinks | None = None
+        self._tls: MeshTls | None = None
         self._largest: int | None = None
 
     def run(self, signals: _Signals, stop: threading.Event) -> None:
@@ -299,13 +300,14 @@ class _Agent:
         told = config.mesh_host or own_address(config.url)
         if not config.mesh or not mesh_possible() or told is None:
             return None
-        if config.url.tls:
-            self._log.info("exchanges go over the broker alone: its connections are encrypted, those of peers are not")
+        if config.url.tls and config.mesh_tls is None:
+            self._log.info("exchanges go over the broker alone, which is encrypted; --mesh-tls lets peers connect too")
             return None
+        tls = self._tls = None if config.mesh_tls is None else MeshTls.load(config.mesh_tls, config.mesh_tls)
 
         def make(on_message: Callable[[str, str, memoryview], None], on_event: Callable[[MeshEvent], None]) -> Mesh:
             host = listening_address(told)
-            return Mesh(host, config.mesh_port, user=config.device_id, on_message=on_message, on_event=on_event)
+            return Mesh(host, config.mesh_port, user=config.device_id, on_message=on_message, on_event=on_event, tls=tls)
 
         try:
             probes = PeerProbes(config.device_id, self._boot)
@@ -326,7 +328,7 @@ class _Agent:
         told = self._config.mesh_host or own_address(self._config.url)
         if self._links is None or told is None:
             return None
-        return Endpoint(told, self._links.mesh.port)
+        return Endpoint(told, self._links.mesh.port, "" if self._tls is None else self._tls.fingerprint)
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id

@@ -45,6 +45,11 @@ def test_what_listens_on_loopback_is_heard_on_its_own_machine_alone():
     assert members.relayed(0.0) == {("a", "c"), ("b", "c")}
 
 
+def test_one_with_tls_and_one_without_do_not_connect():
+    secure = replace(THERE, fingerprint="0f" * 32)
+    assert site(a=THERE, b=secure, c=secure).relayed(0.0) == {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
+
+
 def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_start():
     members = site(a=THERE, b=THERE)
     members.unheard("b", ("a", "nobody"), 10.0)

@@ -102,6 +102,8 @@ class Member:
         """Return whether another device's frames may come to this one directly, as far as one knows."""
         if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
             return False
+        if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
+            return False  # one speaks TLS, the other does not
         return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
