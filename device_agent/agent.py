@@ -17,19 +17,17 @@ import psutil
 from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.config import AgentConfig
-from device_agent.endpoint import listening_address, own_address
 from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
 from device_agent.health import HealthMonitor
-from device_agent.heartbeat import HeartbeatThread, PeerWatch
+from device_agent.heartbeat import HeartbeatThread
 from device_agent.install import Directories, device_lock, directories
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
 from device_agent.loader_thread import LoaderThread
 from device_agent.measure import Curves, self_measurement
-from device_agent.mesh_links import MeshLinks
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
-from device_agent.peer_probes import PeerProbes
+from device_agent.own_endpoint import OwnEndpoint
 from device_agent.probe import Prober
 from device_agent.shell import Shell
 from device_agent.tiles import TileCache
@@ -40,9 +38,7 @@ from hepti_mqtt.kernels import Workers, isa, warm_up
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
-from hepti_mqtt.transport.mesh import Mesh, MeshEvent, MeshTls, mesh_possible
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
-from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
 PART_OF_FREE: Final = 0.8
@@ -153,8 +149,7 @@ class _Agent:
         self._builder = BuilderThread(config.device_id, self._topics, self._workers, self.inbox.post)
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
-        self._links: MeshLinks | None = None
-        self._tls: MeshTls | None = None
+        self._endpoint: OwnEndpoint | None = None
         self._largest: int | None = None
 
     def run(self, signals: _Signals, stop: threading.Event) -> None:
@@ -172,7 +167,7 @@ class _Agent:
             self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
-        self._links = self._open_mesh()
+        self._endpoint = OwnEndpoint(self._config, self._topics, self._boot, self._complaints)
         caps = self._caps(curves, budget, rss_idle)
         shell = Shell(
             session,
@@ -185,7 +180,7 @@ class _Agent:
             self._complaints,
             lambda link: self._announce(caps, link),
             self._log,
-            self._links,
+            self._endpoint.links,
         )
         self._shell = shell
         self._heartbeat = HeartbeatThread(
@@ -198,7 +193,7 @@ class _Agent:
             meter,
             lambda: shell.stepped_s,
             lambda: self._counters(session),
-            self._peer_watch(),
+            self._endpoint.watch(lambda: self.inbox.post(ProbePeers())),
             self._complaints,
         )
         self._loader.start()
@@ -212,8 +207,8 @@ class _Agent:
             self._heartbeat.close()
         farewell = self._shell is not None and self._shell.farewell
         self._network.close(self._will() if farewell else None)
-        if self._links is not None:
-            self._links.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._loader.close()
         self._builder.close()
         self._workers.close()
@@ -291,44 +286,8 @@ class _Agent:
             curves=curves,
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
-            endpoint=self._endpoint(),
+            endpoint=None if self._endpoint is None else self._endpoint.told(),
         )
-
-    def _open_mesh(self) -> MeshLinks | None:
-        """Return the device's own endpoint, None where peers are to be reached over the broker alone."""
-        config = self._config
-        told = config.mesh_host or own_address(config.url)
-        if not config.mesh or not mesh_possible() or told is None:
-            return None
-        if config.url.tls and config.mesh_tls is None:
-            self._log.info("exchanges go over the broker alone, which is encrypted; --mesh-tls lets peers connect too")
-            return None
-        tls = self._tls = None if config.mesh_tls is None else MeshTls.load(config.mesh_tls, config.mesh_tls)
-
-        def make(on_message: Callable[[str, str, memoryview], None], on_event: Callable[[MeshEvent], None]) -> Mesh:
-            host = listening_address(told)
-            return Mesh(host, config.mesh_port, user=config.device_id, on_message=on_message, on_event=on_event, tls=tls)
-
-        try:
-            probes = PeerProbes(config.device_id, self._boot)
-            return MeshLinks(self._topics, config.device_id, make, self._complaints, probes)
-        except OSError as exc:
-            if config.mesh_port:
-                raise ConfigError(f"--mesh-port {config.mesh_port} cannot be had: {exc}; choose another one") from exc
-            self._complaints.add("mesh_closed", f"no endpoint for peers at {told}: {exc}")
-            return None
-
-    def _peer_watch(self) -> PeerWatch | None:
-        links = self._links
-        if links is None:
-            return None
-        return PeerWatch(links.probes.reports, links.edges, lambda: self.inbox.post(ProbePeers()))
-
-    def _endpoint(self) -> Endpoint | None:
-        told = self._config.mesh_host or own_address(self._config.url)
-        if self._links is None or told is None:
-            return None
-        return Endpoint(told, self._links.mesh.port, "" if self._tls is None else self._tls.fingerprint)
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id

@@ -146,6 +146,18 @@ def test_wake_ends_a_wait_of_another_thread(nodes):
     thread.join()
 
 
+def test_a_closed_mesh_wakes_nobody_else():
+    a = Node("a")
+    a.mesh.close()
+    read, write = os.pipe()  # may have the numbers of what was closed
+    a.mesh.wake()
+    os.set_blocking(read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read, 8)
+    os.close(read)
+    os.close(write)
+
+
 def test_a_place_is_an_address():
     with pytest.raises(WireError, match="no IP address"):
         Place("pi.local", 1883)

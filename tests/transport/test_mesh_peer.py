@@ -229,8 +229,9 @@ def test_a_key_that_joins_later_uses_the_same_connection(node, played):
     join(node, played, OTHER, "second", ["hepti/v1/home/x/vit/+/a/all"])
     said = played.sock.recv(4096)
     assert said == b"\x82\x20\0\x02\0\x1bhepti/v1/home/x/vit/+/a/all\0"
-    assert played.sock is not None
+    assert not node.mesh.edges()["a"].joined
     played.say(node, b"\x90\x03\0\x02\0")
+    assert node.mesh.edges()["a"].joined
     assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
 
 
@@ -257,6 +258,7 @@ def test_a_key_that_leaves_before_anything_stands(node, played):
     node.mesh.leave("a", OTHER)
     node.mesh.leave("a", KEY)
     node.mesh.wait(0)
+    assert node.events == []
     assert node.mesh._peers == {}
     assert node.mesh._by_fd == {}
 

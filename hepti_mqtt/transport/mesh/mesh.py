@@ -63,6 +63,7 @@ class Mesh:
         # What is told on this thread in `wait`, in the order in which it came.
         self._told: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
+        self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._clock = clock
@@ -145,8 +146,10 @@ class Mesh:
             self._tell()
 
     def wake(self) -> None:
-        """Let `wait` return at once; from any thread."""
-        os.eventfd_write(self._wake, 1)
+        """Let `wait` return at once; from any thread, also after `close`."""
+        with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and from each peer so far, and what waits."""
@@ -170,7 +173,9 @@ class Mesh:
             peer.close()
         self._endpoint.close()
         self._epoll.close()
-        os.close(self._wake)
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def _tell(self) -> None:
         told = self._told.popleft()

@@ -6,6 +6,7 @@ import random
 import select
 import socket
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -137,7 +138,8 @@ class Peer:
         self._topics.clear()
         if not self._joins:
             if self._state is _State.UP:
-                self._try(lambda: self._say(packet(DISCONNECT)))
+                with suppress(Malformed, OSError):
+                    self._say(packet(DISCONNECT))
             self._close()
         elif join is not None and self._state in (_State.GREETING, _State.UP):
             others = {name for other in self._joins.values() for name in other.filters}
@@ -151,6 +153,7 @@ class Peer:
         """Leave everything."""
         self._joins.clear()
         self._close()
+        self._schedule()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -184,7 +187,7 @@ class Peer:
                 self._ask(key)
 
     def _try(self, action: Callable[[], None]) -> None:
-        """Do what may fail, as `ready` does, and work out when something is due again."""
+        """Do what may fail, as `ready` does."""
         try:
             action()
         except (Malformed, OSError) as error:
@@ -192,10 +195,15 @@ class Peer:
         self._schedule()
 
     def _schedule(self) -> None:
+        """Work out when something is due, and whether all is well."""
+        joins = self._joins.values()
+        self.edge.joined = self._state is _State.UP and all(join.state is _Asked.GRANTED for join in joins)
+        if self.edge.joined:
+            self.edge.trouble, self._delay_s = "", BACKOFF_S[0]
         if not self._joins:
             self.due = NEVER
         elif self._state is _State.UP:
-            self.due = min(join.due for join in self._joins.values())
+            self.due = min(join.due for join in joins)
         else:
             self.due = self._deadline
 
@@ -242,7 +250,7 @@ class Peer:
             self._around.watch(self._fd, 0, self)
             self._line.close()
         self._sock = self._line = self._secured = None
-        self._state, self.edge.joined = _State.IDLE, False
+        self._state = _State.IDLE
         for join in self._joins.values():
             join.state, join.due, join.told = _Asked.NOT_YET, NEVER, False
 
@@ -305,8 +313,6 @@ class Peer:
                 self._around.tell(Refused(self.name, key, reason))
             return
         join.state, join.due, join.delay_s = _Asked.GRANTED, NEVER, BACKOFF_S[0]
-        if all(other.state is _Asked.GRANTED for other in self._joins.values()):
-            self.edge.joined, self.edge.trouble, self._delay_s = True, "", BACKOFF_S[0]
         self._around.tell(Joined(self.name, key))
 
     # -- what comes --------------------------------------------------------------------------------------------------
