@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from device_agent.complaints import Complaints
+from device_agent.config import AgentConfig
 from device_agent.endpoint import checked_address, listening_address, own_address
 from device_agent.mesh_links import MeshLinks
+from device_agent.own_endpoint import OwnEndpoint
 from device_agent.peer_probes import PeerProbes
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
@@ -165,3 +167,33 @@ def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
     assert checked_address("192.0.2.7") == "192.0.2.7"
     with pytest.raises(ConfigError, match="--mesh-host"):
         checked_address("pi.local")
+
+
+def opened(**options) -> OwnEndpoint:
+    url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
+    config = AgentConfig(url, "home", "a", **options)
+    return OwnEndpoint(config, TOPICS, 1, Complaints(logging.getLogger("test")))
+
+
+def test_an_endpoint_is_told_where_it_listens() -> None:
+    endpoint = opened()
+    try:
+        told = endpoint.told()
+        assert (told.host, told.fingerprint) == ("127.0.0.1", "")
+        with pytest.raises(ConfigError, match="--mesh-port"):
+            opened(mesh_port=told.port)
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": False}, {"url": BrokerUrl("127.0.0.1", 8883, tls=True)}],
+    ids=["--no-mesh", "an encrypted broker and no certificate"],
+)
+def test_where_peers_are_not_to_connect_there_is_none(options: dict) -> None:
+    endpoint = opened(**options)
+    assert endpoint.links is None
+    assert endpoint.told() is None
+    assert endpoint.watch(lambda: None) is None
+    endpoint.close()
