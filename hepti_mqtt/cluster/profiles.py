@@ -172,6 +172,9 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
 
     Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
     """
+    frame_s = plausible("frame_s", curves["frame_s"], 0.0, 1.0)
+    # An agent without an endpoint has not measured mesh.
+    mesh_frame_s = plausible("mesh_frame_s", curves.get("mesh_frame_s", min(frame_s, MESH_FRAME_S)), 0.0, 1.0)
     measured = curves["linear"]
     if not isinstance(measured, list) or not 0 < len(measured) <= MOST_CURVES:
         raise ValueError(f"caps have 1 to {MOST_CURVES} time curves")
@@ -181,10 +184,11 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
         attention_flops_per_s=plausible("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
         rowwise_bytes_per_s=plausible("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
         op_overhead_s=plausible("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
-        frame_s=plausible("frame_s", curves["frame_s"], 0.0, 1.0),
+        # What is measured of the broker's has no hand-over to a network thread in it: it is no less than mesh, which
+        # has none.
+        frame_s=max(frame_s, mesh_frame_s),
         copy_bytes_per_s=plausible("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
-        # An agent without an endpoint has not measured these.
-        mesh_frame_s=plausible("mesh_frame_s", curves.get("mesh_frame_s", MESH_FRAME_S), 0.0, 1.0),
+        mesh_frame_s=mesh_frame_s,
         mesh_copy_bytes_per_s=plausible(
             "mesh_copy_bytes_per_s", curves.get("mesh_copy_bytes_per_s", MESH_COPY_BYTES_PER_S), *RATES
         ),
