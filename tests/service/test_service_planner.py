@@ -317,6 +317,15 @@ def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, mon
     assert json.loads(said[0].payload)["id"] == "q1"
 
 
+def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
+    stop, handled = threading.Event(), []
+    unconnected.inbox.post(stop.set)
+    monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
+    monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
+    unconnected._serve(stop)
+    assert handled == [Tick()]
+
+
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
     stood = []
     monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)
