@@ -261,6 +261,10 @@ class Membership:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
 
+    def observed(self) -> dict[str, float]:
+        """Return what drift is watched on, of every usable device."""
+        return {key: value for member in self.usable().values() for key, value in member.observed().items()}
+
     def packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
         limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
