@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all kernels check lint types imports format pictures parity test-outside bench-overhead \
-	bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
+	bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -56,6 +56,10 @@ test-outside:
 
 bench-overhead: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/overhead.py
+
+# Building Programs for a new request shape; the file says how to compare revisions.
+bench-building: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/building.py
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py

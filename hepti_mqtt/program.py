@@ -12,8 +12,9 @@ Recvs of a Program: the tensor of the model's graph, by number, and the number o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
     "u8": np.dtype("u1"),
     "i32": np.dtype("<i4"),
 }
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 Key = tuple[int, int, str]  # (node, part, source) of an exchange
 
@@ -54,8 +57,7 @@ class WeightRef(NamedTuple):
     storage: Storage = "f32"
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSpec:
+class SlotSpec(NamedTuple):
     """Shape and dtype of a slot's array.
 
     base: the slot of which this one is a view, None for an array of its own; start: the first of its rows there. A view
@@ -76,21 +78,19 @@ class SlotSpec:
         return ITEMSIZE[self.dtype] * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for."""
 
     kernel: str
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
     weights: tuple[WeightRef, ...] = ()
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = _NONE
     layer: int = -1
     node: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send a slot to devices, or to the planner, as a part of a node.
 
     layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed. route: who
@@ -107,8 +107,7 @@ class Send:
     route: Route = "broker"
 
 
-@dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(NamedTuple):
     """Fill a slot with what `source` sends as a part of a node."""
 
     slot: Slot
