@@ -32,8 +32,8 @@ def _ways(op: Send, source: str, relayed: frozenset[Pair]) -> tuple[Send, ...]:
     direct = tuple(to for to in op.to if to != PLANNER and (source, to) not in relayed)
     if not direct:
         return (op,)
-    mesh = replace(op, to=direct, route="mesh")
+    mesh = op._replace(to=direct, route="mesh")
     if len(direct) == len(op.to):
         return (mesh,)
-    by_broker = replace(op, to=tuple(to for to in op.to if to not in direct))
+    by_broker = op._replace(to=tuple(to for to in op.to if to not in direct))
     return by_broker, mesh  # the longer way first
