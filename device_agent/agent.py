@@ -20,20 +20,18 @@ from device_agent.afterwards import Afterwards
 from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.config import AgentConfig
-from device_agent.endpoint import listening_address, own_address
 from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
 from device_agent.health import HealthMonitor
-from device_agent.heartbeat import HeartbeatThread, PeerWatch
+from device_agent.heartbeat import HeartbeatThread
 from device_agent.install import Directories, device_lock, directories
 from device_agent.limits import free_memory, memory_budget
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
 from device_agent.loader_thread import LoaderThread
 from device_agent.measure import Curves, measurement_places, self_measurement
-from device_agent.mesh_links import MeshLinks
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
-from device_agent.peer_probes import PeerProbes
+from device_agent.own_endpoint import OwnEndpoint
 from device_agent.probe import Prober
 from device_agent.shell import Shell
 from device_agent.starting import Starting, prepare_kernels
@@ -46,10 +44,8 @@ from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
-from hepti_mqtt.transport.mesh import Mesh, MeshEvent, mesh_possible
 from hepti_mqtt.wire.limits import low_limit
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
-from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
@@ -160,7 +156,7 @@ class _Agent:
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
         self._afterwards: Afterwards | None = None
-        self._links: MeshLinks | None = None
+        self._endpoint: OwnEndpoint | None = None
         self._largest: int | None = None
         self._reached = False  # whether the site has been told that the device is starting
         self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
@@ -182,7 +178,7 @@ class _Agent:
             self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
-        self._links = self._open_mesh()
+        self._endpoint = OwnEndpoint(self._config, self._topics, self._boot, self._complaints)
         caps = self._caps(meter, budget, rss_idle)
         self._builder = BuilderThread(self._config.device_id, self._topics, workers, self.inbox.post)
         shell = Shell(
@@ -196,7 +192,7 @@ class _Agent:
             self._complaints,
             lambda link: self._announce(caps, link),
             self._log,
-            self._links,
+            self._endpoint.links,
         )
         self._shell = shell
         self._heartbeat = HeartbeatThread(
@@ -209,7 +205,7 @@ class _Agent:
             meter,
             lambda: shell.stepped_s,
             lambda: self._counters(session),
-            self._peer_watch(),
+            self._endpoint.watch(lambda: self.inbox.post(ProbePeers())),
             self._complaints,
         )
         self._afterwards = self._after(meter, caps, shell)
@@ -226,8 +222,8 @@ class _Agent:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.farewell
         self._network.close(self._will() if farewell else None)
-        if self._links is not None:
-            self._links.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._loader.close()
         if self._builder is not None:
             self._builder.close()
@@ -340,43 +336,8 @@ class _Agent:
             curves=meter.curves,
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
-            endpoint=self._endpoint(),
+            endpoint=None if self._endpoint is None else self._endpoint.told(),
         )
-
-    def _open_mesh(self) -> MeshLinks | None:
-        """Return the device's own endpoint, None where peers are to be reached over the broker alone."""
-        config = self._config
-        told = config.mesh_host or own_address(config.url)
-        if not config.mesh or not mesh_possible() or told is None:
-            return None
-        if config.url.tls:
-            self._log.info("exchanges go over the broker alone: its connections are encrypted, those of peers are not")
-            return None
-
-        def make(on_message: Callable[[str, str, memoryview], None], on_event: Callable[[MeshEvent], None]) -> Mesh:
-            host = listening_address(told)
-            return Mesh(host, config.mesh_port, user=config.device_id, on_message=on_message, on_event=on_event)
-
-        try:
-            probes = PeerProbes(config.device_id, self._boot)
-            return MeshLinks(self._topics, config.device_id, make, self._complaints, probes)
-        except OSError as exc:
-            if config.mesh_port:
-                raise ConfigError(f"--mesh-port {config.mesh_port} cannot be had: {exc}; choose another one") from exc
-            self._complaints.add("mesh_closed", f"no endpoint for peers at {told}: {exc}")
-            return None
-
-    def _peer_watch(self) -> PeerWatch | None:
-        links = self._links
-        if links is None:
-            return None
-        return PeerWatch(links.probes.reports, links.edges, lambda: self.inbox.post(ProbePeers()))
-
-    def _endpoint(self) -> Endpoint | None:
-        told = self._config.mesh_host or own_address(self._config.url)
-        if self._links is None or told is None:
-            return None
-        return Endpoint(told, self._links.mesh.port)
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id

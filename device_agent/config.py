@@ -31,7 +31,8 @@ class AgentConfig:
     cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
     also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
     device measures itself. mesh: be an endpoint for what this device sends its peers; mesh_host: where they reach it,
-    None for its own address on the way to the broker; mesh_port: 0 for any that is free.
+    None for its own address on the way to the broker; mesh_port: 0 for any that is free. mesh_tls:
+    certificate and key (PEM); without it a device whose broker's connection is encrypted is no endpoint.
     """
 
     url: BrokerUrl
@@ -48,6 +49,7 @@ class AgentConfig:
     mesh: bool = True
     mesh_host: str | None = None
     mesh_port: int = 0
+    mesh_tls: Path | None = None
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class AgentConfig:
             mesh=options.mesh,
             mesh_host=None if options.mesh_host is None else checked_address(options.mesh_host),
             mesh_port=options.mesh_port or 0,
+            mesh_tls=options.mesh_tls,
         )
 
 

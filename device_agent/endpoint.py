@@ -5,9 +5,13 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport import BrokerUrl
+
+_KEY: Final = "PRIVATE KEY-----"
 
 
 def own_address(url: BrokerUrl) -> str | None:
@@ -17,6 +21,14 @@ def own_address(url: BrokerUrl) -> str | None:
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
                 way.connect(place)
                 return str(way.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def own_certificate(url: BrokerUrl) -> Path | None:
+    """Return the login file if it has this device's own certificate and key, as `hepti site add device` writes it."""
+    with suppress(OSError, UnicodeError):
+        if url.tls and url.ca and _KEY in Path(url.ca).read_text(encoding="utf-8"):
+            return Path(url.ca)
     return None
 
 

@@ -93,6 +93,11 @@ _AGENT: Final = (
         },
     ),
     _Option("mesh_port", "--mesh-port", {"type": positive, "help": "the port there (default: any that is free)"}),
+    _Option(
+        "mesh_tls",
+        "--mesh-tls",
+        {"type": Path, "metavar": "FILE", "help": "this device's own certificate and key (PEM), for peers by TLS"},
+    ),
     _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
     _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
     _Option("hold", "--hold", {"action": "store_true", "help": "print `compiled`, and measure after a line on stdin"}),
@@ -229,6 +234,7 @@ class AgentOptions:
     cache_size: str | None = None
     mesh_host: str | None = None
     mesh_port: int | None = None
+    mesh_tls: Path | None = None
     mesh: bool = True
     retry: bool = True
     hold: bool = False

@@ -53,8 +53,8 @@ class Move(NamedTuple):
                 writes = tuple([slot + by for slot in writes])
                 yield new(Compute, (kernel, reads, writes, weights and self.refs(weights), attrs, layers[node], node))
             elif isinstance(op, Send):
-                at, to, _, part, _, row, exact, way = op
-                yield new(Send, (at + by if at >= first else at, to, node, part, layers[node], row, exact, way))
+                at, to, _, part, _, row, exact, route = op
+                yield new(Send, (at + by if at >= first else at, to, node, part, layers[node], row, exact, route))
             else:
                 at, source, _, part, _, exact = op
                 yield new(Recv, (at + by, source, node, part, layers[node], exact))

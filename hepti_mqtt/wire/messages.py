@@ -255,10 +255,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
     Caps: {
         "device": checks.device_name,
         "boot": checks.boot,
-        "cores": checks.count,
-        "threads": checks.count,
-        "memory_budget_bytes": checks.count,
-        "rss_idle_bytes": checks.count,
+        **dict.fromkeys(("cores", "threads", "memory_budget_bytes", "rss_idle_bytes"), checks.count),
         "isa": checks.text,
         "version": checks.text,
         "curves": checks.plain,
@@ -271,9 +268,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "seq": checks.count,
         "cpu_other": checks.share,
         "free_bytes": checks.count,
-        "temperature_c": checks.maybe_real,
-        "round_trip_s": checks.maybe_real,
-        "bandwidth_bytes_per_s": checks.maybe_real,
+        **dict.fromkeys(("temperature_c", "round_trip_s", "bandwidth_bytes_per_s"), checks.maybe_real),
         "slowdown": checks.positive,
         "rss_bytes": checks.count,
         "counters": checks.counters,
@@ -398,8 +393,9 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
+    values = {**_ABSENT.get(cls, {}), **values}
     try:
-        return _build(cls, [{**_ABSENT.get(cls, {}), **values}[name] for name in _RULES[cls]])
+        return _build(cls, [values[name] for name in _RULES[cls]])
     except KeyError as error:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 

@@ -106,12 +106,12 @@ def test_an_agent_that_is_killed_costs_no_answer(site: Site, hepti: Hepti) -> No
     def ask() -> Answer:
         return hepti.infer("tiny", ids=IDS, **METHOD, route="mesh", timeout_s=PATIENCE_S)
 
-    assert set(ask().plan["devices"]) >= {"c"}
+    victim = sorted(ask().plan["devices"])[-1]  # the planner may leave one of them out
     waiting = [hepti.submit("tiny", ids=IDS, **METHOD, route="mesh") for _ in range(20)]
     waiting[0].result(PATIENCE_S)
-    site.kill("c")
+    site.kill(victim)
     assert all(agrees(site, future.result(PATIENCE_S)) for future in waiting)
-    assert set(ask().plan["devices"]) == {"a", "b"}
+    assert set(ask().plan["devices"]) == set(NAMES) - {victim}
 
 
 @pytest.mark.wide

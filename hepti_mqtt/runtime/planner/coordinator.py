@@ -333,7 +333,7 @@ class CoordinatorSession:
             return []
         model.error, model.latest = None, event.decision
         running = model.active
-        model.drift.plan_made(self._observed(model, now, chosen), now)
+        model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
         if running is not None and (same_division(running, chosen) or self._not_worth(search, event)):
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
@@ -345,13 +345,6 @@ class CoordinatorSession:
         if search.forced or event.running_s is None:
             return False
         return event.decision.chosen.price.expected_s > WORTH * event.running_s
-
-    def _observed(self, model: ModelState, now: float, chosen: Plan | None = None) -> dict[str, float]:
-        """Return what a plan depends on: devices and links, and how far off the predictions of these plans were."""
-        observed = {k: v for m in self.membership.usable().values() for k, v in m.observed().items()}
-        learned = model.experience.learned(now)
-        plans = [p for p in (model.active, chosen) if p is not None]
-        return observed | {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -412,7 +405,7 @@ class CoordinatorSession:
                 model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
             in_use = model.active is not None and model.in_use(now)
-            drifted = model.drift.observe(self._observed(model, now), now) if in_use else None
+            drifted = model.drift.observe(self.membership.observed() | model.times(now), now) if in_use else None
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
                 model.plans.want(now, now, drifted)

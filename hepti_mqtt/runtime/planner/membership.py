@@ -105,6 +105,8 @@ class Member:
         """Return whether another device's frames may come to this one directly, as far as one knows."""
         if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
             return False
+        if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
+            return False  # one speaks TLS, the other does not
         return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
@@ -273,6 +275,10 @@ class Membership:
     def usable(self) -> dict[str, Member]:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
+
+    def observed(self) -> dict[str, float]:
+        """Return what drift is watched on, of every usable device."""
+        return {key: value for member in self.usable().values() for key, value in member.observed().items()}
 
     def packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""

@@ -145,7 +145,7 @@ class Rollout:
             if preparing is not None and preparing.epoch == message.epoch:
                 out += self.abandon(model, preparing, "refused", now, message.text)
             elif active is not None and active.epoch == message.epoch:
-                out += self.suspect(model, active.plan, now)
+                out += self.suspect(model, active.plan, now, message.text)
                 for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
                     out += self._requests.again(model, run)
             else:
@@ -282,7 +282,9 @@ class Rollout:
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.show(model)]
 
-    def suspect(self, model: ModelState, plan: Plan, now: float) -> list[CoordinatorCommand]:
+    def suspect(
+        self, model: ModelState, plan: Plan, now: float, why: str = "a run never ended"
+    ) -> list[CoordinatorCommand]:
         """Prepare a plan anew under which a run never ended.
 
         A device may have lost its part of it unnoticed (a broker that restarts swallows wills and subscriptions). The
@@ -291,6 +293,6 @@ class Rollout:
         record = model.plans.active
         if record is None or record.plan is not plan:
             return []
-        model.plans.suspect(record, now, "a run never ended")
-        model.plans.want(now, now, f"a run under {record.epoch} never ended", forced=True)
+        model.plans.suspect(record, now, why)
+        model.plans.want(now, now, f"under {record.epoch}: {why}", forced=True)
         return [self.show(model)]

@@ -63,7 +63,7 @@ class Mesh:
         # What is told on this thread in `wait`, in the order in which it came.
         self._told: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
-        self._waking = threading.Lock()
+        self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._clock = clock

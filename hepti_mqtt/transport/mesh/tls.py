@@ -18,6 +18,7 @@ from hepti_mqtt.transport.mesh.packets import Malformed
 
 RECORD: Final = 16_384  # what one TLS record holds
 _CHACHA_FIRST: Final = "ECDHE+CHACHA20:ECDHE+AESGCM"
+_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -31,13 +32,14 @@ class MeshTls:
 
     @classmethod
     def load(cls, certificate: Path, key: Path, *, aes: bool | None = None) -> MeshTls:
-        """Read this device's certificate and key (PEM).
+        """Read this device's certificate and key (PEM); its own is the first certificate in the file, as in a login.
 
         aes: whether the processor has AES instructions; None: look. Without them ChaCha20 is several times as fast, and
         Python can ask for it up to TLS 1.2 only. Raises ConfigError if the files are not a certificate and its key.
         """
         try:
-            own = ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii"))
+            found = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
+            own = ssl.PEM_cert_to_DER_cert(found.group() if found else "")
             serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             serving.load_cert_chain(certificate, key)
         except (OSError, ValueError) as error:
