@@ -34,6 +34,7 @@ LAB = "{name: pair, kind: local, defaults: {threads: 1, memory: 600MiB}, hosts: 
 HEADER = {"experiment": "x", "digest": "d", "machine": "m", "versions": {}, "revision": "r"}
 
 
+@pytest.mark.wide
 @pytest.mark.processes
 def test_run_cut_off_resume_report_compare(tmp_path, capsys):
     (tmp_path / "pair.yaml").write_text(LAB)
