@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.runtime.planner import events
+from hepti_mqtt.transport import Delivery
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
@@ -16,11 +17,12 @@ from hepti_mqtt.wire.topics import Parsed, Topics
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A user's request, unread."""
+    """A user's request, unread; delivery: how it came, None where nobody keeps it for us."""
 
     model: str
     client: str
     payload: bytes
+    delivery: Delivery | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +94,20 @@ class Decoder:
         }
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what the planner subscribes to, with the QoS of each."""
+        """Return what the planner subscribes to beside requests, with the QoS of each."""
         t = self.topics
         return [
             (t.all_status(), 1),
             (t.all_caps(), 1),
             (t.all_heartbeats(), 0),
             (t.all_up(), 1),
-            (t.all_requests(), 1),
             (t.planner_status(), 1),
             (t.all_plans(), 1),
         ]
+
+    def requests(self) -> list[tuple[str, int]]:
+        """Return what brings the planner requests."""
+        return [(self.topics.all_requests(), 1)]
 
     def decode(self, topic: str, payload: bytes) -> Arrival | None:
         """Return what a message says, None if it is empty (a retained one that was cleared) or not valid."""

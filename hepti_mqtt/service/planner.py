@@ -24,7 +24,6 @@ from hepti_mqtt.errors import (
     HeptiError,
     NetworkError,
     OverloadedError,
-    PacketLimitError,
     RefusedError,
     RemoteError,
 )
@@ -33,12 +32,13 @@ from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.service.alone import require_alone
-from hepti_mqtt.service.boot import next_boot
+from hepti_mqtt.service.boot import next_boot, state_of
 from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.models import open_models
+from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.service.tiles import TileServer
@@ -115,6 +115,18 @@ class _Planner:
             clean=False,
             name="planner-control",
         )
+        self.post = Post(
+            config.url,
+            name,
+            state_of(config.site, config.state_dir) / "requests",
+            self.control,
+            self.desk,
+            self.decoder,
+            self._asked,
+            self.requests_connection,
+            self.log,
+        )
+        self.away = {"control", "requests"}  # connections that do not stand; the session thread's
         self.bulk = PahoTransport(  # so that requests need not queue behind weights
             config.url,
             f"{name}-weights",
@@ -157,9 +169,19 @@ class _Planner:
             self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
+            self.inbox.post(lambda: self.away.add("control"))
             self.inbox.post(events.Connection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
+        elif isinstance(state, Refused):
+            self.inbox.post(lambda: self._refused(state))
+
+    def requests_connection(self, state: State) -> None:
+        """Take what happened to the connection that brings requests."""
+        if isinstance(state, Connected):
+            self.inbox.post(lambda: self._here("requests"))
+        elif isinstance(state, Disconnected):
+            self.inbox.post(lambda: self.away.add("requests"))
         elif isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
@@ -169,7 +191,7 @@ class _Planner:
             return
         error = OverloadedError(f"{UNREAD} requests wait to be read already; try again later")
         # To find a request's id all of it is parsed, which is no work for this thread either.
-        if not self.refusals.offer(partial(self._turn_away, asked, error), len(asked.payload)):
+        if not self.refusals.offer(partial(self.post.turn_away, asked, error), len(asked.payload)):
             self._dropped("untold", f"a request of {asked.client}, unanswered")
 
     def _dropped(self, kind: str, what: str) -> None:
@@ -178,11 +200,6 @@ class _Planner:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..., so that a peer cannot flood the log
             self.log.warning("too much waits; dropped %s (%d so far)", what, count)
 
-    # -- refusal thread ---------------------------------------------------------------------------------------------
-
-    def _turn_away(self, asked: Asked, error: HeptiError) -> None:
-        self._reply(self.desk.refuse_unread(asked.model, asked.client, asked.payload, error))
-
     # -- desk thread ------------------------------------------------------------------------------------------------
 
     def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
@@ -190,36 +207,36 @@ class _Planner:
             self._guarded(errand)
 
     def _read(self, asked: Asked, now: float) -> None:
-        try:
-            job = self.desk.request(asked.model, asked.client, asked.payload, now)
-        except Exception as error:
-            job = self.desk.refuse_unread(asked.model, asked.client, asked.payload, self._mistake(error))
-        if isinstance(job, Reply):
-            self._reply(job)
+        if (why := self.post.lives(asked)) is not None:
+            self.post.turn_away(asked, RemoteError(why))
             return
+        try:
+            job = self.desk.request(asked.model, asked.client, asked.payload, now, self.post.name(asked))
+        except Exception as error:
+            self.post.turn_away(asked, self._mistake(error))
+            return
+        if isinstance(job, Reply):
+            self.post.reply(asked, job)
+            return
+        self.post.wait(asked, job)
         self.desk.foresee(job)
         if not self.inbox.offer(events.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._reply(self.desk.refuse(commands.Refuse(job, full)))
+            self._refuse(commands.Refuse(job, full))
 
     def _tell(self, command: commands.Answer) -> None:
         try:
             reply = self.desk.answer(command, time.monotonic())
         except Exception as error:
             reply = self.desk.refuse(commands.Refuse(command.job, self._mistake(error)))
-        self._reply(reply)
+        self.post.answer(command.job, reply)
+
+    def _refuse(self, command: commands.Refuse) -> None:
+        self.post.answer(command.job, self.desk.refuse(command))
 
     def _mistake(self, error: Exception) -> RemoteError:
         self.log.exception("a request could not be dealt with; the planner goes on")
         return RemoteError(f"the planner made a mistake ({error!r}); its log says where")
-
-    def _reply(self, reply: Reply) -> None:
-        try:
-            self.control.publish(reply.topic, reply.payload, 1)
-        except PacketLimitError as error:
-            self._publish(*self.desk.too_large(reply, error))
-        except NetworkError as error:
-            self._unpublished(reply.topic, error)
 
     # -- search thread ----------------------------------------------------------------------------------------------
 
@@ -242,6 +259,7 @@ class _Planner:
         ]
         try:
             self.bulk.connect()
+            self.post.connect()
             self.control.connect()
             for thread in threads:
                 thread.start()
@@ -299,9 +317,9 @@ class _Planner:
         elif isinstance(command, commands.Answer):  # here the forecast is the answer
             self.forecasts.then(command.stats, partial(self.errands.post, partial(self._tell, command)))
         elif isinstance(command, commands.Token):
-            self.errands.post(lambda: self._reply(self.desk.token(command)))
+            self.errands.post(lambda: self.post.part(command.job, self.desk.token(command)))
         elif isinstance(command, commands.Refuse):
-            self.errands.post(lambda: self._reply(self.desk.refuse(command)))
+            self.errands.post(partial(self._refuse, command))
         elif isinstance(command, commands.Solve):
             self.searches.put(command)
         elif isinstance(command, commands.SendTiles):
@@ -320,10 +338,16 @@ class _Planner:
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:
-        """Say who we are: after every connection, as the broker may have lost what it retained."""
+        """Say what we have planned: after every connection, as the broker may have lost what it retained."""
         self._handle(events.Connection(online=True))
-        self._publish(*self._status("online"))
+        self._here("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
+
+    def _here(self, connection: str) -> None:
+        """Say that we are there, once requests reach us: clients then send again what nobody may have heard."""
+        self.away.discard(connection)
+        if not self.away:
+            self._publish(*self._status("online"))
 
     def _planner_seen(self, status: Status) -> None:
         if status.boot > self.boot and status.state == "online":
@@ -359,6 +383,7 @@ class _Planner:
                 self._publish(self.topics.plan(name), b"", retain=True)
         self.bulk.close()
         self.control.close(None if replaced else self._status("offline"))
+        self.post.close()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -366,11 +391,8 @@ class _Planner:
         try:
             self.control.publish(topic, payload, qos, retain)
         except NetworkError as error:
-            self._unpublished(topic, error)
-
-    def _unpublished(self, topic: str, error: NetworkError) -> None:
-        self.decoder.counters["unpublished"] += 1
-        self.log.warning("not published to %s: %s", topic, error)
+            self.decoder.counters["unpublished"] += 1
+            self.log.warning("not published to %s: %s", topic, error)
 
     def _status(self, state: str) -> Will:
         status = Status("online" if state == "online" else "offline", self.boot)

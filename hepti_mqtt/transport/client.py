@@ -16,9 +16,12 @@ from hepti_mqtt.errors import HeptiError, NetworkError
 from hepti_mqtt.transport.base import (
     Connected,
     Counts,
+    Delivery,
     Disconnected,
+    OnDelivery,
     OnMessage,
     OnState,
+    Receipt,
     Refused,
     State,
     Subscribed,
@@ -59,6 +62,8 @@ class PahoTransport:
     client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
     5 and fall back where the broker refuses the version. clean: forget the session of the last connection.
     on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: of the thread.
+    on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
+    many may wait for that is the broker's affair (`max_inflight_messages` of Mosquitto).
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
     that is taken when nothing else waits.
 
@@ -78,9 +83,11 @@ class PahoTransport:
         clean: bool = True,
         name: str = "mqtt",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        on_delivery: OnDelivery | None = None,
     ) -> None:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
-        self._hear, self._tell = on_message, on_state
+        self._hear, self._tell, self._deliver = on_message, on_state, on_delivery
+        self._connection = 0  # number of the last one that was tried
         self._protocols: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)
         self._will, self._clean = will, clean
         self._outbox = Outbox(name, url.place, max_queued_bytes)
@@ -112,15 +119,24 @@ class PahoTransport:
             self._thread = None
             raise
 
-    def publish(self, topic: str, payload: bytes, qos: int = 0, retain: bool = False) -> None:
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        qos: int = 0,
+        retain: bool = False,
+        taken: Callable[[], None] | None = None,
+    ) -> None:
         """Queue a message; the payload must not change afterwards.
+
+        taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good.
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
         what the broker says it does not take (it would end the connection, and at QoS 1 get the same again, for ever);
         TypeError for a payload that is not bytes; ValueError for a topic with a wildcard or a payload that no packet
         can carry.
         """
-        self._outbox.publish(topic, payload, qos, retain)
+        self._outbox.publish(topic, payload, qos, retain, taken)
         self._wake.set()
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
@@ -135,6 +151,11 @@ class PahoTransport:
     def unsubscribe(self, filters: Sequence[str]) -> None:
         """Leave filters and forget them."""
         self._outbox.unsubscribe(filters)
+        self._wake.set()
+
+    def acknowledge(self, receipt: Receipt) -> None:
+        """Let the broker forget a delivery; what came on an earlier connection comes again instead."""
+        self._outbox.acknowledge(receipt)
         self._wake.set()
 
     def counts(self) -> Counts:
@@ -208,12 +229,14 @@ class PahoTransport:
         until = time.monotonic() + timeout_s
         for protocol in self._protocols:
             last = protocol == self._protocols[-1]
+            self._connection += 1
             link = Link(
                 self.url,
                 self.client_id,
                 protocol=protocol,
                 will=self._will,
                 clean=self._clean,
+                manual=self._deliver is not None,
                 listener=self,
                 wake=self._wake,
             )
@@ -291,6 +314,9 @@ class PahoTransport:
                 session.waiting.append(op)
             elif isinstance(op, Message):
                 self._send(link, op)
+            elif isinstance(op, Receipt):
+                if op.connection == self._connection:
+                    link.acknowledge(op.packet)
             elif isinstance(op, Unsubscription):
                 link.unsubscribe(op.filters)
             elif op.filters:
@@ -307,10 +333,14 @@ class PahoTransport:
 
     # -- what arrives; called by the link on the network thread ------------------------------------------------------
 
-    def on_message(self, topic: str, payload: bytes, qos: int) -> None:
+    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
         """Count a message and hand it over."""
         self._outbox.received(publish_bytes(topic, len(payload), qos))
-        self._call(lambda: self._hear(topic, payload))
+        if (deliver := self._deliver) is None:
+            self._call(lambda: self._hear(topic, payload))
+            return
+        receipt = Receipt(self._connection, mid) if qos else None
+        self._call(lambda: deliver(Delivery(topic, payload, receipt, repeated)))
 
     def on_bad_topic(self) -> None:
         """Count a message whose topic is not UTF-8."""
@@ -322,6 +352,8 @@ class PahoTransport:
         if op is None:
             return
         self._outbox.acknowledged(op)
+        if op.taken is not None:
+            self._call(op.taken)
         if refusal is not None:
             self._emit(Refused(None, (op.topic,), refusal))
 

@@ -48,8 +48,8 @@ class VersionRefused(NetworkError):
 class Listener(Protocol):
     """Who hears what arrives; called on the thread that drives the link."""
 
-    def on_message(self, topic: str, payload: bytes, qos: int) -> None:
-        """A message arrived."""
+    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
+        """A message arrived; mid: its packet id. repeated: the broker has sent it before."""
         ...
 
     def on_bad_topic(self) -> None:
@@ -66,7 +66,10 @@ class Listener(Protocol):
 
 
 class Link:
-    """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread."""
+    """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread.
+
+    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Link:
         protocol: int,
         will: Will | None,
         clean: bool,
+        manual: bool,
         listener: Listener,
         wake: Wake,
     ) -> None:
@@ -96,6 +100,7 @@ class Link:
             clean_session=clean if protocol == 4 else None,
             protocol=MQTTProtocolVersion(protocol),
             reconnect_on_failure=False,
+            manual_ack=manual,
         )
         client.max_inflight_messages_set(0)  # our caller keeps the window; paho ignores the broker's word
         if url.user is not None:
@@ -204,6 +209,11 @@ class Link:
         self._client.unsubscribe(list(filters))
         self.flush()
 
+    def acknowledge(self, mid: int) -> None:
+        """Send the PUBACK of a message that has arrived at QoS 1."""
+        self._client.ack(mid, 1)
+        self.flush()
+
     def flush(self) -> None:
         """Write what the socket takes. Raises `LinkLost`."""
         if self._client.want_write():
@@ -310,9 +320,12 @@ class Link:
         try:
             topic = message.topic
         except UnicodeDecodeError:
+            self._client.ack(message.mid, message.qos)  # or it would come again for ever, where we acknowledge
             self._listener.on_bad_topic()
             return
-        self._listener.on_message(topic, bytes(message.payload), message.qos)  # bytes already: no copy
+        self._listener.on_message(
+            topic, bytes(message.payload), message.qos, message.mid, message.dup
+        )  # bytes: no copy
 
     def _on_publish(
         self, _client: Client, _data: Any, mid: int, reason: ReasonCode, _properties: Properties | None

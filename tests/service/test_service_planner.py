@@ -233,6 +233,7 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     made = planner._Planner(config, 7, {"bert": Model("bert", checkpoint, Pins())})
     yield made
     made.control.close()
+    made.post.close()
     made.bulk.close()
 
 
@@ -289,9 +290,15 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     assert "another planner" in str(unconnected.failure)
 
 
-def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, monkeypatch):
-    said = []
-    monkeypatch.setattr(unconnected, "_reply", said.append)
+@pytest.fixture
+def said(unconnected, monkeypatch):
+    """What the planner that is not connected would publish to users."""
+    out = []
+    monkeypatch.setattr(unconnected.post, "_send", lambda reply, *_: out.append(reply))
+    return out
+
+
+def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
     unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
     (read,) = waiting(unconnected.errands)
     read()
@@ -300,21 +307,22 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
 
 
-def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, monkeypatch):
-    said = []
-    monkeypatch.setattr(unconnected, "_reply", said.append)
-    monkeypatch.setattr("hepti_mqtt.service.desk.parse", None)
+def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hepti_mqtt.service.desk.parse", None)
+        _two_requests_that_nobody_reads(unconnected)
+    assert not said
+    assert unconnected.decoder.counters == {"untold": 1}
+    (refuse,) = waiting(unconnected.refusals)
+    refuse()
+    assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def _two_requests_that_nobody_reads(unconnected):
     unconnected.errands = Inbox(limit=0)
     unconnected.refusals = Inbox(limit=1)
     for name in ("q1", "q2"):
         unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
-    assert not said
-    assert unconnected.decoder.counters == {"untold": 1}
-    monkeypatch.undo()
-    monkeypatch.setattr(unconnected, "_reply", said.append)
-    (refuse,) = waiting(unconnected.refusals)
-    refuse()
-    assert json.loads(said[0].payload)["id"] == "q1"
 
 
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
