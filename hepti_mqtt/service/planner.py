@@ -30,6 +30,7 @@ from hepti_mqtt.errors import (
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
+from hepti_mqtt.runtime.planner.wills import Wills
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.service.alone import require_alone
 from hepti_mqtt.service.boot import next_boot, state_of
@@ -54,7 +55,7 @@ from hepti_mqtt.transport import (
 )
 from hepti_mqtt.wire.messages import Status, encode_status
 
-TICK_S: Final = 0.25
+TICK_S: Final = 0.1
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 UNREAD: Final = 256  # requests that wait for the desk
@@ -97,6 +98,7 @@ class _Planner:
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
+        self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.desk = Desk(config.site, models, self.forecasts)
@@ -115,17 +117,8 @@ class _Planner:
             clean=False,
             name="planner-control",
         )
-        self.post = Post(
-            config.url,
-            name,
-            state_of(config.site, config.state_dir) / "requests",
-            self.control,
-            self.desk,
-            self.decoder,
-            self._asked,
-            self.requests_connection,
-            self.log,
-        )
+        place, changed = state_of(config.site, config.state_dir) / "requests", self.requests_connection
+        self.post = Post(config.url, name, place, self.control, self.desk, self.decoder, self._asked, changed, self.log)
         self.away = {"control", "requests"}  # connections that do not stand; the session thread's
         self.bulk = PahoTransport(  # so that requests need not queue behind weights
             config.url,
@@ -297,7 +290,7 @@ class _Planner:
 
     def _handle(self, event: events.CoordinatorEvent) -> None:
         try:
-            wanted: Sequence[commands.CoordinatorCommand] = self.session.handle(event, time.monotonic())
+            wanted: Sequence[commands.CoordinatorCommand] = self.wills.handle(event, time.monotonic())
         except Exception as error:
             if not isinstance(event, events.Submit):
                 raise

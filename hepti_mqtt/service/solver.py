@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.planner import decide, price
+from hepti_mqtt.planner import decide, decide_soon, price
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
 
@@ -15,6 +16,9 @@ _log = logging.getLogger(__name__)
 def solve(command: Solve) -> Solved:
     """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
     question, running = command.question, command.running
+    if command.hurried:
+        with suppress(Exception):  # whatever stands in the way: the whole search says it
+            return Solved(command.model, command.ticket, decide_soon(question), None, hurried=True)
     try:
         decision = decide(question)
         running_s = None

@@ -98,6 +98,11 @@ class Counts:
 class Transport(Protocol):
     """A connection to one broker that mends itself. All methods may be called from any thread."""
 
+    @property
+    def connected(self) -> bool:
+        """Return whether the connection stands at this moment."""
+        ...
+
     def connect(self, timeout_s: float = 5.0) -> None:
         """Connect once; later losses are mended. Raises NetworkError, RefusedError or ConfigError."""
         ...

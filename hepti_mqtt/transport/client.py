@@ -34,6 +34,8 @@ from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
 BACKOFF_S: Final = (0.1, 5.0)
+SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is met within ...
+SOON_DELAY_S: Final = 0.5  # ... so long
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3
 RECONNECT_TIMEOUT_S: Final = 5.0
@@ -192,17 +194,19 @@ class PahoTransport:
             first.set_exception(error)
             return
         first.set_result(None)
-        delay_s = BACKOFF_S[0]
+        delay_s, lost_at = BACKOFF_S[0], float("-inf")
         try:
             while True:
                 since = time.monotonic()
                 self._serve(link)
                 if time.monotonic() - since > BACKOFF_S[1]:
-                    delay_s = BACKOFF_S[0]  # not sooner: two clients of one name would throw each other out for ever
+                    # Not sooner: two clients of one name would throw each other out for ever.
+                    delay_s, lost_at = BACKOFF_S[0], time.monotonic()
                 while not self._stopping():
                     # Jitter, so that the devices of a site do not come back all at once.
                     self._pause(delay_s * random.uniform(0.5, 1.0))
-                    delay_s = min(2 * delay_s, BACKOFF_S[1])
+                    soon = time.monotonic() - lost_at < SOON_S
+                    delay_s = min(2 * delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
                     try:
                         link = self._open(RECONNECT_TIMEOUT_S)
                         break

@@ -79,9 +79,9 @@ class Link:
         protocol: int,
         will: Will | None,
         clean: bool,
-        manual: bool,
         listener: Listener,
         wake: Wake,
+        manual: bool = False,
     ) -> None:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None

@@ -35,7 +35,7 @@ WINDOW_S = 20.0  # after a fault, in which a silence counts as its own
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is: seconds, seed, the seconds between faults, clients of each kind, seconds between their requests."""
+    """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one."""
 
     seconds: float
     seed: int = 1
@@ -122,7 +122,8 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
     clients: list[RawClient | LibraryClient] = []
     for kind, name in ((RawClient, "raw MQTT"), (LibraryClient, "library")):
         for n in range(what.clients):
-            clients.append(kind(site.broker.url, f"{kind.__name__.lower()}-{n}", asked, what.asks_s, tallies[name]))
+            called = f"{kind.__name__.lower()}-{n}"
+            clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
     faults, begun = list[Fault](), list[float]()
     try:
         for client in clients:

@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.device import worker
 from hepti_mqtt.runtime.device.early import EARLY_BYTES
 from hepti_mqtt.runtime.planner import dispatcher, events
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.membership import RETURN_S
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames
 
@@ -143,7 +144,7 @@ def test_the_last_device_leaves_and_one_comes_back():
     assert plan_of(swarm) is None
     shape, inputs = request(SPEC, (6,))
     swarm.submit("early", shape, inputs)
-    swarm.run(2)
+    swarm.run(RETURN_S)
     assert isinstance(swarm.errors["early"][0], PlanError)
     swarm.join("d0", 1e9, PLENTY)
     settle(swarm)

@@ -28,7 +28,7 @@ class EarlyFrames:
         return dropped
 
     def take(self, admission: int, now: float) -> tuple[list[Frame], int]:
-        """Return the frames of a request, in the order of their arrival, and how many had waited too long; forget all."""
+        """Return the frames of a request, as they came, and how many had waited too long; forget all."""
         kept = self._frames.get(admission, [])
         frames = [frame for since_s, frame in kept if now - since_s <= EARLY_S]
         self.drop(admission)

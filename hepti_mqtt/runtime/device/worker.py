@@ -106,9 +106,13 @@ class WorkerSession:
             raise
         if (known := self.epochs.get(*key)) is not None:
             known.txn = message.txn
-            return self._ready_if_complete(known)
+            return self._ready_if_complete(known) or [self._at_it(message.txn, key)]
         studied, self._asked[key] = key in self._asked, message
-        return [] if studied else [Study(message)]
+        return [self._at_it(message.txn, key) if studied else Study(message)]
+
+    def _at_it(self, txn: int, key: Key) -> Publish:
+        """Say to a planner that asks again that this device is there, and has not got further."""
+        return self._up(messages.Progress(txn, *key, 0, 0))
 
     def _studied(self, event: Studied, now: float) -> list[Command]:
         key = plan_key(event.prepare)

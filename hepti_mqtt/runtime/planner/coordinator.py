@@ -15,7 +15,6 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
@@ -33,18 +32,20 @@ from hepti_mqtt.runtime.planner.events import (
     UpFrame,
     UpMessage,
 )
-from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
+from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, RETURN_S, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
+from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.slots import PINNED, Slots
+from hepti_mqtt.runtime.planner.suspicion import Suspicion
 from hepti_mqtt.runtime.states import Story
-from hepti_mqtt.simulate import Naming
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
-RETURN_S: Final = 5.0  # when the last device is lost, it has so long to come back before requests are refused
+SOON_S: Final = 0.3  # instead of SETTLE_S, where requests wait and no plan serves them
+AGAIN_S: Final = 1.0  # between searches while a device may be coming back
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
@@ -72,15 +73,15 @@ class CoordinatorSession:
         self._number = 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
+        self._suspicion = Suspicion(self.slots, self.membership, self._rollout.probe)
         self._online = True
         self._begun = False
-        self._illegal = 0  # steps of which somebody was told
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._status,
             DeviceCaps: self._caps,
             DeviceHeartbeat: self._heartbeat,
             UpMessage: self._message,
-            UpFrame: self._requests.frame,
+            UpFrame: self._frame,
             Submit: self._submit,
             Solved: self._solved,
             Pin: self._pin,
@@ -156,6 +157,8 @@ class CoordinatorSession:
             self.membership.loading(now)
         heartbeat, wrong = believed(event.heartbeat)
         changed = self._changed(device, self.membership.heartbeat(device, heartbeat, now), now)
+        if self._online:
+            changed += self._requests.cut_short(self.membership.back)
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -177,7 +180,8 @@ class CoordinatorSession:
             for model in self.slots:
                 model.spare.pop(device, None)
                 if not model.pinned or model.in_use(now):
-                    model.plans.want(now + SETTLE_S, now, f"{device} has joined")
+                    waited_for = model.queue and model.plans.standing is None
+                    model.plans.want(now + (SOON_S if waited_for else SETTLE_S), now, f"{device} has joined")
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
@@ -190,6 +194,7 @@ class CoordinatorSession:
 
     def _lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [Note("left", f"{device} {how}")]
+        self.membership.left(device, now)
         again_at = now if self.membership.usable() else now + RETURN_S
         for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
@@ -210,31 +215,8 @@ class CoordinatorSession:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _question(self, model: ModelState, now: float) -> Question:
-        served, pins = model.served, model.plans.pins
-        held = Counter(model.spare)
-        for other in self.slots:
-            # Who would make room for this plan does not count.
-            gives_way = other.pinned and (other.idle or not model.pinned)
-            if other.name == model.name or gives_way:
-                continue
-            decision = other.held()
-            held.update(decision.chosen.price.needs if decision else {})
-        self._number += 1
-        return Question(
-            naming=Naming(self.site, served.name),
-            spec=served.spec,
-            cluster=self.membership.cluster(held),
-            shape=shape_for(served.spec, model.tokens()),
-            epoch=Epoch(self.boot, self._number),
-            in_flight=self.in_flight,
-            strategy=pins.strategy,
-            options=pins.options,
-            devices=pins.devices,
-            wire=pins.wire,
-            storage=pins.storage,
-            packet_bytes=self.membership.packet_bytes(),
-            learned=model.experience.learned(now),
-        )
+        epoch = self._next_epoch()
+        return question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
 
     def _next_epoch(self) -> Epoch:
         self._number += 1
@@ -279,7 +261,8 @@ class CoordinatorSession:
         model.displaced = False
         ticket, question = self._rollout.next_txn(), self._question(model, now)
         plans.search(ticket, question.epoch, now)
-        return [Solve(model.served.name, ticket, question, model.active)]
+        hurried = plans.pins.free and bool(model.queue) and plans.standing is None
+        return [Solve(model.served.name, ticket, question, model.active, hurried)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)
@@ -290,6 +273,10 @@ class CoordinatorSession:
             plans.ended(search, "outdated", now)
             return []
         if event.decision is None:
+            if self.membership.coming_back(now):  # a device that was there a moment ago may make it possible again
+                plans.ended(search, "outdated", now, "a device may be coming back")
+                plans.want(now + AGAIN_S, now, str(event.error), forced=search.forced)
+                return []
             error = event.error or PlanError("no plan")
             if refused := self.membership.refused():
                 error = PlanError("; ".join([str(error), *refused]))
@@ -307,6 +294,8 @@ class CoordinatorSession:
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
         plans.found(search, event.decision, self._rollout.next_txn(), now)
+        if event.hurried:
+            plans.want(now + SETTLE_S, now, "the search was hurried")
         return [Note("replanned", chosen.reason), self._rollout.show(model)]
 
     def _not_worth(self, search: Search, event: Solved) -> bool:
@@ -328,6 +317,13 @@ class CoordinatorSession:
         message, device = event.message, event.device
         if isinstance(message, messages.TileAsk):
             return [SendTiles(message.model, device, message.hashes)] if message.model in self.slots else []
+        return self._changed(device, self.membership.spoke(device, now), now) + self._said(device, message, now)
+
+    def _frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
+        change = self.membership.spoke(event.device, now, served=event.frame.kind == "done")
+        return self._changed(event.device, change, now) + self._requests.frame(event, now)
+
+    def _said(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RequestFailed):
             return self._requests.failed(device, message)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
@@ -365,6 +361,7 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for device in self.membership.overdue(now) if self._online else []:
             out += self._lost(device, "sends no heartbeats", now)
+        out += self._suspect(now) if self._online else []
         for model in self.slots:
             out += self._rollout.tick(model, now)
             for run in list(model.runs.values()):
@@ -383,16 +380,21 @@ class CoordinatorSession:
         for model in self.slots.models():
             if model.shown != model.plans.story.told:
                 out.append(self._rollout.show(model))
-        if self.counters["illegal_step"] != self._illegal:
-            self._illegal = self.counters["illegal_step"]
-            text = (
-                f"plans took {self._illegal} illegal steps so far: a mistake in the planner; see `hepti plan --story`"
-            )
+        if (text := self.slots.illegal()) is not None:
             out.append(Note("illegal_step", text))
+        return out
+
+    def _suspect(self, now: float) -> list[CoordinatorCommand]:
+        """Ask for a word where something is overdue, and go on without those that say none."""
+        out, silent = self._suspicion.tick(now)
+        for device, how, mute in silent:
+            self.membership.put_aside(device, now, mute)
+            out += self._lost(device, how, now)
         return out
 
     def _connection(self, event: Connection, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
+        self._requests.cut()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.membership.seen(now)
         return [self._rollout.show(model) for model in self.slots.models()] if event.online else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Final
 
@@ -22,7 +23,10 @@ from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 QUEUE: Final = 64  # requests that wait, per model
 ATTEMPTS: Final = 4
-OVERDUE_S: Final = 5.0
+DOUBT_FACTOR: Final = 6.0  # times what a run should take: then its devices are asked for a word
+DOUBT_LEAST_S: Final = 0.5
+DOUBT_MOST_S: Final = 30.0
+OVERDUE_S: Final = 3.0
 OVERDUE_FACTOR: Final = 20.0
 OVERDUE_MOST_S: Final = 300.0  # whatever is predicted: what devices tell of themselves may be wrong by any factor
 
@@ -116,10 +120,13 @@ class Dispatcher:
         out += self._cancel(model, run)
         return out + self.end(model, run.job, RemoteError(message.text))
 
-    def again(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
-        """Take a run back and queue it first; its job fails after too many attempts."""
+    def again(self, model: ModelState, run: Run, blameless: bool = False) -> list[CoordinatorCommand]:
+        """Take a run back and queue it first; its job fails after too many attempts.
+
+        blameless: no device had a part in the loss, so it is no attempt.
+        """
         out = self._cancel(model, run)
-        run.job.attempts[run.chunk] += 1
+        run.job.attempts[run.chunk] += not blameless
         if run.job.attempts[run.chunk] >= ATTEMPTS:
             error = RemoteError(
                 f"the request was lost {run.job.attempts[run.chunk]} times (devices left, or exchanges never arrived); "
@@ -132,6 +139,17 @@ class Dispatcher:
             run.job.generation.epoch = None  # some device may have cached less than others: it begins anew
         model.queue.appendleft((run.job, run.chunk))
         return out
+
+    def cut(self) -> None:
+        """The broker was lost, and with it whatever was on its way."""
+        for run in [run for slot in self._slots for run in slot.runs.values()]:
+            run.cut = True
+
+    def cut_short(self, back: Callable[[Collection[str]], bool]) -> list[CoordinatorCommand]:
+        """Issue again what was cut short, as soon as all of its devices are back."""
+        cut = [(slot, run) for slot in self._slots for run in slot.runs.values() if run.cut]
+        again = [self.again(slot, run, blameless=True) for slot, run in cut if back(run.plan.devices)]
+        return [command for commands in again for command in commands]
 
     def end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
         """Refuse a job and cancel its runs; one that is over already is left alone."""
@@ -164,13 +182,28 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * max(self._runs(model.name), 1)
-        overdue = now + OVERDUE_S + min(OVERDUE_FACTOR * plan.predicted_s * longer, OVERDUE_MOST_S)
+        expected_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer
+        doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
+        # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
+        patience_s = OVERDUE_S * 2 ** job.attempts[chunk] + OVERDUE_FACTOR * expected_s
+        overdue = now + min(patience_s, OVERDUE_MOST_S)
         sent = publish_bytes(topic, len(payload), 1)
         others = [run for slot in self._slots for run in slot.runs.values()]
         for run in others:
             run.alone = False
         model.runs[self._admission] = Run(
-            self._admission, job, chunk, part.shape, plan, model.cluster(), now, overdue, sent, alone=not others
+            self._admission,
+            job,
+            chunk,
+            part.shape,
+            plan,
+            model.cluster(),
+            now,
+            expected_s,
+            doubt,
+            overdue,
+            sent,
+            alone=not others,
         )
         return [Publish(topic, payload, 1)]
 

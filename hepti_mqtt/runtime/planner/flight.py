@@ -46,6 +46,11 @@ class Pins:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
 
+    @property
+    def free(self) -> bool:
+        """Return whether strategy and devices are the planner's choice."""
+        return self.strategy is None and self.devices is None
+
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
         words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
@@ -154,7 +159,11 @@ class RunStats:
 
 @dataclass(slots=True)
 class Run:
-    """One chunk of a job, dispatched under an epoch with an admission number of its own."""
+    """One chunk of a job, dispatched under an epoch with an admission number of its own.
+
+    expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
+    overdue_s: when it is issued again. cut: the broker was lost meanwhile, and with it whatever was on its way.
+    """
 
     admission: int
     job: Job
@@ -163,11 +172,15 @@ class Run:
     plan: Plan
     cluster: Cluster
     begun_s: float
+    expected_s: float
+    doubt_s: float
     overdue_s: float
     dispatch_bytes: int
     alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    probed_s: float | None = None
+    cut: bool = False
 
     @property
     def epoch(self) -> Epoch:

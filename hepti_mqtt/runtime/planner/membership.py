@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Final
@@ -15,6 +15,9 @@ from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
+RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
+ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 
 
@@ -49,7 +52,9 @@ class Member:
 
     calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
     loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
-    until it starts anew.
+    until it starts anew. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
+    aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
+    part.
     """
 
     name: str
@@ -60,13 +65,19 @@ class Member:
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
+    left_s: float = float("-inf")
     refused: str = ""
+    spoke_s: float = float("-inf")
+    aside_until_s: float | None = None
+    asides: int = 0
+    mute: bool = False
     doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
-        return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
+        there = self.online and not self.refused and self.aside_until_s is None
+        return there and self.caps is not None and self.caps.boot == self.boot
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -109,6 +120,7 @@ class Membership:
         self._broker_bytes_per_s = broker_bytes_per_s
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
+        self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
     def room(self, name: str) -> bool:
         """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
@@ -130,6 +142,8 @@ class Membership:
             return None
         was, again = member.usable, status.boot > member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        if again or not member.online:
+            member.aside_until_s = None
         if was and (again or not member.online):
             return "left"
         return "joined" if member.usable and not was else None
@@ -159,10 +173,42 @@ class Membership:
             member.calm = heartbeat
             member.slowdowns.append(heartbeat.slowdown)
         member.heartbeat, member.seen_s = heartbeat, now
+        self._silent.discard(name)
+        if member.aside_until_s is not None and now > member.aside_until_s:
+            member.aside_until_s = None
+            return "joined" if member.usable else None
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
+
+    def spoke(self, name: str, now: float, *, served: bool = False) -> str | None:
+        """A device said something of a run or a plan; return "joined" if it had been put aside. served: its part."""
+        member = self.members.get(name)
+        if member is None:
+            return None
+        member.spoke_s = now
+        if served:
+            member.asides = 0
+        was = member.usable
+        if member.mute:
+            member.aside_until_s = None
+        return "joined" if member.usable and not was else None
+
+    def put_aside(self, name: str, now: float, mute: bool) -> None:
+        """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
+        member = self.members[name]
+        member.mute = mute
+        member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
+        member.asides += 1
+
+    def coming_back(self, now: float) -> bool:
+        """Return whether a device that was there until a moment ago may be starting again."""
+        return any(not m.usable and not m.refused and now - m.left_s < RETURN_S for m in self.members.values())
+
+    def left(self, name: str, now: float) -> None:
+        """A device that plans used is gone."""
+        self.members[name].left_s = now
 
     def loading(self, now: float) -> None:
         """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
@@ -170,8 +216,13 @@ class Membership:
 
     def seen(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
+        self._silent = set(self.members)
         for member in self.members.values():
             member.seen_s = now
+
+    def back(self, names: Collection[str]) -> bool:
+        """Return whether a heartbeat of each of these devices has come since the broker was met again."""
+        return not self._silent.intersection(names)
 
     def overdue(self, now: float) -> list[str]:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""

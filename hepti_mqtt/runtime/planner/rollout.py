@@ -19,7 +19,7 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
-ASK_AGAIN_S: Final = 5.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
+ASK_AGAIN_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_S: Final = 120.0  # without any progress for so long, a preparation is given up
 REFUSALS: Final = 3  # preparations in a row that fail for another reason than memory, then requests are refused ...
 RETRY_S: Final = 30.0  # ... and the next search waits so long
@@ -107,6 +107,12 @@ class Rollout:
         message = messages.Prepare(record.txn, plan, spec, served.manifest, self._in_flight, *foreseen)
         return [self.tell(d, message) for d in record.plan.devices if d in record.waiting]
 
+    def probe(self, model: ModelState, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
+        """Ask devices that have a plan for a word: who has it says so again."""
+        served = model.served
+        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
+        return [self.tell(d, messages.Prepare(self.next_txn(), *parts)) for d in devices]
+
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:
         txn = self.next_txn()
         return [self.tell(d, messages.Release(txn, plan.model, plan.epoch)) for d in plan.devices]
@@ -120,7 +126,9 @@ class Rollout:
         record = model.plans.preparing
         if record is None or record.state != "preparing" or record.txn != message.txn:
             return []
-        record.progress_s = now
+        if isinstance(message, messages.Progress) and not message.total_bytes:
+            return []  # it has the plan, and has not got further
+        record.progress_s = record.moved_s[device] = now
         if isinstance(message, messages.Progress):
             record.progress[device] = (message.done_bytes, message.total_bytes)
             if now - record.shown_s < SHOW_S:
