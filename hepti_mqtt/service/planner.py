@@ -106,6 +106,7 @@ class _Planner:
         self.errands: Inbox[Callable[[], None] | None] = Inbox(UNREAD, UNREAD_BYTES)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
+        self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -233,8 +234,8 @@ class _Planner:
 
     # -- search thread ----------------------------------------------------------------------------------------------
 
-    def _search_work(self) -> None:
-        while (command := self.searches.get()) is not None:
+    def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
+        while (command := searches.get()) is not None:
             self.inbox.post(solve(command))
 
     # -- session thread ---------------------------------------------------------------------------------------------
@@ -247,7 +248,8 @@ class _Planner:
             threading.Thread(target=self._work, args=(self.errands,), name="planner-desk", daemon=True),
             threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
-            threading.Thread(target=self._search_work, name="planner-search", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.searches,), name="planner-search", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.hurried,), name="planner-hurried", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
         try:
@@ -261,6 +263,7 @@ class _Planner:
             self.errands.post(None)
             self.refusals.post(None)
             self.searches.put(None)
+            self.hurried.put(None)
             self.forecasts.close()
             self.tiles.close()
             self._leave()
@@ -277,6 +280,7 @@ class _Planner:
                 item = events.Tick()
             if isinstance(item, events.Tick):
                 tick_at = time.monotonic() + TICK_S
+                self.post.again(time.monotonic())
             if callable(item):
                 self._guarded(item)
             else:
@@ -314,7 +318,7 @@ class _Planner:
         elif isinstance(command, commands.Refuse):
             self.errands.post(partial(self._refuse, command))
         elif isinstance(command, commands.Solve):
-            self.searches.put(command)
+            (self.hurried if command.hurried else self.searches).put(command)
         elif isinstance(command, commands.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
         elif isinstance(command, commands.ShowPlan):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +19,17 @@ from hepti_mqtt.service.journal import LIVES, Journal
 from hepti_mqtt.transport import BrokerUrl, Delivery, OnState, PahoTransport
 
 CLOSED_S: Final = 0.5  # for the last acknowledgements
+AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
+UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer on its way; taken: what to do when the broker has it. until_s: nobody need have heard it after."""
+
+    reply: Reply
+    taken: Callable[[], None] | None
+    until_s: float
 
 
 class Post:
@@ -48,6 +62,7 @@ class Post:
             name="planner-requests",
         )
         self._journal = Journal(place, self._requests.acknowledge)
+        self._unheard: queue.SimpleQueue[tuple[float, _Answer]] = queue.SimpleQueue()
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -99,15 +114,39 @@ class Post:
         """Send a part of an answer."""
         self._send(repeated(reply) if self._journal.answered(job.key) else reply)
 
+    def again(self, now: float) -> None:
+        """Send those answers again that nobody has heard; now: by `time.monotonic`."""
+        for _ in range(self._unheard.qsize()):
+            due_s, answer = self._unheard.get()
+            if due_s > now:
+                self._unheard.put((due_s, answer))
+            else:
+                self._publish(answer)
+
     def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
         """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
         self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
 
     def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
+        self._publish(_Answer(reply, taken, time.monotonic() + UNHEARD_S))
+
+    def _publish(self, answer: _Answer) -> None:
+        reply = answer.reply
         try:
-            self._answers.publish(reply.topic, reply.payload, 1, taken=taken)
+            self._answers.publish(
+                reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
+            )
         except PacketLimitError as error:
-            self._send(self._desk.too_large(reply, error), taken)
+            self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
         except NetworkError as error:
             self._decoder.counters["unpublished"] += 1
             self._log.warning("not published to %s: %s", reply.topic, error)
+
+    def _taken(self, answer: _Answer, heard: bool) -> None:
+        """The broker has an answer, on the network thread."""
+        now = time.monotonic()
+        if heard or now > answer.until_s:
+            assert answer.taken is not None
+            answer.taken()
+        else:
+            self._unheard.put((now + AGAIN_S, answer))

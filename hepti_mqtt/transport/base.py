@@ -113,7 +113,7 @@ class Transport(Protocol):
         payload: bytes,
         qos: int = 0,
         retain: bool = False,
-        taken: Callable[[], None] | None = None,
+        taken: Callable[[bool], None] | None = None,
     ) -> None:
         """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `PahoTransport.publish`."""
         ...

@@ -127,11 +127,12 @@ class PahoTransport:
         payload: bytes,
         qos: int = 0,
         retain: bool = False,
-        taken: Callable[[], None] | None = None,
+        taken: Callable[[bool], None] | None = None,
     ) -> None:
         """Queue a message; the payload must not change afterwards.
 
-        taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good.
+        taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good; with
+        False if the broker says that nobody was subscribed to its topic (MQTT 5 only).
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
         what the broker says it does not take (it would end the connection, and at QoS 1 get the same again, for ever);
@@ -350,14 +351,14 @@ class PahoTransport:
         """Count a message whose topic is not UTF-8."""
         self._outbox.bad()
 
-    def on_acknowledged(self, mid: int, refusal: str | None) -> None:
+    def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
         """Forget a QoS 1 message that the broker has taken or refused."""
         op = self._session.inflight.pop(mid, None)
         if op is None:
             return
         self._outbox.acknowledged(op)
-        if op.taken is not None:
-            self._call(op.taken)
+        if (taken := op.taken) is not None:
+            self._call(lambda: taken(heard))
         if refusal is not None:
             self._emit(Refused(None, (op.topic,), refusal))
 

@@ -35,6 +35,7 @@ _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _WRONG_VERSION: Final = 132
 _UNAVAILABLE: Final = frozenset({136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
 _FAILURE: Final = 128
+_NOBODY: Final = 16  # no matching subscribers
 
 
 class LinkLost(Exception):
@@ -56,8 +57,8 @@ class Listener(Protocol):
         """A message arrived whose topic is not UTF-8."""
         ...
 
-    def on_acknowledged(self, mid: int, refusal: str | None) -> None:
-        """A QoS 1 publish was taken, or refused for a reason (MQTT 5)."""
+    def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
+        """A QoS 1 publish was taken, or refused for a reason (MQTT 5); heard: False where nobody is subscribed."""
         ...
 
     def on_subscribed(self, mid: int, refusals: tuple[str | None, ...]) -> None:
@@ -332,7 +333,8 @@ class Link:
     ) -> None:
         # paho also calls this when a QoS 0 packet is written; packet ids of those may repeat one that still waits.
         if self._reading:
-            self._listener.on_acknowledged(mid, str(reason) if reason.value >= _FAILURE else None)
+            refusal = str(reason) if reason.value >= _FAILURE else None
+            self._listener.on_acknowledged(mid, refusal, reason.value != _NOBODY)
 
     def _on_subscribe(
         self, _client: Client, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Properties | None

@@ -27,7 +27,7 @@ class Message(NamedTuple):
     qos: int
     retain: bool
     packet_bytes: int
-    taken: Callable[[], None] | None = None
+    taken: Callable[[bool], None] | None = None
 
 
 class Subscription(NamedTuple):
@@ -68,7 +68,7 @@ class Outbox:
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def publish(
-        self, topic: str, payload: bytes, qos: int, retain: bool, taken: Callable[[], None] | None = None
+        self, topic: str, payload: bytes, qos: int, retain: bool, taken: Callable[[bool], None] | None = None
     ) -> None:
         """Queue a message, or count it as lost; raises as `PahoTransport.publish` does."""
         if not isinstance(payload, (bytes, bytearray)):

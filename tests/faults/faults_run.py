@@ -39,9 +39,9 @@ class Run:
 
     seconds: float
     seed: int = 1
-    every_s: tuple[float, float] = (8.0, 14.0)
+    every_s: tuple[float, float] = (10.0, 16.0)
     clients: int = 2
-    asks_s: float = 0.4
+    asks_s: float = 0.8
 
 
 @dataclass

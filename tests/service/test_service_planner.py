@@ -185,6 +185,24 @@ def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
 
 
 @pytest.mark.broker
+def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
+    """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
+    ear = listen("deaf")
+    run("deaf")
+    ear.status("online")
+    ear.say(ear.topics.request("bert", "late"), b'{"id": "q1", "text": ""}')
+    late = queue.SimpleQueue()
+    reader = PahoTransport(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
+    ear.ask("bert", id="q2", text="")  # by now the first answer went out to nobody
+    reader.subscribe([(ear.topics.responses("late"), 1)])
+    reader.connect(PATIENCE_S)
+    topic, payload = late.get(timeout=PATIENCE_S)
+    reader.close()
+    assert topic == ear.topics.response("bert", "late", "q1")
+    assert "repeated" not in json.loads(payload)
+
+
+@pytest.mark.broker
 def test_a_newer_planner_takes_over(run, listen):
     ear = listen("contested")
     _, outcome = run("contested")

@@ -47,3 +47,23 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> N
     found = solve(site.solves[-1])
     assert not found.hurried
     assert "memory" in str(found.error) or found.decision is not None
+
+
+def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    site.event(events.Pin("m", Pins()))
+    running = site.solves[-1]
+    assert not running.hurried
+    used = site.session.plan("m").devices[0]
+    site.submit("r1")
+    site.leave(used)
+    assert site.solves[-1].hurried
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    assert used not in site.session.plan("m").devices
+    site.event(events.Solved("m", running.ticket, None, None))
+    assert not site.errors, "what the outdated one says changes nothing"

@@ -110,7 +110,16 @@ def test_hundreds_may_wait_and_other_connections_go_on(mosquitto, protocol, topi
 def test_a_publish_tells_when_the_broker_has_it(mosquitto, protocol, topic, peers):
     sender, taken = peers(mosquitto.url, protocol=protocol), threading.Event()
     mosquitto.stop()
-    sender.transport.publish(topic, b"x", 1, taken=taken.set)
+    sender.transport.publish(topic, b"x", 1, taken=lambda _: taken.set())
     assert not taken.is_set()
     mosquitto.start()
     assert taken.wait(PATIENCE_S)
+
+
+def test_a_broker_of_mqtt_5_says_whether_anybody_was_subscribed(mosquitto, topic, peers):
+    sender, ear, heard = peers(mosquitto.url, protocol=5), peers(mosquitto.url), queue.SimpleQueue()
+    sender.transport.publish(topic, b"x", 1, taken=heard.put)
+    assert heard.get(timeout=PATIENCE_S) is False
+    ear.subscribe(topic)
+    sender.transport.publish(topic, b"x", 1, taken=heard.put)
+    assert heard.get(timeout=PATIENCE_S) is True

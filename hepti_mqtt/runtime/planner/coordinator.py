@@ -36,7 +36,7 @@ from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, RETURN_S, Member
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
 from hepti_mqtt.runtime.planner.question import question_of
-from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
+from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.slots import PINNED, Slots
 from hepti_mqtt.runtime.planner.suspicion import Suspicion
@@ -44,7 +44,6 @@ from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
-SOON_S: Final = 0.3  # instead of SETTLE_S, where requests wait and no plan serves them
 AGAIN_S: Final = 1.0  # between searches while a device may be coming back
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
@@ -180,8 +179,7 @@ class CoordinatorSession:
             for model in self.slots:
                 model.spare.pop(device, None)
                 if not model.pinned or model.in_use(now):
-                    waited_for = model.queue and model.plans.standing is None
-                    model.plans.want(now + (SOON_S if waited_for else SETTLE_S), now, f"{device} has joined")
+                    model.plans.want(now + (SOON_S if model.unserved else SETTLE_S), now, f"{device} has joined")
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
@@ -252,16 +250,18 @@ class CoordinatorSession:
     def _search(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = model.plans, model.plans.wanted
-        # One at a time, because searches see what other models will hold.
+        if wanted is None or now < wanted.due_s or plans.preparing is not None:
+            return []
+        hurried = plans.pins.free and model.unserved
+        # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.slots)
-        if wanted is None or now < wanted.due_s or not alone or plans.preparing is not None:
+        if not (alone or hurried) or not self.slots.may_search(model, now):
             return []
-        if not self.slots.may_search(model, now):
-            return []
+        if plans.searching is not None:
+            plans.ended(plans.searching, "outdated", now, "requests wait")
         model.displaced = False
         ticket, question = self._rollout.next_txn(), self._question(model, now)
         plans.search(ticket, question.epoch, now)
-        hurried = plans.pins.free and bool(model.queue) and plans.standing is None
         return [Solve(model.served.name, ticket, question, model.active, hurried)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:

@@ -66,6 +66,11 @@ class ModelState:
         """Return whether no request waits or runs."""
         return not self.queue and not self.runs
 
+    @property
+    def unserved(self) -> bool:
+        """Return whether requests wait and no plan serves them."""
+        return bool(self.queue) and self.plans.standing is None
+
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked of late."""
         return now - self.asked_s < IN_USE_S
