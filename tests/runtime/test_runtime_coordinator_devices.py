@@ -648,3 +648,17 @@ def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back(
     site.answer(2)
     assert "r1" in site.answers
     assert not site.notes()["overdue"]
+
+
+def test_a_planner_that_meets_the_broker_just_now_gives_devices_a_moment_to_do_so_too() -> None:
+    site = Site()
+    site.event(events.Connection(online=True))
+    site.submit("r1")
+    for _ in range(2):
+        site.tick(1.0)
+    assert not site.errors
+    site.join("a")
+    site.tick(1.0)
+    site.ready()
+    site.answer(1)
+    assert "r1" in site.answers

@@ -16,6 +16,7 @@ TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so wh
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
 ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
@@ -120,6 +121,7 @@ class Membership:
         self._broker_bytes_per_s = broker_bytes_per_s
         self.members: dict[str, Member] = {}
         self._calm_from_s = float("-inf")
+        self._met_s = float("-inf")
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
     def room(self, name: str) -> bool:
@@ -203,8 +205,9 @@ class Membership:
         member.asides += 1
 
     def coming_back(self, now: float) -> bool:
-        """Return whether a device that was there until a moment ago may be starting again."""
-        return any(not m.usable and not m.refused and now - m.left_s < RETURN_S for m in self.members.values())
+        """Return whether a device may be starting again, or has not met the broker yet that we have met just now."""
+        absent = [m for m in self.members.values() if not m.usable and not m.refused]
+        return now - self._met_s < MET_S or any(now - m.left_s < RETURN_S for m in absent)
 
     def left(self, name: str, now: float) -> None:
         """A device that plans used is gone."""
@@ -216,7 +219,7 @@ class Membership:
 
     def seen(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
-        self._silent = set(self.members)
+        self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
             member.seen_s = now
 
