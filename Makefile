@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside bench-overhead \
-	bench-split bench-quick bench-venv bench-kernels test-arm64 lock clean
+	bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -72,6 +72,10 @@ bench-split: $(VENV)/.dev
 QUICK ?= aa matmul-chain strategies wire replanning
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
+
+# 50 texts from one client, with and without batching.
+bench-batching: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/batching.py
 
 bench-quick: bench-venv
 	$(BENCH) kernels --quick --seconds 45 --out $(OUT)/kernels

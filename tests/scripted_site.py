@@ -15,6 +15,7 @@ from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.planner.flight import Chunk, Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, TaskHead
@@ -47,6 +48,7 @@ CURVES = {
 }
 MANIFEST = bytes(32)
 ROW = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+APART = Batching(1)
 LOST_S = 7.0  # more than the heartbeats that may be missed
 
 
@@ -74,17 +76,21 @@ def everyone(question: Question) -> Decision:
 
 
 class Site:
-    """A coordinator with scripted devices; `searches` = False leaves Solve commands to the test."""
+    """A coordinator with scripted devices; `searches` = False leaves Solve commands to the test.
+
+    Requests run one by one unless `batching` says otherwise.
+    """
 
     def __init__(
         self,
         *names: str,
         in_flight: int = 2,
+        batching: Batching = APART,
         pins: Pins | None = None,
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
     ) -> None:
-        served = tuple(Served(n, SPEC, MANIFEST, 16, pins or Pins()) for n in names or ("m",))
+        served = tuple(Served(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
         self.session = CoordinatorSession("home", 7, served, in_flight)
         self.now = 0.0
         self.searches, self.decider = searches, decider
@@ -198,19 +204,20 @@ class Site:
         model: str = "m",
         pins: Pins | None = None,
         within: float = 60.0,
+        client: str = "c",
         computes: bool = True,
     ) -> Job:
         chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-        job = Job(RequestKey(model, "c", name), chunks, None, self.now + within, pins, computes)
+        job = Job(RequestKey(model, client, name), chunks, None, self.now + within, pins, computes)
         self.event(events.Submit(job))
         return job
 
     def answer(self, admission: int) -> None:
-        """Let every device of a run report, the head with an output that names the run's length."""
+        """Let every device of a run report, the head with an output that names the length of each sequence."""
         frame = self.work[admission]
         shape, _ = decode_work(frame)
         plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
-        output = np.full((len(shape.lengths), SPEC.hidden), shape.tokens, np.float32)
+        output = np.repeat(np.array(shape.lengths, np.float32)[:, None], SPEC.hidden, axis=1)
         out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
         self.event(events.UpFrame(plans[0].head, out))
         for device in plans[0].devices:

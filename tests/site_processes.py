@@ -52,13 +52,22 @@ def foretold(ask: Callable[[], Answer]) -> Answer:
 class Site:
     """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL.
 
+    name: of the site, where several share a broker.
+
     The first site's agents measure themselves; later ones find that measurement and check it, as after a restart.
     """
 
     measured: ClassVar[bytes | None] = None
 
-    def __init__(self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], login: str = "") -> None:
-        self.directory, self.broker, self.models = directory, broker, models
+    def __init__(
+        self,
+        directory: Path,
+        broker: EmbeddedBroker,
+        models: Mapping[str, Path],
+        login: str = "",
+        name: str = SITE,
+    ) -> None:
+        self.directory, self.broker, self.models, self.name = directory, broker, models, name
         self.url = broker.url.replace("://", f"://{login}@") if login else broker.url
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -69,7 +78,7 @@ class Site:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "HEPTI_BROKER": self.url,
-            "HEPTI_SITE": SITE,
+            "HEPTI_SITE": self.name,
             "XDG_STATE_HOME": str(self.directory / "state"),
             "XDG_CACHE_HOME": str(self.directory / "cache"),
         }
@@ -80,7 +89,7 @@ class Site:
 
     def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
         cache = self.directory / f"device-{name}"
-        state = directories(cache, SITE, name).state
+        state = directories(cache, self.name, name).state
         if self.measured is not None and not (state / MEASUREMENT).exists():
             (state / MEASUREMENT).write_bytes(self.measured)
         return self.start(
@@ -161,8 +170,8 @@ def running_site(
 class User:
     """Someone with an MQTT client and no library of ours."""
 
-    def __init__(self, url: str, name: str = "someone") -> None:
-        self.name, self.topics = name, Topics(SITE)
+    def __init__(self, url: str, name: str = "someone", site: str = SITE) -> None:
+        self.name, self.topics = name, Topics(site)
         self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         states: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport = PahoTransport(

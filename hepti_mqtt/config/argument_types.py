@@ -69,6 +69,17 @@ def seconds(text: str) -> float:
     return _above_zero(text, "seconds")
 
 
+def delay_ms(text: str) -> float:
+    """Return a time from zero to a minute, in milliseconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds from 0 to 60000")
+    return value
+
+
 def mbit(text: str) -> float:
     """Return a rate above zero."""
     return _above_zero(text, "Mbit/s")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
-from hepti_mqtt.config.argument_types import mbit, named_directory, names, positive, size
+from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, names, positive, size
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
@@ -20,7 +20,8 @@ from hepti_mqtt.plan import Storage, WireDtype
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
 
-IN_FLIGHT: Final = 2  # requests that run at once per model, unless a planner is told otherwise
+IN_FLIGHT: Final = 2  # runs at once per model, unless a planner is told otherwise
+BATCH: Final = 16  # requests that one run is of at most; of more, the next ones run while these are answered
 
 
 class _Option(NamedTuple):
@@ -90,7 +91,27 @@ _PLANNER: Final = (
     _Option(
         "in_flight",
         "--in-flight",
-        {"type": positive, "default": IN_FLIGHT, "help": f"requests that run at once per model (default {IN_FLIGHT})"},
+        {"type": positive, "default": IN_FLIGHT, "help": f"runs at once per model (default {IN_FLIGHT})"},
+    ),
+    _Option(
+        "batch",
+        "--batch",
+        {
+            "type": positive,
+            "default": BATCH,
+            "metavar": "N",
+            "help": f"requests that wait run together, at most N of them (default {BATCH}; 1: each by itself)",
+        },
+    ),
+    _Option(
+        "batch_delay_ms",
+        "--batch-delay",
+        {
+            "type": delay_ms,
+            "default": 0.0,
+            "metavar": "MS",
+            "help": "milliseconds that a request waits for others to run with (default 0: only what waits anyway)",
+        },
     ),
     _Option(
         "broker_mbit",
@@ -199,6 +220,8 @@ class PlannerOptions:
     models: Mapping[str, str | Path]
     pins: PinOptions = field(default_factory=PinOptions)
     in_flight: int = IN_FLIGHT
+    batch: int = BATCH
+    batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
 
     @staticmethod

@@ -11,6 +11,7 @@ from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.transport import BrokerUrl
 
 
@@ -18,9 +19,9 @@ from hepti_mqtt.transport import BrokerUrl
 class PlannerConfig:
     """One site's planner.
 
-    models: directory by name. pins: what the user fixed, by model. in_flight: requests that run at once, per model.
-    broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir: where the boot counter
-    is kept, by default the user's state directory.
+    models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: which
+    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir:
+    where the boot counter is kept, by default the user's state directory.
     """
 
     url: BrokerUrl
@@ -28,6 +29,7 @@ class PlannerConfig:
     models: Mapping[str, str | Path]
     pins: Mapping[str, Pins] = field(default_factory=dict)
     in_flight: int = 2
+    batching: Batching = field(default_factory=Batching)
     broker_mbit: float | None = None
     state_dir: Path | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
@@ -41,5 +43,6 @@ class PlannerConfig:
             models=options.models,
             pins=dict.fromkeys(options.models, options.pins.pins()),
             in_flight=options.in_flight,
+            batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
         )

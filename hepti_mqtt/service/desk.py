@@ -158,6 +158,9 @@ class Desk:
         except ValueError as error:  # outputs of the chunks that do not fit together
             return self.refuse(Refuse(job, RemoteError(f"the devices' outputs do not fit together: {error}")))
         forecasts = [self._forecasts.told(s.plan, s.shape) for s in command.stats]
+        for stats in command.stats:
+            if stats.requests > 1:
+                self._forecasts.met(stats)
         plan = command.plan
         told = {
             "id": ticket.request,
@@ -179,6 +182,7 @@ class Desk:
             },
             "tokens": ticket.prepared.shape.tokens,
             "runs": len(command.stats) if job.computes else 0,
+            "batched_with": sum(s.requests - 1 for s in command.stats),
             "compute_ms": _sum_ms(s.compute_us for s in command.stats),
             "wait_ms": _sum_ms(s.wait_us for s in command.stats),
             "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in command.stats),

@@ -70,6 +70,7 @@ class Forecasts:
         self._ahead: OrderedDict[tuple[Epoch, RequestShape], _Work] = OrderedDict()  # the most urgent first
         self._asked: deque[tuple[list[_Work], Callable[[], None]]] = deque()
         self._known: OrderedDict[tuple[Epoch, RequestShape], Forecast] = OrderedDict()
+        self._met: OrderedDict[RequestShape, RunStats] = OrderedDict()
         self._closed = False
 
     def stand(self, standing: tuple[Standing, ...]) -> None:
@@ -95,6 +96,20 @@ class Forecasts:
                     if one.plan.model == model:
                         self._add(_Work(one.plan, one.cluster, shape), urgent=True)
             self._changed.notify()
+
+    def met(self, run: RunStats) -> None:
+        """Take note of the shape of a run of several requests: most come once, one that comes again is foreseen.
+
+        With the least haste; the same run may be told several times.
+        """
+        with self._changed:
+            before = self._met.setdefault(run.shape, run)
+            self._met.move_to_end(run.shape)
+            while len(self._met) > KEPT:
+                self._met.popitem(last=False)
+            if before is not run:
+                self._add(_Work(run.plan, run.cluster, run.shape), urgent=False)
+                self._changed.notify()
 
     def then(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
         """Call `act` on the forecasts' own thread when those of `runs` are made, before any that are only foreseen."""

@@ -94,7 +94,8 @@ class _Planner:
         self.implausible: set[str] = set()  # topics with boot counters of which somebody was told
         self.topics = self.decoder.topics
         served = tuple(
-            Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins) for m in models.values()
+            Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
+            for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
@@ -273,7 +274,7 @@ class _Planner:
     def _serve(self, stop: threading.Event) -> None:
         tick_at = time.monotonic() + TICK_S
         while not stop.is_set() and self.failure is None:
-            left = tick_at - time.monotonic()
+            left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
                 item = self.inbox.get(left) if left > 0 else events.Tick()
             except queue.Empty:

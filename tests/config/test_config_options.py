@@ -49,6 +49,8 @@ PLANNERS = st.builds(
     models=st.dictionaries(NAMES, PATHS, min_size=1, max_size=3),
     pins=PINS,
     in_flight=st.integers(1, 9),
+    batch=st.integers(1, 99),
+    batch_delay_ms=st.sampled_from([0.0, 2.5, 60_000.0]),
     broker_mbit=st.none() | st.floats(0.5, 1e4),
 )
 

@@ -22,6 +22,7 @@ from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
 from hepti_mqtt.runtime.planner.flight import Job, Pins, RequestKey
 from hepti_mqtt.runtime.planner.membership import RETURN_S
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.planner.slots import COMES_BACK_S, PINNED
 from hepti_mqtt.wire import messages
@@ -482,13 +483,16 @@ def test_two_models_do_not_plan_with_the_same_memory() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
-    site = Site(decider=everyone)
+    batching = data.draw(st.sampled_from([Batching(1), Batching(16), Batching(4, 0.2)]))
+    site = Site(decider=everyone, batching=batching)
     names = ("a", "b")
     pins = (None, ROW, Pins(devices=("b",)), Pins(storage="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
     boot = Counter[str]()
     submitted = 0
     for _ in range(data.draw(st.integers(5, 40))):
-        what = data.draw(st.sampled_from(["join", "leave", "tick", "ready", "submit", "answer", "fail", "offline"]))
+        what = data.draw(
+            st.sampled_from(["join", "leave", "tick", "ready", "submit", "answer", "fail", "broken", "offline"])
+        )
         name = data.draw(st.sampled_from(names))
         if what == "join":
             boot[name] += 1
@@ -502,7 +506,8 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
         elif what == "submit":
             submitted += 1
             lengths = data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=3))
-            site.submit(f"r{submitted}", *lengths, pins=data.draw(st.sampled_from(pins)), within=30)
+            client, pinned = data.draw(st.sampled_from("cd")), data.draw(st.sampled_from(pins))
+            site.submit(f"r{submitted}", *lengths, pins=pinned, within=30, client=client)
         elif what == "answer" and site.work:
             site.answer(data.draw(st.sampled_from(sorted(site.work))))
         elif what == "fail" and name in site.prepares():
@@ -510,6 +515,13 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
             plan = Plan.from_dict(message.plan)
             code = data.draw(st.sampled_from(["memory", "wire"]))
             site.event(events.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
+        elif what == "broken" and site.work:
+            frame, code = (
+                data.draw(st.sampled_from(list(site.work.values()))),
+                data.draw(st.sampled_from(["wire", "x"])),
+            )
+            broken = messages.RequestFailed("m", frame.epoch, frame.admission, code, "no")
+            site.event(events.UpMessage(name, broken))
         elif what == "offline":
             site.event(events.Connection(online=data.draw(st.booleans())))
     for _ in range(8):

@@ -15,7 +15,8 @@ from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse
-from hepti_mqtt.runtime.planner.flight import Job, Pins, Run, RunStats
+from hepti_mqtt.runtime.planner.flight import Item, Job, Pins, Run, RunStats
+from hepti_mqtt.runtime.planner.packs import packed
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
@@ -67,7 +68,7 @@ def finish(job, checkpoint, outputs=None, plans=None):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.chunks):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, job, place, chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
+        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
         run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
         job.stats.append(run.stats())
@@ -106,6 +107,7 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert sum(data["plan"]["devices"].values()) == pytest.approx(1.0)
     assert data["plan"]["devices"]["a"] > data["plan"]["devices"]["b"] > 0
     assert data["tokens"] == shape.tokens
+    assert data["batched_with"] == 0
     assert data["compute_ms"] == {"a": 2.0, "b": 1.0}
     assert data["wait_ms"] == {"a": 0.5, "b": 1.5}
     assert data["bytes_on_wire"] == 100 + 70 + 30
@@ -113,6 +115,23 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
     assert data["forecast"] == "simulated"
     assert data["latency_ms"] == pytest.approx(500.0)
+
+
+def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
+    items = tuple(Item(job, 0) for job in jobs)
+    whole = packed([item.part for item in items])
+    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, 0.0, 0.0, 100, alone=True)
+    run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+    for job in jobs:
+        job.outputs[0] = np.ones((1, 32), np.float32)
+        told_of = told(desk.answer(foreseen(forecasts, Answer(job, run.plan, (run.stats(),))), now=100.5))
+        assert told_of["batched_with"] == 1
+        assert told_of["tokens"] == job.chunks[0].shape.tokens
+        assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
+        parts = programs(checkpoint.spec, run.plan, whole.shape)
+        assert told_of["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, whole.shape, parts)
 
 
 def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkpoints, forecasts):

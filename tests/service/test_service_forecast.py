@@ -71,6 +71,21 @@ def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, mad
     assert (told.nbytes, told.tokens, told.simulated) == (exact, 6, True)
 
 
+def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, made):
+    one, shape = standing(spec), RequestShape((5, 6))
+    forecasts.stand((one,))
+    first = run_of(one, shape)
+    forecasts.met(first)
+    forecasts.met(first)  # by another request of the same run
+    assert not forecasts.step()
+    assert not forecasts.told(one.plan, shape).simulated
+    forecasts.met(run_of(one, shape))
+    make_all(forecasts)
+    assert made == [(1, shape)]
+    exact = sent_bytes(Naming("home", "bert"), spec, shape, programs(spec, one.plan, shape))
+    assert (forecasts.told(one.plan, shape).nbytes, forecasts.told(one.plan, shape).simulated) == (exact, True)
+
+
 def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
     forecasts.begin("bert", SHAPES)
     assert not forecasts.step(), "there is no plan yet"

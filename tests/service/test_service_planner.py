@@ -343,6 +343,15 @@ def _two_requests_that_nobody_reads(unconnected):
         unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
 
 
+def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
+    stop, handled = threading.Event(), []
+    unconnected.inbox.post(stop.set)
+    monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
+    monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
+    unconnected._serve(stop)
+    assert handled == [Tick()]
+
+
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
     stood = []
     monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)

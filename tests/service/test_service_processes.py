@@ -83,6 +83,30 @@ def test_text_in_right_answer_out(site: Site, ready: Hepti) -> None:
     assert sum(answer.plan["devices"].values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("pins", [{}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}])
+def test_requests_that_wait_run_together_and_each_has_its_own_answer(
+    site: Site, user: User, pins: dict[str, object]
+) -> None:
+    asked = {f"together-{len(pins)}-{i}": [3 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
+    bad = f"together-{len(pins)}-bad"
+    for i, (name, ids) in enumerate(asked.items()):
+        user.send("tiny", {"id": name, "ids": ids, **pins})
+        if i == 20:
+            user.send("tiny", {"id": bad, "ids": [10**6], **pins})
+    answers = {}
+    while len(answers) < len(asked) + 1:
+        _, answer = user.answers.get(timeout=PATIENCE_S)
+        assert answer["id"] not in answers, "once"
+        answers[answer["id"]] = answer
+    assert answers.pop(bad)["error"]["code"] == "bad_request"
+    for name, ids in asked.items():
+        assert answers[name]["ok"], answers[name]
+        _, output = expected(site, "tiny", ids=ids)
+        np.testing.assert_allclose(answers[name]["result"]["embedding"], output[0], atol=TOLERANCE)
+        assert answers[name]["tokens"] == len(ids)
+    assert max(answer["batched_with"] for answer in answers.values()) > 0
+
+
 @pytest.mark.parametrize(("strategy", "options"), METHODS)
 def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     site: Site, ready: Hepti, strategy: str, options: dict[str, str]

@@ -97,6 +97,11 @@ class CoordinatorSession:
         out = self._handlers[type(event)](event, now)
         return out + self._pump(now)
 
+    @property
+    def due_s(self) -> float:
+        """Return when a Tick is needed for requests that wait for others to run with; infinity if none does."""
+        return self._requests.due_s
+
     def plan(self, model: str) -> Plan | None:
         """Return the active plan of a model, as the planner's user wants it."""
         return self.slots.own(model).active
@@ -113,13 +118,8 @@ class CoordinatorSession:
     def check(self) -> None:
         """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
         for model in self.slots:
-            model.plans.check()
-            live = {record.epoch for record in model.plans.serving}
-            assert all(r.epoch in live and not r.job.over for r in model.runs.values())
-            assert len({(id(r.job), r.chunk) for r in model.runs.values()}) == len(model.runs)
+            model.check()
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
-            assert not model.queue or model.plans.hopeful(), "requests wait for nothing"
-            assert not model.displaced or model.plans.wanted is not None
             assert not model.pinned or len(self.slots.pinned(model.name)) <= PINNED
         for model in self.slots.models():
             assert sum(len(slot.runs) for slot in self.slots.of(model.name)) <= self.in_flight
@@ -342,7 +342,7 @@ class CoordinatorSession:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for model in self.slots:
-            model.forget_over()
+            model.queue.forget_over()
             out += self._rollout.release_idle(model, now)
         for slot in self.slots.pinned():
             if slot.idle and slot.plans.standing is None and slot.plans.preparing is None:

@@ -13,15 +13,18 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, Overloade
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
 from hepti_mqtt.runtime.planner.events import UpFrame
-from hepti_mqtt.runtime.planner.flight import Generation, Job, Run, RunStats
+from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats
 from hepti_mqtt.runtime.planner.model_state import ModelState
+from hepti_mqtt.runtime.planner.packs import packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
-QUEUE: Final = 64  # requests that wait, per model
+QUEUE: Final = 64  # requests of one client that wait, per model
+QUEUE_ALL: Final = 256  # and of all clients
+QUEUE_BYTES: Final = 256 << 20  # of what all of them bring
 ATTEMPTS: Final = 4
 DOUBT_FACTOR: Final = 6.0  # times what a run should take: then its devices are asked for a word
 DOUBT_LEAST_S: Final = 0.5
@@ -40,9 +43,15 @@ class Dispatcher:
 
     def __init__(self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str]) -> None:
         self._topics, self._slots, self._in_flight, self._counters = topics, slots, in_flight, counters
+        self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
         self._admission = 0
         self._session = 0
+
+    @property
+    def due_s(self) -> float:
+        """Return when the first request is due that waits for others to run with, infinity if none does."""
+        return min(self._held.values(), default=inf)
 
     def turned_away(self, job: Job) -> list[CoordinatorCommand] | None:
         """Return what follows from a request that no queue takes; None if one does."""
@@ -53,8 +62,14 @@ class Dispatcher:
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        if len({id(j) for slot in self._slots.of(name) for j, _ in slot.queue}) >= QUEUE:
-            return self.overloaded(job, f"{QUEUE} requests wait for {name} already; try again later, or add devices")
+        waiting = list({id(item.job): item.job for slot in self._slots.of(name) for item in slot.queue}.values())
+        if (of_client := sum(j.key.client == job.key.client for j in waiting)) >= QUEUE:
+            text = f"{of_client} requests of {job.key.client} wait for {name} already; send more when some are answered"
+            return self.overloaded(job, text)
+        nbytes = sum(j.nbytes for j in waiting)
+        if len(waiting) >= QUEUE_ALL or (waiting and nbytes + job.nbytes > QUEUE_BYTES):
+            text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
+            return self.overloaded(job, text)
         return None
 
     @staticmethod
@@ -68,25 +83,33 @@ class Dispatcher:
         if model.error is not None and not model.plans.hopeful():
             return [Refuse(job, model.error)]
         self._number += 1
-        job.number = self._number
+        job.number, job.came_s = self._number, now
         longest = max(c.shape.tokens for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
-        model.queue.extend((job, i) for i in range(len(job.chunks) if job.computes else 1))
+        model.queue.add(Item(job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
     def pump(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch what waits for a model, as far as there are plans for it and room beside what runs."""
         out: list[CoordinatorCommand] = []
+        held: dict[int, float] = {}  # slots whose requests wait for others, and until when
         while self._runs(name) < self._in_flight:
-            able = [s for s in self._slots.of(name) if s.active and s.first() < inf and self._slots.may_run(s)]
+            slots = (s for s in self._slots.of(name) if s.active and s.queue and self._slots.may_run(s))
+            able = [slot for slot in slots if id(slot) not in held]
             if not able:
                 break
-            model = min(able, key=ModelState.first)
-            job, chunk = model.queue.popleft()
+            model = min(able, key=lambda slot: slot.queue.first())
+            items, due_s = model.next()
+            if now < due_s:
+                held[id(model)] = due_s
+                continue
+            model.queue.take(items)
             assert model.active is not None
-            if not job.over:
-                send = self._dispatch if job.computes else self._foretell
-                out += send(model, model.active, job, chunk, now)
+            if items[0].job.computes:
+                out += self._dispatch(model, model.active, items, now)
+            else:
+                out += self._foretell(model, model.active, items[0].job)
+        self._held[name] = min(held.values(), default=inf)
         return out
 
     def _runs(self, name: str) -> int:
@@ -118,7 +141,10 @@ class Dispatcher:
         if message.code in ("wire", "session"):
             return out + self.again(model, run)
         out += self._cancel(model, run)
-        return out + self.end(model, run.job, RemoteError(message.text))
+        if len(run.items) > 1:  # whose fault it was shows when each runs by itself
+            self._apart(model, run)
+            return out
+        return out + self.end(model, run.items[0].job, RemoteError(message.text))
 
     def again(self, model: ModelState, run: Run, blameless: bool = False) -> list[CoordinatorCommand]:
         """Take a run back and queue it first; its job fails after too many attempts.
@@ -126,18 +152,28 @@ class Dispatcher:
         blameless: no device had a part in the loss, so it is no attempt.
         """
         out = self._cancel(model, run)
-        run.job.attempts[run.chunk] += not blameless
-        if run.job.attempts[run.chunk] >= ATTEMPTS:
-            error = RemoteError(
-                f"the request was lost {run.job.attempts[run.chunk]} times (devices left, or exchanges never arrived); "
-                "see `hepti devices` and the planner's log"
-            )
-            return out + self.end(model, run.job, error)
-        if model.error is not None and not model.plans.hopeful():
-            return out + self.end(model, run.job, model.error)
-        if run.job.generation is not None:
-            run.job.generation.epoch = None  # some device may have cached less than others: it begins anew
-        model.queue.appendleft((run.job, run.chunk))
+        back: list[Item] = []
+        for item in run.items:
+            job, lost = item.job, item.job.attempts
+            if job.over:
+                continue
+            lost[item.chunk] += not blameless
+            if lost[item.chunk] >= ATTEMPTS:
+                error: HeptiError = RemoteError(
+                    f"the request was lost {lost[item.chunk]} times (devices left, or exchanges never arrived); "
+                    "see `hepti devices` and the planner's log"
+                )
+                out += self.end(model, job, error)
+            elif model.error is not None and not model.plans.hopeful():
+                out += self.end(model, job, model.error)
+            else:
+                back.append(item)
+        for item in back:
+            if item.job.generation is not None:
+                item.job.generation.epoch = None  # some device may have cached less than others: it begins anew
+            if item.job.attempts[item.chunk] > 1:  # it may be what brings runs to nothing
+                item.job.apart.add(item.chunk)
+        model.queue.add_first(back)
         return out
 
     def cut(self) -> None:
@@ -151,13 +187,19 @@ class Dispatcher:
         again = [self.again(slot, run, blameless=True) for slot, run in cut if back(run.plan.devices)]
         return [command for commands in again for command in commands]
 
+    def _apart(self, model: ModelState, run: Run) -> None:
+        """Queue the requests of a run that has failed first, each to run by itself."""
+        for item in run.items:
+            item.job.apart.add(item.chunk)
+        model.queue.add_first(item for item in run.items if not item.job.over)
+
     def end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
-        """Refuse a job and cancel its runs; one that is over already is left alone."""
+        """Refuse a job and cancel the runs that nobody else waits for; one that is over already is left alone."""
         if job.over:
             return []
         job.over = True
         out: list[CoordinatorCommand] = []
-        for run in [r for r in model.runs.values() if r.job is job]:
+        for run in [r for r in model.runs.values() if not r.jobs]:
             out += self._cancel(model, run)
         return [*out, Refuse(job, error)]
 
@@ -167,17 +209,18 @@ class Dispatcher:
         out: list[CoordinatorCommand] = []
         for job in late.values():
             out += self.end(model, job, DeadlineError("the deadline passed before the answer was ready"))
-        model.forget_over()
+        model.queue.forget_over()
         return out
 
-    def _dispatch(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
+    def _dispatch(self, model: ModelState, plan: Plan, items: tuple[Item, ...], now: float) -> list[CoordinatorCommand]:
         self._admission += 1
-        part, session = job.chunks[chunk], Session()
-        if job.generation is not None:
-            if job.generation.epoch != plan.epoch:
+        part, session = packed([item.part for item in items]), Session()
+        generation = items[0].job.generation
+        if generation is not None:
+            if generation.epoch != plan.epoch:
                 self._session = self._session % MAX_SESSION + 1
-                job.generation.begin(plan.epoch, self._session)
-            part, session = job.generation.next()
+                generation.begin(plan.epoch, self._session)
+            part, session = generation.next()
         model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
@@ -185,7 +228,7 @@ class Dispatcher:
         expected_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
-        patience_s = OVERDUE_S * 2 ** job.attempts[chunk] + OVERDUE_FACTOR * expected_s
+        patience_s = OVERDUE_S * 2 ** max(i.job.attempts[i.chunk] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MOST_S)
         sent = publish_bytes(topic, len(payload), 1)
         others = [run for slot in self._slots for run in slot.runs.values()]
@@ -193,8 +236,7 @@ class Dispatcher:
             run.alone = False
         model.runs[self._admission] = Run(
             self._admission,
-            job,
-            chunk,
+            items,
             part.shape,
             plan,
             model.cluster(),
@@ -207,9 +249,8 @@ class Dispatcher:
         )
         return [Publish(topic, payload, 1)]
 
-    def _foretell(self, model: ModelState, plan: Plan, job: Job, chunk: int, now: float) -> list[CoordinatorCommand]:
+    def _foretell(self, model: ModelState, plan: Plan, job: Job) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: as if its runs had taken nothing."""
-        del chunk, now
         job.over = True
         runs = (RunStats(plan, model.cluster(), shape, {}, {}, {}, 0) for shape in job.shapes())
         return [Answer(job, plan, tuple(runs))]
@@ -217,15 +258,35 @@ class Dispatcher:
     def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
         del model.runs[run.admission]
         self._counters["foreign_frame"] += run.unannounced()
-        if run.alone and (not run.shape.cache or run.shape.tokens == 1):  # of a decoder plans are made for its steps
+        # Of a decoder plans are made for its steps, of others for a request that runs by itself.
+        if run.alone and len(run.items) == 1 and (not run.shape.cache or run.shape.tokens == 1):
             model.experience.ran(run.plan, run.shape.tokens, now - run.begun_s, now)
-        job = run.job
+        stats, generation = run.stats(), run.items[0].job.generation
+        if generation is not None:
+            if run.jobs:
+                run.items[0].job.stats.append(stats)
+                return self._generated(model, run, generation)
+            return []
+        out: list[CoordinatorCommand] = []
+        try:
+            outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
+        except (RemoteError, ValueError) as exc:  # parts that do not fit together
+            error = RemoteError(f"the devices' outputs do not fit together: {exc}")
+            for job in run.jobs:
+                out += self.end(model, job, error)
+            return out
+        for item, output in zip(run.items, outputs, strict=True):
+            out += self._taken(run, item, stats, output)
+        return out
+
+    @staticmethod
+    def _taken(run: Run, item: Item, stats: RunStats, output: Array) -> list[CoordinatorCommand]:
+        """Give a job the output of one of its chunks; the last one is the answer."""
+        job = item.job
         if job.over:
             return []
-        job.stats.append(run.stats())
-        if job.generation is not None:
-            return self._generated(model, run, job.generation)
-        job.outputs[run.chunk] = run.output()
+        job.stats.append(stats)
+        job.outputs[item.chunk] = output
         if len(job.outputs) < len(job.chunks):
             return []
         job.over = True
@@ -233,7 +294,8 @@ class Dispatcher:
 
     def _generated(self, model: ModelState, run: Run, generation: Generation) -> list[CoordinatorCommand]:
         """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
-        job, logits = run.job, run.output()
+        item, logits = run.items[0], run.output()
+        job = item.job
         if logits.ndim != 2 or len(logits) != 1 or not np.isfinite(logits).all():
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.end(model, job, error)
@@ -241,7 +303,7 @@ class Dispatcher:
         job.attempts.clear()
         out: list[CoordinatorCommand] = [Token(job, len(generation.tokens) - 1, tuple(generation.tokens))]
         if not generation.done:
-            model.queue.appendleft((job, run.chunk))
+            model.queue.add_first([item])
             return out
         job.over = True
         return [*out, Answer(job, run.plan, tuple(job.stats))]

@@ -1,4 +1,4 @@
-"""Requests on their way: a user's request is a job of one or more runs, each a Program run of one packed batch."""
+"""Requests on their way: a user's request is a job of one or more chunks, a run is one packed batch of chunks."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class Job:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
     which a repetition is told from another request under the same id. number: its place in the order of arrival.
+    came_s: when it came. apart: chunks that run with no other request's, because a run with them has failed.
     """
 
     key: RequestKey
@@ -119,6 +120,13 @@ class Job:
     generation: Generation | None = None
     digest: bytes = b""
     number: int = 0
+    came_s: float = 0.0
+    apart: set[int] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of what the request brings."""
+        return sum(chunk.inputs.nbytes for chunk in self.chunks)
 
     def shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""
@@ -141,11 +149,34 @@ class Job:
         return np.concatenate([self.outputs[i] for i in range(len(self.chunks))])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One chunk of a job, the same one as it waits and runs."""
+
+    job: Job
+    chunk: int
+
+    @property
+    def part(self) -> Chunk:
+        """Return its own batch; of a job that generates, the prompt."""
+        return self.job.chunks[self.chunk]
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of its own batch."""
+        return self.part.shape.tokens
+
+    @property
+    def packable(self) -> bool:
+        """Return whether it may run together with others."""
+        return self.job.computes and self.job.generation is None and self.chunk not in self.job.apart
+
+
 @dataclass(slots=True)
 class RunStats:
     """One run as its devices counted it: microseconds and bytes by device, and the planner's own bytes.
 
-    cluster: devices and links as they were when the plan was chosen.
+    cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of.
     """
 
     plan: Plan
@@ -155,19 +186,19 @@ class RunStats:
     wait_us: dict[str, int]
     sent_bytes: dict[str, int]
     dispatch_bytes: int
+    requests: int = 1
 
 
 @dataclass(slots=True)
 class Run:
-    """One chunk of a job, dispatched under an epoch with an admission number of its own.
+    """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
 
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
     overdue_s: when it is issued again. cut: the broker was lost meanwhile, and with it whatever was on its way.
     """
 
     admission: int
-    job: Job
-    chunk: int
+    items: tuple[Item, ...]
     shape: RequestShape
     plan: Plan
     cluster: Cluster
@@ -186,6 +217,11 @@ class Run:
     def epoch(self) -> Epoch:
         """Return the epoch to which the run is pinned."""
         return self.plan.epoch
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the jobs that still wait for it."""
+        return [item.job for item in self.items if not item.job.over]
 
     def complete(self) -> bool:
         """Return whether every device has reported, and every part of the output that one says it has sent is here."""
@@ -214,4 +250,5 @@ class Run:
             {d: n[1] for d, n in self.done.items()},
             {d: n[2] for d, n in self.done.items()},
             self.dispatch_bytes,
+            len(self.items),
         )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
+from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
-from hepti_mqtt.runtime.planner.flight import Job, Run
+from hepti_mqtt.runtime.planner.flight import Item, Job, Run
+from hepti_mqtt.runtime.planner.packs import choose, packed
 from hepti_mqtt.runtime.planner.plans import Plans
 from hepti_mqtt.runtime.planner.served import Served
+from hepti_mqtt.runtime.planner.waiting import Waiting
 from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
-URGENT: Final = 2  # requests, the first that wait, whose Programs a plan must have before it serves
+URGENT: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
 FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 
@@ -40,7 +42,7 @@ class ModelState:
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
     latest: Decision | None = None  # of the last search that found a plan
-    queue: deque[tuple[Job, int]] = field(default_factory=deque)
+    queue: Waiting = field(default_factory=Waiting)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
@@ -77,16 +79,7 @@ class ModelState:
 
     def jobs(self) -> list[Job]:
         """Return the requests that wait or run; one of several runs comes several times."""
-        return [job for job, _ in self.queue] + [run.job for run in self.runs.values()]
-
-    def forget_over(self) -> None:
-        """Take those requests out of the queue that have ended while they waited."""
-        if any(job.over for job, _ in self.queue):
-            self.queue = deque((job, chunk) for job, chunk in self.queue if not job.over)
-
-    def first(self) -> float:
-        """Return the number of the first request that waits, infinity if none does."""
-        return self.queue[0][0].number if self.queue else inf
+        return [item.job for item in self.queue] + [job for run in self.runs.values() for job in run.jobs]
 
     def tokens(self) -> int:
         """Return the request length to plan for: the median of late ones, or the served default."""
@@ -99,20 +92,39 @@ class ModelState:
         if len(self.late) > FORESEEN:
             self.late.popitem(last=False)
 
+    def next(self) -> tuple[tuple[Item, ...], float]:
+        """Return what runs next of what waits, and when: at once unless others may come to run with it."""
+        return self._next(self.queue)
+
+    def _next(self, queue: Waiting) -> tuple[tuple[Item, ...], float]:
+        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens)
+
+    def _waiting(self) -> Iterator[RequestShape]:
+        """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
+        queue = self.queue.copy()
+        queue.forget_over()
+        for _ in range(FORESEEN):
+            if not queue:
+                return
+            items, _ = self._next(queue)
+            queue.take(items)
+            if len(items) > 1:
+                yield packed([item.part for item in items]).shape
+            elif items[0].job.computes:
+                yield from items[0].job.next_shapes(items[0].chunk)
+
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
 
         First those that wait already, then those of late, the last one first; then the one that plans are made for. If
         requests wait and no plan serves them, no other shape than those of the first ones holds them up.
         """
-        waiting = dict.fromkeys(
-            s for job, chunk in self.queue if job.computes and not job.over for s in job.next_shapes(chunk)
-        )
+        waiting = dict.fromkeys(self._waiting())
         shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
         first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
         if not waiting or self.plans.standing is not None:
             return tuple(first), len(first)
-        urgent = {s for job, chunk in islice(self.queue, URGENT) if job.computes for s in job.next_shapes(chunk)}
+        urgent = set(islice(waiting, URGENT))
         return tuple(first), max(sum(s in urgent for s in first), 1)
 
     def held(self) -> Decision | None:
@@ -125,6 +137,16 @@ class ModelState:
         record = self.plans.active
         assert record is not None
         return record.decision.cluster
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        self.plans.check()
+        live = {record.epoch for record in self.plans.serving}
+        assert all(run.epoch in live and run.jobs for run in self.runs.values())
+        items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
+        assert len(set(items)) == len(items), "a chunk runs twice"
+        assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
+        assert not self.displaced or self.plans.wanted is not None
 
 
 _VARYING: Final[dict[str, Any]] = {

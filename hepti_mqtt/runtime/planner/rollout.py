@@ -254,7 +254,7 @@ class Rollout:
         out: list[CoordinatorCommand] = [Note("no_plan", str(error))]
         if plans.active is None:
             model.error = error
-            for job in [job for job, _ in model.queue]:
+            for job in [item.job for item in model.queue]:
                 out += self._requests.end(model, job, error)
         if (standing := plans.standing) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))

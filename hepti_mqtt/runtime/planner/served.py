@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.spec import Spec
 
 
@@ -15,7 +16,8 @@ class Served:
     """A model that the planner serves.
 
     manifest: hash of the manifest of its weights. tokens: the length that plans are optimised for at first. pins:
-    what the planner's user fixed; a request may carry others, which hold for that request alone.
+    what the planner's user fixed; a request may carry others, which hold for that request alone. batching: which
+    requests run together.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Served:
     manifest: bytes
     tokens: int = 128
     pins: Pins = field(default_factory=Pins)
+    batching: Batching = field(default_factory=Batching)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,11 +138,11 @@ class Slots:
     def may_run(self, slot: ModelState) -> bool:
         """Return whether the first request of a slot comes before all those of slots that made room."""
         waiting = [s for s in self.of(slot.name) if s is not slot and s.displaced]
-        return all(slot.first() < s.first() for s in waiting if s.queue)
+        return all(slot.queue.first() < s.queue.first() for s in waiting if s.queue)
 
     @staticmethod
     def _lets(holder: ModelState, slot: ModelState, now: float) -> bool:
         """Return whether a slot that has a plan lets one that made room have the next."""
         if slot.queue:
-            return slot.first() < holder.first()
+            return slot.queue.first() < holder.queue.first()
         return holder.idle and now - holder.asked_s > COMES_BACK_S
