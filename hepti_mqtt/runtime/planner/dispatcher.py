@@ -241,11 +241,11 @@ class Dispatcher:
             plan,
             model.cluster(),
             now,
-            expected_s,
-            doubt,
             overdue,
             sent,
             alone=not others,
+            expected_s=expected_s,
+            doubt_s=doubt,
         )
         return [Publish(topic, payload, 1)]
 

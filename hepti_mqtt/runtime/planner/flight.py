@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -203,13 +204,13 @@ class Run:
     plan: Plan
     cluster: Cluster
     begun_s: float
-    expected_s: float
-    doubt_s: float
     overdue_s: float
     dispatch_bytes: int
     alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    expected_s: float = 0.0
+    doubt_s: float = inf
     probed_s: float | None = None
     cut: bool = False
 
