@@ -41,6 +41,7 @@ AWAY_S: Final = 0.3
 RECONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
+SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
@@ -261,10 +262,13 @@ class PahoTransport:
         reason = "closed"
         try:
             self._begin(link)
+            acknowledged_by = time.monotonic() + SUBACK_S
             while not self._stopping():
                 more = not self._outbox.empty() and not link.busy
                 link.turn(0.0 if more else TURN_S)
                 self._feed(link)
+                if self._session.awaited and time.monotonic() > acknowledged_by:
+                    raise LinkLost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
             self._drain(link)
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
