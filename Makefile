@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside bench-overhead \
-	bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside test-hostile \
+	bench-overhead bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -62,8 +62,18 @@ parity: $(VENV)/.dev
 test-outside:
 	.ci/outside.sh $(PYTHON)
 
+# Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reliability.md.
+N ?= 20000
+SEED ?= 0
+test-hostile: $(VENV)/.dev
+	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)
+
 bench-overhead: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/overhead.py
+
+# Building Programs for a new request shape; the file says how to compare revisions.
+bench-building: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/building.py
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py

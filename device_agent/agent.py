@@ -9,40 +9,47 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Final
 
 import psutil
 
+from device_agent.afterwards import Afterwards
 from device_agent.builder import BuilderThread
 from device_agent.complaints import Complaints
 from device_agent.config import AgentConfig
-from device_agent.events import AgentEvent, LinkUp, Stop
+from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
 from device_agent.health import HealthMonitor
 from device_agent.heartbeat import HeartbeatThread
 from device_agent.install import Directories, device_lock, directories
+from device_agent.limits import free_memory, memory_budget
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader, return_memory
 from device_agent.loader_thread import LoaderThread
-from device_agent.measure import Curves, self_measurement
+from device_agent.measure import Curves, measurement_places, self_measurement
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
+from device_agent.own_endpoint import OwnEndpoint
 from device_agent.probe import Prober
 from device_agent.shell import Shell
+from device_agent.starting import Starting, prepare_kernels
 from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
-from hepti_mqtt.kernels import Workers, isa, warm_up
+from hepti_mqtt.kernels import Workers, isa
+from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
+from hepti_mqtt.wire.limits import low_limit
 from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
-PART_OF_FREE: Final = 0.8
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
-LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
+DOUBTED_BYTES: Final = 1 << 20  # and that large where it says (MQTT 5) that it takes it
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
@@ -144,28 +151,36 @@ class _Agent:
             self._complaints,
             self._transport,
         )
-        self._workers = Workers(config.threads)
-        self._builder = BuilderThread(config.device_id, self._topics, self._workers, self.inbox.post)
+        self._workers: Workers | None = None
+        self._builder: BuilderThread | None = None
         self._heartbeat: HeartbeatThread | None = None
         self._shell: Shell | None = None
+        self._afterwards: Afterwards | None = None
+        self._endpoint: OwnEndpoint | None = None
         self._largest: int | None = None
+        self._reached = False  # whether the site has been told that the device is starting
+        self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
 
     def run(self, signals: _Signals, stop: threading.Event) -> None:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         waiting = self._connect(PLANES)  # first of all, so that a wrong password is told at once
+        self._reached = "control" not in waiting
         if not waiting:
             self._warn_if_open()
-        curves = self._measure()
+        with turns.starting(jit.cache_directory()), Starting(self._say, self._boot, self._log) as starting:
+            workers, curves = self._measure(starting)
         rss_idle = int(psutil.Process().memory_info().rss)
-        budget = memory_budget(self._config.memory_bytes, int(psutil.virtual_memory().available))
+        budget = memory_budget(self._config.memory_bytes, free_memory())
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
         if waiting:
             self._wait_for_broker(waiting, stop)
             self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
-        caps = self._caps(curves, budget, rss_idle)
+        self._endpoint = OwnEndpoint(self._config, self._topics, self._boot, self._complaints)
+        caps = self._caps(meter, budget, rss_idle)
+        self._builder = BuilderThread(self._config.device_id, self._topics, workers, self.inbox.post)
         shell = Shell(
             session,
             self._boot,
@@ -177,6 +192,7 @@ class _Agent:
             self._complaints,
             lambda link: self._announce(caps, link),
             self._log,
+            self._endpoint.links,
         )
         self._shell = shell
         self._heartbeat = HeartbeatThread(
@@ -189,8 +205,10 @@ class _Agent:
             meter,
             lambda: shell.stepped_s,
             lambda: self._counters(session),
+            self._endpoint.watch(lambda: self.inbox.post(ProbePeers())),
             self._complaints,
         )
+        self._afterwards = self._after(meter, caps, shell)
         self._loader.start()
         self._builder.start()
         signals.deliver_to(self.inbox)
@@ -198,13 +216,19 @@ class _Agent:
 
     def close(self) -> None:
         """End all threads; the last word is `offline`."""
+        if self._afterwards is not None:
+            self._afterwards.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        farewell = self._shell is not None and self._shell.farewell
+        farewell = self._reached if self._shell is None else self._shell.farewell
         self._network.close(self._will() if farewell else None)
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._loader.close()
-        self._builder.close()
-        self._workers.close()
+        if self._builder is not None:
+            self._builder.close()
+        if self._workers is not None:
+            self._workers.close()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -251,21 +275,54 @@ class _Agent:
         if (loud := open_broker_warning(self._config.url)) is not None:
             self._log.warning(loud)
 
-    def _measure(self) -> Curves:
-        start = perf_counter()
-        warm = warm_up()
-        took_s = perf_counter() - start
-        self._log.info("kernels for %s ready after %.1f s (%d compiled, %d from the cache)", isa(), took_s, *warm)
-        if self._config.hold is not None:
-            self._config.hold()
-        start = perf_counter()
-        free = int(psutil.virtual_memory().available)
-        curves, cached = self_measurement(self._places.state, self._workers, self._config.memory_bytes or free)
+    def _say(self, status: Status) -> None:
+        if self._reached:
+            topic = self._topics.status(self._config.device_id)
+            self._network.publish("control", topic, encode_status(status), 1, True)
+
+    def _measure(self, starting: Starting) -> tuple[Workers, Curves]:
+        config = self._config
+        prepare_kernels(config.threads, config.hold is not None, starting, self._log)
+        self._workers = workers = Workers(config.threads)
+        if config.hold is not None:
+            config.hold()
+        memory_bytes = config.memory_bytes or free_memory()
+        with turns.measuring(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
+            starting.tell("measuring")
+            start = perf_counter()
+            curves, cached = self_measurement(self._places_of_measurement(), workers, memory_bytes, jit.all_ready())
         self._log.info("measured in %.1f s%s", perf_counter() - start, " (as before)" if cached else "")
         return_memory()
-        return curves
+        return workers, curves
 
-    def _caps(self, curves: Curves, budget: int, rss_idle: int) -> Callable[[int | None, int], Caps]:
+    def _places_of_measurement(self) -> list[Path]:
+        shared = None if self._config.hold is not None else jit.cache_directory()  # a lab's hosts differ by more
+        return measurement_places(self._places.state, shared, self._config.threads)
+
+    def _after(self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: Shell) -> Afterwards:
+        """Return what goes on beside the session, from when the device is online for the first time."""
+        config = self._config
+
+        def announce() -> None:
+            assert self._announced is not None
+            largest, link = self._announced
+            topic = self._topics.caps(config.device_id)
+            self._network.publish("control", topic, encode_caps(caps(largest, link.protocol)), 1, True)
+
+        memory_bytes = config.memory_bytes or free_memory()
+        steady = config.hold is not None  # a lab measures: nothing changes meanwhile
+        return Afterwards(
+            self._places_of_measurement(),
+            config.threads,
+            memory_bytes,
+            meter,
+            lambda: shell.stepped_s,
+            announce,
+            steady,
+            self._log,
+        )
+
+    def _caps(self, meter: Meter, budget: int, rss_idle: int) -> Callable[[int | None, int], Caps]:
         config = self._config
         return lambda largest, protocol: Caps(
             device=config.device_id,
@@ -276,14 +333,16 @@ class _Agent:
             rss_idle_bytes=rss_idle,
             isa=isa(),
             version=__version__,
-            curves=curves,
+            curves=meter.curves,
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
+            endpoint=None if self._endpoint is None else self._endpoint.told(),
         )
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id
         largest, limit = self._largest_packet(link)
+        self._announced = largest, link
         self._prober.limit(limit, link.local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
         online = encode_status(Status("online", self._boot))
@@ -291,23 +350,30 @@ class _Agent:
         self._log.info("%s is online at site %s (boot %d)", device, self._config.site, self._boot)
         if self._heartbeat is not None:
             self._heartbeat.start()
+        if self._afterwards is not None:
+            self._afterwards.start()
         return limit
 
     def _largest_packet(self, link: LinkUp) -> tuple[int | None, int | None]:
         """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
-        if link.largest_packet_bytes is not None:
-            return link.largest_packet_bytes, link.largest_packet_bytes
-        if link.protocol == 5:
-            return MAX_PACKET_BYTES, None
+        said = link.largest_packet_bytes
+        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
+        wanted = WANTED_BYTES if link.protocol != 5 else min(said or DOUBTED_BYTES, DOUBTED_BYTES)
         if self._largest is None:
             config = self._config
             client, topic = f"hepti-{config.site}-{config.device_id}-size", self._topics.probe(config.device_id)
             try:
-                self._largest = largest_packet(config.url, client_id=client, topic=topic, wanted_bytes=WANTED_BYTES)
+                self._largest = largest_packet(config.url, client_id=client, topic=topic, wanted_bytes=wanted)
             except HeptiError as exc:
                 self._complaints.add("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
-                return None, None
-        return self._largest, self._largest if self._largest < WANTED_BYTES else None
+                return said, said
+            if self._largest < wanted:
+                self._complaints.add("packet_limit", low_limit(self._largest, config.url.place))
+        if self._largest < wanted:
+            return self._largest, self._largest
+        if link.protocol == 5:
+            return (MAX_PACKET_BYTES, None) if said is None else (said, said)
+        return self._largest, None
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)
@@ -333,17 +399,3 @@ class _Agent:
                 f"{plane}_reconnections": counts.reconnections,
             }
         return out
-
-
-def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
-    """Return the bytes for weights and live slots together, beside what the idle agent takes.
-
-    The tiles under way while weights are loaded come out of the same budget. Raises ConfigError if nothing is left.
-    """
-    whole = int(PART_OF_FREE * free_bytes) if memory_bytes is None else memory_bytes
-    if whole <= LOADING_BYTES:
-        raise ConfigError(
-            f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
-            "are needed while they are loaded; raise --memory"
-        )
-    return whole - LOADING_BYTES

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from device_agent.endpoint import checked_address
 from device_agent.loader import Event as LoadEvent
 from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import AgentOptions
@@ -29,7 +30,9 @@ class AgentConfig:
     cache_dir: place of everything the device keeps on disk; None for the user's own directories.
     cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
     also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
-    device measures itself.
+    device measures itself. mesh: be an endpoint for what this device sends its peers; mesh_host: where they reach it,
+    None for its own address on the way to the broker; mesh_port: 0 for any that is free. mesh_tls:
+    certificate and key (PEM); without it a device whose broker's connection is encrypted is no endpoint.
     """
 
     url: BrokerUrl
@@ -43,6 +46,10 @@ class AgentConfig:
     retry: bool = True
     watch: Callable[[LoadEvent], None] | None = None
     hold: Callable[[], None] | None = None
+    mesh: bool = True
+    mesh_host: str | None = None
+    mesh_port: int = 0
+    mesh_tls: Path | None = None
 
     @classmethod
     def of(
@@ -60,6 +67,10 @@ class AgentConfig:
             retry=options.retry,
             watch=watch,
             hold=_hold if options.hold else None,
+            mesh=options.mesh,
+            mesh_host=None if options.mesh_host is None else checked_address(options.mesh_host),
+            mesh_port=options.mesh_port or 0,
+            mesh_tls=options.mesh_tls,
         )
 
 

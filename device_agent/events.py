@@ -67,4 +67,11 @@ class Stop:
     farewell: bool = True
 
 
-AgentEvent = WorkerEvent | LinkUp | LinkDown | Acknowledged | FiltersRefused | PlannerStatus | OwnStatus | Stop
+@dataclass(frozen=True, slots=True)
+class ProbePeers:
+    """It is time to measure the way to a peer."""
+
+
+AgentEvent = (
+    WorkerEvent | LinkUp | LinkDown | Acknowledged | FiltersRefused | PlannerStatus | OwnStatus | Stop | ProbePeers
+)

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
+from device_agent.limits import free_memory
 from hepti_mqtt.transport import BrokerUrl
 
 BROKERS: Final = ("mosquitto", "amqtt", "nanomq", "rmqttd", "vernemq", "emqx")
@@ -71,8 +72,7 @@ class HealthMonitor:
         if self._looks % TEMPERATURE_EVERY == 0:
             self._temperature_c = temperature_c()
         self._looks += 1
-        free = int(psutil.virtual_memory().available)
-        return Health(self._share, free, self._temperature_c, int(self._process.memory_info().rss))
+        return Health(self._share, free_memory(), self._temperature_c, int(self._process.memory_info().rss))
 
     def _times(self) -> CpuTimes:
         now = time.monotonic()

@@ -5,24 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from device_agent.complaints import Complaints
 from device_agent.health import HealthMonitor
 from device_agent.meter import Meter
 from device_agent.network import Network
-from device_agent.probe import Prober
+from device_agent.probe import BUSY_S, Prober
 from hepti_mqtt.wire.messages import Heartbeat, encode_heartbeat
+from hepti_mqtt.wire.peers import Edge, LinkReport
 from hepti_mqtt.wire.topics import Topics
 
 EVERY_S: Final = 1.0
-BUSY_S: Final = 1.0  # after the last op, for so long no large probe
+
+
+class PeerWatch(NamedTuple):
+    """What a heartbeat says of peers, and how it lets the session thread measure the way to one of them."""
+
+    reports: Callable[[], Mapping[str, LinkReport]]
+    edges: Callable[[], Mapping[str, Edge]]
+    due: Callable[[], None]
 
 
 class HeartbeatThread:
     """Publishes heartbeats and probes from `start` to `close`.
 
     stepped_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
+    peers: what there is of these, None without mesh.
     """
 
     def __init__(
@@ -36,11 +45,13 @@ class HeartbeatThread:
         meter: Meter,
         stepped_s: Callable[[], float],
         counters: Callable[[], Mapping[str, int]],
+        peers: PeerWatch | None,
         complaints: Complaints,
     ) -> None:
         self._topics, self._device, self._boot, self._network = topics, device, boot, network
         self._health, self._prober, self._meter = health, prober, meter
         self._stepped_s, self._counters, self._complaints = stepped_s, counters, complaints
+        self._peers = peers
         self._seq = 0
         self._closing = threading.Event()
         self._soon = threading.Event()
@@ -76,10 +87,14 @@ class HeartbeatThread:
             slowdown=self._meter.slowdown(now),
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
+            peers={} if self._peers is None else self._peers.reports(),
+            edges={} if self._peers is None else self._peers.edges(),
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):
             self._network.publish("data", self._topics.probe(self._device), payload, 0)
+        if self._peers is not None:
+            self._peers.due()
 
     def _run(self) -> None:
         due_s = time.monotonic()

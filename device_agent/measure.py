@@ -14,14 +14,17 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
+from device_agent.limits import cores
+from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cluster import RATES, profile_from_caps
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]
@@ -35,33 +38,64 @@ WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into w
 BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
+MESH_SIZES: Final = (256, 1 << 18)
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
 _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measurement
 
 
-def self_measurement(directory: Path, workers: Workers, memory_bytes: int) -> tuple[Curves, bool]:
-    """Return the curves and whether they come from the cache in `directory`.
+def self_measurement(
+    places: Sequence[Path],
+    workers: Workers,
+    memory_bytes: int,
+    narrow: bool = True,
+    anew: bool = False,
+    keep: Callable[[], bool] = lambda: True,
+) -> tuple[Curves, bool]:
+    """Return the curves and whether they come from a cache: files in `places`, the device's own first.
 
-    A cached measurement counts for the same version, instruction set, CPU and threads, and only if one quick matmul
-    takes about as long as it did then.
+    A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, so also that
+    of another agent of this machine; and only if one quick matmul takes about as long as it did then, and not if it is
+    to be made `anew`. narrow: with narrow weights, whose kernels must be ready. keep: returns whether what was measured
+    goes into the cache.
     """
-    path = directory / "measurement.json"
-    key = {"version": __version__, "isa": isa(), "threads": workers.threads, "cpu": cpu_model()}
-    curves = _cached(path, key)
-    if curves is not None and _still_true(curves, workers):
-        return curves, True
-    curves = measure(workers, memory_bytes)
-    with suppress(OSError):  # then the next start measures again
-        write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
-    return curves, False
+    key = {
+        "version": __version__,
+        "isa": isa(),
+        "threads": workers.threads,
+        "cores": cores(),
+        "cpu": cpu_model(),
+        "mesh": mesh_possible(),
+    }
+    curves = None if anew else next(filter(None, (_cached(path, key) for path in places)), None)
+    cached = curves is not None and _still_true(curves, workers)
+    if curves is None or not cached:
+        curves = measure(workers, memory_bytes, narrow)
+    elif narrow and not narrow_measured(curves):
+        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers)}, False
+    for path in places if keep() else ():
+        if _cached(path, key) != curves:
+            with suppress(OSError):  # then the next start measures again
+                write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
+    return curves, cached
 
 
-def measure(workers: Workers, memory_bytes: int) -> Curves:
+def measurement_places(own: Path, shared: Path | None, threads: int) -> list[Path]:
+    """Return the files of a device's measurement: in its own directory, and in one that agents of a machine share."""
+    name = f"hepti-measurement-{threads}-{cores():g}.json"
+    return [own / "measurement.json", *([] if shared is None else [shared / name])]
+
+
+def narrow_measured(curves: Curves) -> bool:
+    """Return whether curves are those of every storage of weights."""
+    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(STORAGES)
+
+
+def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
     """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
 
-    memory_bytes: shapes whose weights would take more than a quarter of it are left out.
+    memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
     """
     linear: list[Curves] = []
     begin = time.perf_counter()
@@ -70,19 +104,28 @@ def measure(workers: Workers, memory_bytes: int) -> Curves:
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
         linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
-    k, n = SHAPES[min(_MIDDLE, len(linear) - 1)]
-    for storage in STORAGES[1:]:
-        points = _linear_points(k, n, workers, storage)
-        linear.append({"k": k, "n": n, "points": points, "storage": storage})
-    curves = {
+    curves: Curves = {
         "linear": linear,
         "attention_flops_per_s": _attention(workers),
         "rowwise_bytes_per_s": _rowwise(workers),
         "op_overhead_s": _op_overhead(workers),
         **_frames(),
+        **_mesh_frames(),
     }
+    if narrow:
+        linear += _narrow(curves, workers)
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
+
+
+def _narrow(curves: Curves, workers: Workers) -> list[Curves]:
+    """Return the curves of narrow weights."""
+    whole = [curve for curve in curves["linear"] if curve.get("storage", "f32") == "f32"]
+    k, n = SHAPES[min(_MIDDLE, len(whole) - 1)]
+    return [
+        {"k": k, "n": n, "points": _linear_points(k, n, workers, storage), "storage": storage}
+        for storage in STORAGES[1:]
+    ]
 
 
 def _expected(measured: Curves, k: int, n: int) -> float:
@@ -253,3 +296,17 @@ def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: 
         while read < start + len(piece):
             read += far.recv_into(received[read : start + len(piece)])
     return decode(received).array()
+
+
+def _mesh_frames() -> Curves:
+    """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
+    if not mesh_possible():
+        return {}
+    try:
+        with OwnMesh() as mesh:
+            bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
+            small, large = (_seconds(partial(mesh.round, body)) / 2 for body in bodies)
+    except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
+        return {}
+    rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)
+    return {"mesh_frame_s": small, "mesh_copy_bytes_per_s": min(rate, RATES[1])}

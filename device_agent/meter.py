@@ -28,12 +28,19 @@ class Meter:
     """
 
     def __init__(self, curves: dict[str, Any]) -> None:
+        self.curves = curves
+        self.slowdown_now = 1.0  # what `slowdown` last returned
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
         self._predicted: dict[int, tuple[Op, float]] = {}
         self._value = 1.0
         self._seen_s = -inf
+
+    def measured(self, curves: dict[str, Any]) -> None:
+        """Compare with another measurement from now on; any thread may call it."""
+        self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
+        self._predicted = {}
 
     def slowdown(self, now: float) -> float:
         """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while."""
@@ -51,6 +58,7 @@ class Meter:
             self._seen_s = now
         elif idle:
             self._value = 1.0
+        self.slowdown_now = self._value
         return self._value
 
     def _expected(self, op: Op, slots: tuple[SlotSpec, ...]) -> float:

@@ -1,4 +1,4 @@
-"""Probes: frames that a device sends to itself through the broker, for round trip and bandwidth."""
+"""Probes: frames that a device sends to itself through the broker, or to a peer that answers each with a small one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ KEPT_FOR_RATE: Final = 60
 KEPT_LARGE: Final = 4
 SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more about the machine than about the link
 FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
+BUSY_S: Final = 1.0  # after the last op, for so long no large probe
 LARGE_EVERY_S: Final = 10.0
 WAITING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
@@ -25,11 +26,12 @@ PACKET_MARGIN: Final = 1024  # topic and fixed header
 class Prober:
     """Makes probes and reads the answers; the time is an argument.
 
+    travels: how often the bytes of a large probe pass the way that is measured. large_every_s: between two large ones.
     `due` and `received` may be called from two threads.
     """
 
-    def __init__(self, device: str, boot: int) -> None:
-        self._device = device
+    def __init__(self, device: str, boot: int, travels: int = 2, large_every_s: float = LARGE_EVERY_S) -> None:
+        self._device, self._travels, self._large_every_s = device, travels, large_every_s
         self._epoch = Epoch(boot, 0)
         self._large_bytes = LARGE_BYTES
         self._sequence = 0
@@ -54,7 +56,7 @@ class Prober:
     def due(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""
         out = [self._make(SMALL_BYTES, now)]
-        every_s = 0.0 if self._large_sent < FIRST_LARGE else LARGE_EVERY_S
+        every_s = 0.0 if self._large_sent < FIRST_LARGE else self._large_every_s
         if not busy and self._small and now - self._large_at_s >= every_s and self._large_bytes > 16 * SMALL_BYTES:
             self._large_sent += 1
             self._large_at_s = now
@@ -81,13 +83,14 @@ class Prober:
     def bandwidth_bytes_per_s(self) -> float | None:
         """Return the rate of one direction, or None where it cannot be measured or is too high to matter.
 
-        The broker has the whole message before it passes it on, so the extra bytes of a large probe travel twice. The
-        shortest times count: whatever delays a probe besides the link makes it longer.
+        The broker has the whole message before it passes it on, so the extra bytes of a large probe travel twice; a
+        peer answers with a small one. The shortest times count: whatever delays a probe besides the link makes it
+        longer.
         """
         if not self._small or not self._large:
             return None
         extra_s = min(tuple(self._large)) - min(tuple(self._small))
-        return 2 * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
+        return self._travels * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
 
     def _make(self, nbytes: int, now: float) -> bytes:
         self._sequence += 1

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any, Final
 
 from device_agent.builder import BuilderThread
@@ -18,17 +19,32 @@ from device_agent.events import (
     LinkUp,
     OwnStatus,
     PlannerStatus,
+    ProbePeers,
     Stop,
 )
 from device_agent.loader_thread import AskAgain, LoaderThread
+from device_agent.mesh_links import MeshLinks
 from device_agent.meter import KERNEL, Meter
 from device_agent.network import PLANES, Network
+from device_agent.probe import BUSY_S
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Load, Study, Subscribe, Unload, Unsubscribe
-from hepti_mqtt.runtime.device.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed
+from hepti_mqtt.runtime.device.commands import (
+    Admit,
+    Build,
+    Command,
+    Complain,
+    Join,
+    Load,
+    Part,
+    Study,
+    Subscribe,
+    Unload,
+    Unsubscribe,
+)
+from hepti_mqtt.runtime.device.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed, Tick
 from hepti_mqtt.runtime.device.executor import Step
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane, Publish
@@ -42,7 +58,8 @@ class Shell:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
 
     announce: publishes caps and status; it gets what the broker said to the control connection, and returns the
-    bytes of the largest packet that the broker takes, None without a limit.
+    bytes of the largest packet that the broker takes, None without a limit. links: to peers, None without mesh; then
+    the thread waits for them and for the inbox in one place.
     farewell: after `run`, whether the site must still be told that the device is offline. Whatever goes wrong with one
     event, op or command is counted, logged and, where a transaction or request is known, reported; the session goes on.
     """
@@ -59,7 +76,9 @@ class Shell:
         complaints: Complaints,
         announce: Callable[[LinkUp], int | None],
         log: logging.Logger,
+        links: MeshLinks | None = None,
     ) -> None:
+        self._links = links
         self._session, self._boot, self._inbox, self._network = session, boot, inbox, network
         self._loader, self._meter, self._complaints, self._announce, self._log = (
             loader,
@@ -94,13 +113,21 @@ class Shell:
             Unload: self._unload,
             Complain: lambda c: complaints.add(c.kind, c.text),
         }
+        if links is not None:
+            self._own = {**self._own, ProbePeers: lambda _: self._probe_peers(links)}
+            self._carriers = {**self._carriers, Admit: links.admit, Join: links.join, Part: links.part}
+            inbox.wake = links.mesh.wake
 
     def run(self) -> None:
         """Work until a `Stop`; raises its error."""
         inbox, session, samples, clock = self._inbox, self._session, self._meter.samples, time.perf_counter
+        links = self._links
         while True:
             step = None if not inbox.empty() else session.next()
             if step is None:
+                if links is not None and inbox.empty():
+                    self._hear(links, session.deadline)
+                    continue
                 event = inbox.get()
                 if isinstance(event, Stop):
                     self.farewell = event.farewell
@@ -127,6 +154,20 @@ class Shell:
                     self._unsent(step, command, exc)
                     break
             self.stepped_s = start
+            if links is not None and links.open:
+                self._hear(links, 0.0)
+
+    def _probe_peers(self, links: MeshLinks) -> None:
+        now = time.perf_counter()
+        links.probe(now, busy=now - self.stepped_s < BUSY_S)
+
+    def _hear(self, links: MeshLinks, until_s: float) -> None:
+        """Take what peers have sent, and wait for it if nothing is there: until a time, or until the inbox wakes us."""
+        timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
+        for event in links.wait(timeout_s):
+            self.take(event)
+        if time.perf_counter() >= self._session.deadline:
+            self.take(Tick())
 
     def take(self, event: AgentEvent) -> None:
         """Take one event."""
@@ -159,7 +200,7 @@ class Shell:
         commands = self._session.broke(step, error)
         if not commands and isinstance(command, Publish):
             with suppress(WireError):
-                commands = self._report(FrameIn(frames.decode(command.payload)), error)
+                commands = self._report(FrameIn(frames.decode(command.whole)), error)
         self._carry(commands)
 
     def _report(self, event: AgentEvent, error: Exception) -> list[Command]:
@@ -196,6 +237,10 @@ class Shell:
                 self._complaints.add("command_errors", f"{type(command).__name__} failed: {exc}", _unexpected(exc))
 
     def _publish(self, command: Publish) -> None:
+        if command.plane == "mesh":
+            if self._links is not None:  # a plan names no peers to a device without
+                self._links.publish(command)
+            return
         limit = self.packet_limit_bytes
         if limit is not None and len(command.payload) + PACKET_MARGIN > limit:
             # The broker would end the connection, and QoS 1 would send the same packet again and again.
@@ -275,7 +320,7 @@ class Shell:
             )
             self._inbox.post(Stop(error, farewell=False))
             return
-        if status.boot == self._boot and status.state == "online":
+        if status.boot == self._boot and status.state != "offline":
             return
         if status.boot == self._boot:
             self._hand_over(Doubt("the broker has published our will"))

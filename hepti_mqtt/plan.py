@@ -13,6 +13,9 @@ WireDtype = Literal["f32", "f16", "i8"]
 # quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
 Storage = Literal["f32", "f16", "w8a8", "w8a32"]
 Range = tuple[int, int]
+# Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
+Route = Literal["broker", "mesh"]
+Pair = tuple[str, str]  # (source, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class Plan:
     devices: in source order, the order in which partial results are combined. head: the device that holds embedding
     and task head. weights: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
     ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
-    matrices. route: who carries the exchanges. predicted_s and predicted_bytes: one request of `predicted_tokens`
+    matrices. route: who carries the exchanges. relayed: (source, target) whose exchanges go over the broker under route
+    "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of `predicted_tokens`
     tokens by the simulator.
     """
 
@@ -36,7 +40,8 @@ class Plan:
     ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     wire: WireDtype = "f32"
     storage: Storage = "f32"
-    route: str = "broker"
+    route: Route = "broker"
+    relayed: tuple[Pair, ...] = ()
     predicted_s: float = 0.0
     predicted_bytes: int = 0
     predicted_tokens: int = 0
@@ -65,6 +70,7 @@ class Plan:
             "wire": self.wire,
             "storage": self.storage,
             "route": self.route,
+            "relayed": [list(pair) for pair in self.relayed],
             "predicted_s": self.predicted_s,
             "predicted_bytes": self.predicted_bytes,
             "predicted_tokens": self.predicted_tokens,
@@ -80,6 +86,7 @@ class Plan:
         fields["devices"] = tuple(fields["devices"])
         fields["weights"] = {k: tuple(float(w) for w in v) for k, v in fields["weights"].items()}
         fields["ranges"] = {k: tuple((int(a), int(b)) for a, b in v) for k, v in fields["ranges"].items()}
+        fields["relayed"] = tuple((source, target) for source, target in fields.get("relayed", ()))
         return cls(**fields)
 
 

@@ -12,14 +12,15 @@ Recvs of a Program: the tensor of the model's graph, by number, and the number o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from hepti_mqtt.ids import ALL
-from hepti_mqtt.plan import Range, Storage
+from hepti_mqtt.plan import Range, Route, Storage
 
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
@@ -33,6 +34,8 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
     "u8": np.dtype("u1"),
     "i32": np.dtype("<i4"),
 }
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 Key = tuple[int, int, str]  # (node, part, source) of an exchange
 
@@ -54,8 +57,7 @@ class WeightRef(NamedTuple):
     storage: Storage = "f32"
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSpec:
+class SlotSpec(NamedTuple):
     """Shape and dtype of a slot's array.
 
     base: the slot of which this one is a view, None for an array of its own; start: the first of its rows there. A view
@@ -76,24 +78,23 @@ class SlotSpec:
         return ITEMSIZE[self.dtype] * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for."""
 
     kernel: str
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
     weights: tuple[WeightRef, ...] = ()
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = _NONE
     layer: int = -1
     node: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send a slot to devices, or to the planner, as a part of a node.
 
-    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed.
+    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed. route: who
+    carries it to devices; for the planner it is always the broker.
     """
 
     slot: Slot
@@ -103,10 +104,10 @@ class Send:
     layer: int = 0
     row: int = 0
     exact: bool = False
+    route: Route = "broker"
 
 
-@dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(NamedTuple):
     """Fill a slot with what `source` sends as a part of a node."""
 
     slot: Slot
@@ -266,5 +267,9 @@ def check(program: Program) -> None:
 
 
 def addresses(op: Send) -> tuple[str, ...]:
-    """Return to whom each publish of a Send goes: what several devices need is one publish to ALL."""
-    return op.to if len(op.to) == 1 else (ALL,)
+    """Return to whom each publish of a Send goes.
+
+    Over the broker what several devices need is one publish to ALL, which makes the copies. Over mesh every copy is the
+    sender's own, so each receiver gets one by name, and nobody gets what it does not need.
+    """
+    return op.to if op.route == "mesh" or len(op.to) == 1 else (ALL,)

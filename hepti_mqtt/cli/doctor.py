@@ -17,12 +17,14 @@ from typing import Final, NamedTuple, TypeVar
 import psutil
 from platformdirs import user_cache_path
 
+from device_agent.limits import free_memory
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.config import examples
 from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import isa, warm_up
+from hepti_mqtt.kernels import ahead, isa
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet
 from hepti_mqtt.wire.topics import Topics
 
@@ -30,6 +32,7 @@ T = TypeVar("T")
 
 WANTED_BYTES: Final = 32 << 20
 LARGE_BYTES: Final = 1 << 20
+ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
 LITTLE_BYTES: Final = 256 << 20
 PATIENCE_S: Final = 10.0
@@ -65,12 +68,21 @@ def _machine() -> Iterator[Finding]:
     advice = "" if bits == "64" else "use a 64-bit system: there are no wheels for others"
     python = f"Python {platform.python_version()}, {platform.machine()}, {bits} bit"
     yield Finding("machine", f"{python}, {os.cpu_count()} cores", advice, 1 if advice else 0)
-    started = time.perf_counter()
-    warm_up()
-    yield Finding("kernels", f"{isa()}, ready after {time.perf_counter() - started:.1f} s")
-    free = psutil.virtual_memory().available
+    started, threads = time.perf_counter(), os.cpu_count() or 1
+    ahead.fill_cache("all", threads)
+    warm = ahead.load(everything=True)
+    took_s = time.perf_counter() - started
+    kept = f"kept in {ahead.cache_directory()}" if ahead.cache_directory() else "kept nowhere"
+    slow = (
+        ""
+        if ahead.cache_directory()
+        else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
+    )
+    yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
+    free = free_memory()
     little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
+    yield Finding("examples", str(examples.FOLDER))
     cache = user_cache_path("hepti")
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -88,20 +100,22 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
         name = "doctor"
     topic = Topics(site).probe(name)
     try:
-        small_s, large_s = _echoes(url, topic)
-        held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
-        yield Finding("round trip", f"{small_s * 1e3:.2f} ms, 1 MiB {large_s * 1e3:.1f} ms", held)
+        # First, since a broker may drop without a word what is over its limit.
         largest = largest_packet(url, client_id="hepti-doctor-size", topic=topic, wanted_bytes=WANTED_BYTES)
-        low = f"set max_packet_size {WANTED_BYTES} in the broker's configuration" if largest < WANTED_BYTES else ""
-        yield Finding("largest packet", f"{largest} bytes", low)
+        low = f"set max_packet_size {WANTED_BYTES} (and message_size_limit 0) in the broker's configuration"
+        large = min(LARGE_BYTES, largest - len(topic) - ROOM_BYTES)
+        small_s, large_s = _echoes(url, topic, large)
+        held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
+        yield Finding("round trip", f"{small_s * 1e3:.2f} ms, {large / 2**20:.3g} MiB {large_s * 1e3:.1f} ms", held)
+        yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")
     except HeptiError as exc:
         yield Finding("broker", f"{url.place}: {exc}", "mend this first", exc.exit_code)
         return
     yield _site(text, site)
 
 
-def _echoes(url: BrokerUrl, topic: str) -> tuple[float, float]:
-    """Return seconds of a small and of a 1 MiB message to the broker and back, medians of a few."""
+def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
+    """Return seconds of a small and of a large message to the broker and back, medians of a few."""
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     states: queue.SimpleQueue[State] = queue.SimpleQueue()
     transport = PahoTransport(
@@ -111,7 +125,7 @@ def _echoes(url: BrokerUrl, topic: str) -> tuple[float, float]:
         transport.connect()
         transport.subscribe([(topic, 0)])
         _wait(states.get, lambda state: isinstance(state, Subscribed))
-        return _echo(transport, topic, heard, 64), _echo(transport, topic, heard, LARGE_BYTES)
+        return _echo(transport, topic, heard, 64), _echo(transport, topic, heard, large_bytes)
     finally:
         transport.close()
 
@@ -141,7 +155,9 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
 def _site(text: str, site: str) -> Finding:
     try:
         with Hepti.connect(text, site=site) as hepti:
-            names = [d["device"] for d in hepti.devices(wait_s=1.5) if d["status"] == "online"]
+            found = hepti.devices(wait_s=1.5)
+            names = [d["device"] for d in found if d["status"] == "online"]
+            names += [f"{d['device']} ({output.status_words(d)})" for d in found if d["status"] == "starting"]
             served = hepti.models(timeout=2.0)
     except (NetworkError, WireError) as exc:
         return Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")

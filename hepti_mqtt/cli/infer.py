@@ -83,6 +83,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["wire"] = args.wire
     if args.weights:
         found["weights"] = args.weights
+    if args.route:
+        found["route"] = args.route
     return found
 
 
@@ -220,7 +222,7 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
         )
     lines = [
         took,
-        f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}; {shares}",
+        f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}, route {plan['route']}; {shares}",
     ]
     if "max_abs_err" in result:
         lines.append(f"largest difference from the single-device reference: {result['max_abs_err']:.2e}")

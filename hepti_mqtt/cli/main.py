@@ -28,6 +28,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "lab": ("hepti_mqtt.cli.lab", "lab"),
     "site": ("hepti_mqtt.cli.site", "site"),
+    "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
 }
 

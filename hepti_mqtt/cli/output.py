@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.table import Table
 from hepti_mqtt.config import logs
 
 MIB: Final = 2**20
+DOING: Final = 60  # characters of what a device says it is doing
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -58,6 +59,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
             for value, width, is_number in zip(row, widths, right, strict=True)
         ]
         print_lines(["  ".join(parts).rstrip()])
+
+
+def status_words(device: Mapping[str, Any]) -> str:
+    """Return a device's status; of one that is starting also what it does and how far it is."""
+    if device["status"] != "starting":
+        return str(device["status"])
+    steps = f" {device['done']} of {device['total']}" if device["total"] else ""
+    return f"starting: {device['doing'][:DOING]}{steps}" if device["doing"] else "starting"
 
 
 def _numeric(text: str) -> bool:

@@ -132,6 +132,12 @@ def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")
 
 
+def _health(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("part", choices=("agent", "planner"), help="what must be online")
+    sub.add_argument("--id", metavar="NAME", help="name of the device (default: its host's)")
+    sub.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for its word (default 5)")
+
+
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
     ("agent", "let this device take part", AgentOptions.add),
@@ -142,6 +148,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "price all strategies for devices described in a file", _simulate),
     ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
+    ("health", "say by the exit code whether the planner or a device is online", _health),
     ("site", "make a closed site and let users in: certificate, passwords and access list", site.arguments),
     ("bench", "run an experiment, or the kernels' benchmark", bench.arguments),
     ("lab", "make hosts to measure on: emulated ones, boards, or this machine", lab.arguments),

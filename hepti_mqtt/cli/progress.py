@@ -1,4 +1,4 @@
-"""How far the weights are: bars on a terminal, elsewhere a line every few seconds."""
+"""How far the weights are: bars on a terminal, elsewhere a line every few seconds; and lines about other progress."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class LoadView:
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._told_s: dict[str, float] = {}
+        self._said: dict[str, str] = {}
 
     def show(self, name: str, done_bytes: int, total_bytes: int) -> None:
         """Show that `done_bytes` of `total_bytes` are there."""
@@ -38,6 +39,13 @@ class LoadView:
             self._console.print(
                 f"loading {name}: {done_bytes / output.MIB:.1f} of {total_bytes / output.MIB:.1f} MiB", markup=False
             )
+
+    def say(self, name: str, words: str) -> None:
+        """Print what is done now, if that has changed; not more often than every few seconds."""
+        now = self._clock()
+        if words and words != self._said.get(name) and now - self._told_s.get(name, float("-inf")) >= EVERY_S:
+            self._told_s[name], self._said[name] = now, words
+            self._console.print(words, markup=False)
 
     def end(self, name: str, said: str | None = None) -> None:
         """Take the load away; `said` is the last word about it."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
+import psutil
+
 from hepti_mqtt.config.options import settings_of
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
@@ -41,6 +43,15 @@ class Processes:
     def dead(self) -> dict[str, int]:
         """Return the exit codes of children that have ended by themselves."""
         return {n: p.returncode for n, p in self.running.items() if p.poll() is not None}
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of all children so far."""
+        total = 0.0
+        for process in self.running.values():
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(process.pid).cpu_times()
+                total += times.user + times.system
+        return total
 
     def close(self) -> None:
         """End all children: politely, then by force."""

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.cluster.profiles import plausible, profile_from_caps
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program
+from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, believed
 from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
@@ -34,22 +37,27 @@ from hepti_mqtt.simulate import (
 )
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import lowered, programs
+from hepti_mqtt.wire.messages import Heartbeat
 
 
 def devices(args: argparse.Namespace) -> int:
     """Print every device of the site with what it said of itself."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
+    refused = {d["device"]: why for d in found if (why := _refused(d)) is not None}
     if args.json:
-        output.print_json({"site": args.site, "devices": found})
+        output.print_json({"site": args.site, "devices": [{**d, "refused": refused.get(d["device"])} for d in found]})
         return 0
     rows = []
     for d in found:
         hb = d.get("heartbeat") or {}
+        if d["device"] in refused:
+            rows.append((d["device"], "refused", *["-"] * 10))
+            continue
         rows.append(
             (
                 d["device"],
-                d["status"],
+                output.status_words(d),
                 d.get("threads", "-"),
                 d.get("isa", "-"),
                 f"{d['memory_budget_bytes'] / output.MIB:.0f}" if "memory_budget_bytes" in d else "-",
@@ -59,6 +67,7 @@ def devices(args: argparse.Namespace) -> int:
                 _scaled(hb.get("cpu_other"), 100, 0),
                 _scaled(hb.get("slowdown"), 1, 2),
                 str(hb["counters"].get("programs_built_late", 0)) if "counters" in hb else "-",
+                _hears(d),
             )
         )
     columns = (
@@ -73,9 +82,72 @@ def devices(args: argparse.Namespace) -> int:
         "other CPU %",
         "slowdown",
         "built late",
+        "hears directly",
     )
     output.print_table(f"site {args.site}", columns, rows)
+    for device, why in refused.items():
+        print(f"{device} is not used: {why}")
+    for d in found:
+        if (wrong := _doubted(d)) is not None:
+            print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
+    print_edges(found)
     return 0
+
+
+def _hears(device: Mapping[str, Any]) -> str:
+    """Return which peers a device hears directly; "-" for one that leaves all exchanges to the broker."""
+    if device.get("endpoint") is None:
+        return "-"
+    edges = (device.get("heartbeat") or {}).get("edges", {})
+    return ", ".join(name for name, edge in edges.items() if edge["joined"]) or "none"
+
+
+def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
+    """Print what went directly from device to device, and which pairs need the broker and why."""
+    online = {d["device"]: d["heartbeat"] for d in devices if d["status"] == "online" and d.get("heartbeat")}
+    rows, lines = [], []
+    for target, heartbeat in online.items():
+        for source, edge in heartbeat.get("edges", {}).items():
+            sent = online.get(source, {}).get("edges", {}).get(target, {})
+            link = online.get(source, {}).get("peers", {}).get(target, {})
+            if edge["frames_in"] or edge["joined"]:
+                rows.append(
+                    (
+                        source,
+                        target,
+                        edge["frames_in"],
+                        f"{edge['bytes_in'] / output.MIB:.1f}",
+                        sent.get("queued_bytes", "-"),
+                        sent.get("dropped", "-"),
+                        edge["reconnections"],
+                        _scaled(link.get("round_trip_s"), 1e3, 2),
+                        _scaled(link.get("bytes_per_s"), 8e-6, 0),
+                    )
+                )
+            if source in online and edge["trouble"] and not edge["joined"]:
+                lines.append(f"{target} does not hear {source} directly: {edge['trouble']}; the broker is between them")
+    if rows:
+        columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
+        output.print_table("directly between devices", columns, rows)
+    output.print_lines(lines)
+
+
+def _refused(device: Mapping[str, Any]) -> str | None:
+    """Return why no plan uses a device, by the planner's own rules; None if its numbers can be right."""
+    if "curves" not in device:
+        return None
+    try:
+        plausible("memory_budget_bytes", device["memory_budget_bytes"], 0, MEMORY_BYTES)
+        profile_from_caps(device["device"], device["curves"], device["memory_budget_bytes"], 1.0)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its capabilities cannot be right ({str(error)[:200]}); restart the agent there, or update it"
+    return None
+
+
+def _doubted(device: Mapping[str, Any]) -> str | None:
+    """Return what the planner does not believe of a device that it uses; None if there is nothing."""
+    heartbeat = device.get("heartbeat")
+    return None if heartbeat is None else believed(Heartbeat(**heartbeat))[1]
 
 
 def _gflops(device: Mapping[str, Any]) -> float:
@@ -112,6 +184,7 @@ def plan(args: argparse.Namespace) -> int:
         draw_plan(args, played)
         if load is not None and not args.json:
             output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
+            output.print_lines(instead(args.site, played.spec, played.plan, played.shape, cluster))
             explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
 
@@ -140,6 +213,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             "*" if place == 0 else "",
             c["name"],
             ", ".join(c["devices"]),
+            c["route"],
             f"{c['predicted_ms']:.1f}",
             f"{c['expected_ms']:.1f}",
             c["bytes"],
@@ -151,7 +225,9 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     ]
     if rows:
         output.print_table(
-            f"plans for {model}", ("", "strategy", "devices", "predicted ms", "expected ms", "bytes", "fits"), rows
+            f"plans for {model}",
+            ("", "strategy", "devices", "route", "predicted ms", "expected ms", "bytes", "fits"),
+            rows,
         )
     active = shown.get("active")
     if active is None:
@@ -166,6 +242,8 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
     kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
+    if plan["relayed"]:
+        kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     return f"epoch {epoch}, head {plan['head']}, {kept}"
 
 

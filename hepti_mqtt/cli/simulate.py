@@ -7,7 +7,9 @@ from pathlib import Path
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
+from hepti_mqtt.config import examples
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
@@ -20,7 +22,7 @@ from hepti_mqtt.spec import Spec
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster = load_site(args.devices_file)
+    cluster = load_site(examples.find("sites", args.devices_file))
     spec = _spec(args.model)
     shape = shape_for(spec, args.tokens)
     cached = f" with a cache of {shape.cache}" if shape.cache else ""
@@ -36,6 +38,7 @@ def simulate(args: argparse.Namespace) -> int:
         devices=pins.devices,
         wire=pins.wire,
         storage=pins.storage,
+        route=pins.route,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
@@ -44,6 +47,7 @@ def simulate(args: argparse.Namespace) -> int:
         {
             "strategy": c.name,
             "devices": list(c.plan.devices),
+            "route": c.plan.route,
             "predicted_ms": c.price.seconds * 1e3,
             "bytes": c.price.nbytes,
             "feasible": c.price.feasible,
@@ -63,11 +67,21 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     output.print_table(
         f"{args.model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "predicted ms", *(["requests/s"] if load else []), "bytes", "MiB per device", "fits"),
+        (
+            "strategy",
+            "devices",
+            "route",
+            "predicted ms",
+            *(["requests/s"] if load else []),
+            "bytes",
+            "MiB per device",
+            "fits",
+        ),
         [
             (
                 c.name,
                 ", ".join(c.plan.devices),
+                c.plan.route,
                 f"{c.price.seconds * 1e3:.1f}",
                 *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
                 c.price.nbytes,
@@ -83,6 +97,7 @@ def simulate(args: argparse.Namespace) -> int:
             [f"{chosen.method}: latency alone {decision.chosen.price.seconds * 1e3:.1f} ms; {load.text()}"]
         )
     if played is not None and args.explain:
+        output.print_lines(instead(args.site, spec, chosen, question.shape, cluster))
         explain_plan(played, args.layer)
     return 0
 

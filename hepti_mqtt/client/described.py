@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hepti_mqtt.cluster import Cluster, Link, cluster_of, profile_from_caps
+from hepti_mqtt.cluster import Cluster, Link, PeerLink, cluster_of, peer_links_of, profile_from_caps
 from hepti_mqtt.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
     missing = [n for n in names if n not in by_name]
     if missing:
         raise ConfigError(f"devices of the plan are not there any more: {', '.join(missing)}; try again")
-    profiles, links = {}, {}
+    profiles, links, peers = {}, {}, {}
     for name in names:
         device = by_name[name]
         hb = device.get("heartbeat") or {}
@@ -27,4 +28,9 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
         )
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
         links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
-    return cluster_of(profiles, links)
+        peers[name] = {
+            target: PeerLink(told["round_trip_s"] / 2, told["bytes_per_s"])
+            for target, told in (hb.get("peers") or {}).items()
+        }
+    endpoints = frozenset(name for name in names if by_name[name].get("endpoint"))
+    return replace(cluster_of(profiles, links), endpoints=endpoints, peer_links=peer_links_of(peers))

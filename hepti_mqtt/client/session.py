@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
@@ -46,6 +46,9 @@ class _Pending:
     since_s: float
 
 
+DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
+
+
 @dataclass(slots=True)
 class Device:
     """A device as it described itself."""
@@ -55,13 +58,18 @@ class Device:
     heartbeat: messages.Heartbeat | None = None
 
     def to_dict(self, name: str) -> dict[str, Any]:
-        """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None)."""
+        """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
+
+        Of a device that is starting also `doing`, `done` and `total`.
+        """
         out: dict[str, Any] = {} if self.caps is None else asdict(self.caps)
         out["device"] = name
         out["status"] = "unknown" if self.status is None else self.status.state
         out["boot"] = 0 if self.status is None else self.status.boot
+        if self.status is not None and self.status.state == "starting":
+            out |= {"doing": self.status.doing, "done": self.status.done, "total": self.status.total}
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
-        out["heartbeat"] = asdict(self.heartbeat) if current and self.heartbeat is not None else None
+        out["heartbeat"] = _told(self.heartbeat) if current and self.heartbeat is not None else None
         return out
 
 
@@ -185,13 +193,17 @@ class ClientSession:
     def _device(self, topic: Parsed, payload: bytes) -> None:
         if not payload:
             return
-        device = self.devices.setdefault(topic.device, Device())
+        device = self.devices.get(topic.device, Device())
         if topic.kind == "status":
             device.status = messages.decode_status(payload)
         elif topic.kind == "caps":
             device.caps = messages.decode_caps(payload)
         else:
             device.heartbeat = messages.decode_heartbeat(payload)
+        if topic.device not in self.devices and len(self.devices) >= DEVICES:
+            self.counters["devices beyond"] += 1
+            return
+        self.devices[topic.device] = device
 
 
 def _plain(value: Any) -> Any:
@@ -199,3 +211,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _told(heartbeat: messages.Heartbeat) -> dict[str, Any]:
+    """Return a heartbeat as maps, those of its peers too."""
+    peers = {name: report._asdict() for name, report in heartbeat.peers.items()}
+    edges = {name: edge._asdict() for name, edge in heartbeat.edges.items()}
+    return asdict(heartbeat) | {"peers": peers, "edges": edges}

@@ -69,6 +69,25 @@ def make_certificate(authority: Pair, hosts: Sequence[str], now: datetime.dateti
     return _pair(made, key)
 
 
+def make_own_certificate(name: str, now: datetime.datetime) -> Pair:
+    """Return a certificate that nobody but its own key has signed: who is to trust it knows its fingerprint.
+
+    Raises ConfigError where `cryptography` is not installed.
+    """
+    _require()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    key = _key()
+    made = (
+        _certificate(name, name, key.public_key(), now)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return _pair(made, key)
+
+
 def _require() -> None:
     try:
         import cryptography  # noqa: F401

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from hepti_mqtt.closed_site.certificates import make_authority, make_certificate
+from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_own_certificate
 from hepti_mqtt.closed_site.roles import ROLES, Role, access_list
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.embedded_broker.settings import closed_configuration, password_lines
@@ -136,10 +136,14 @@ class SiteFolder:
         password = secrets.token_urlsafe(_PASSWORD_BYTES)
         more = SiteFolder(self.path, self.site, self.hosts, self.port, {**self.users, user: role})
         place = f"{_in_url(self.hosts[0])}:{self.port}"
+        own = b""
+        if role == "device":  # by which its peers know it
+            own = b"".join(make_own_certificate(user, datetime.datetime.now(datetime.UTC)))
         self._write(
             str(self.login(user).relative_to(self.path)),
             f"# Login of {role} {user} at Hepti's site {self.site}: who has this file can come in.\n"
-            f"mqtts://{quote(user, safe='')}:{quote(password, safe='')}@{place}\n" + (self.path / "ca.crt").read_text(),
+            f"mqtts://{quote(user, safe='')}:{quote(password, safe='')}@{place}\n"
+            f"{own.decode()}{(self.path / 'ca.crt').read_text()}",
         )
         more._store(password_lines({user: password}))
         return more

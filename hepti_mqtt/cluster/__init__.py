@@ -2,22 +2,34 @@
 
 from hepti_mqtt.cluster.profiles import (
     FAST_BYTES_PER_S,
+    RATES,
     Cluster,
     Curve,
     DeviceProfile,
     Link,
+    PeerLink,
     cluster_of,
+    peer_links_of,
     plausible,
     profile_from_caps,
 )
+from hepti_mqtt.cluster.ways import AIR, BROKER_IN, BROKER_OUT, Way, Ways
 
 __all__ = [
+    "AIR",
+    "BROKER_IN",
+    "BROKER_OUT",
     "FAST_BYTES_PER_S",
+    "RATES",
     "Cluster",
     "Curve",
     "DeviceProfile",
     "Link",
+    "PeerLink",
+    "Way",
+    "Ways",
     "cluster_of",
+    "peer_links_of",
     "plausible",
     "profile_from_caps",
 ]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, log
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import Pair, Route, Storage
 from hepti_mqtt.work import Work
 
 # Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
@@ -20,6 +20,9 @@ FAST_BYTES_PER_S: Final = 250e6
 RATES: Final = (1e4, 1e16)
 SECONDS: Final = (1e-9, 3600.0)
 MOST_CURVES: Final = 64
+# Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
+MESH_FRAME_S: Final = 40e-6
+MESH_COPY_BYTES_PER_S: Final = 4e9
 MOST_POINTS: Final = 64
 
 
@@ -50,7 +53,8 @@ class DeviceProfile:
 
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
-    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame.
+    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
+    mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver.
     """
 
     name: str
@@ -62,6 +66,8 @@ class DeviceProfile:
     slowdown: float = 1.0
     frame_s: float = 100e-6
     copy_bytes_per_s: float = 2e9
+    mesh_frame_s: float = MESH_FRAME_S
+    mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
 
     def seconds(self, work: Work) -> float:
         """Return the predicted time of one op."""
@@ -78,8 +84,10 @@ class DeviceProfile:
             return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
         return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s
 
-    def frame_seconds(self, frames: int, nbytes: int) -> float:
-        """Return the predicted time of sending so many frames with one body, or of receiving one."""
+    def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
+        """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""
+        if route == "mesh":
+            return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
     def speed(self, rows: int) -> float:
@@ -101,18 +109,30 @@ class Link:
     down_bytes_per_s: float = 1e9
 
 
+class PeerLink(NamedTuple):
+    """The way from one device straight to another, as measured: one-way latency, the rate where it could be told."""
+
+    latency_s: float
+    bytes_per_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The devices of a site with their links; the planner process has a link too.
 
     broker_bytes_per_s: what the broker's own link carries each way; every copy of a message goes over it, except those
-    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`).
+    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`). endpoints: devices to which peers can connect.
+    peer_links: what was measured between devices; the rest follows from their links to the broker. shared: devices
+    whose links are one medium, such as Wi-Fi: it carries one packet at a time, and twice what goes between two of them.
     """
 
     devices: Mapping[str, DeviceProfile]
     links: Mapping[str, Link]
     planner_link: Link = field(default_factory=Link)
     broker_bytes_per_s: float = inf
+    endpoints: frozenset[str] = frozenset()
+    peer_links: Mapping[Pair, PeerLink] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
 
 def cluster_of(
@@ -129,6 +149,17 @@ def cluster_of(
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
+def peer_links_of(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, PeerLink]:
+    """Return the links of pairs as devices have measured them; told: by device, then by the peer that it sends to.
+
+    A pair of which one end alone has told is alike both ways. Who is no key is not there.
+    """
+    found = {(s, t): link for s, links in told.items() for t, link in links.items() if t in told and s != t}
+    for (source, target), link in [*found.items()]:
+        found.setdefault((target, source), link)
+    return found
+
+
 def plausible(what: str, value: Any, low: float, high: float) -> float:
     """Return a number that a device may tell of itself; raises ValueError that names it and its range."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
@@ -141,6 +172,9 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
 
     Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
     """
+    frame_s = plausible("frame_s", curves["frame_s"], 0.0, 1.0)
+    # An agent without an endpoint has not measured mesh.
+    mesh_frame_s = plausible("mesh_frame_s", curves.get("mesh_frame_s", min(frame_s, MESH_FRAME_S)), 0.0, 1.0)
     measured = curves["linear"]
     if not isinstance(measured, list) or not 0 < len(measured) <= MOST_CURVES:
         raise ValueError(f"caps have 1 to {MOST_CURVES} time curves")
@@ -150,8 +184,14 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
         attention_flops_per_s=plausible("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
         rowwise_bytes_per_s=plausible("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
         op_overhead_s=plausible("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
-        frame_s=plausible("frame_s", curves["frame_s"], 0.0, 1.0),
+        # What is measured of the broker's has no hand-over to a network thread in it: it is no less than mesh, which
+        # has none.
+        frame_s=max(frame_s, mesh_frame_s),
         copy_bytes_per_s=plausible("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
+        mesh_frame_s=mesh_frame_s,
+        mesh_copy_bytes_per_s=plausible(
+            "mesh_copy_bytes_per_s", curves.get("mesh_copy_bytes_per_s", MESH_COPY_BYTES_PER_S), *RATES
+        ),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
     )

@@ -6,22 +6,30 @@ Whoever starts one of them, from a command line or as a child process, goes by t
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, names, positive, size
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Storage, WireDtype
+from hepti_mqtt.plan import Route, Storage, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
 
+RequestPins = Literal["any", "none"]
+REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
 IN_FLIGHT: Final = 2  # runs at once per model, unless a planner is told otherwise
 BATCH: Final = 16  # requests that one run is of at most; of more, the next ones run while these are answered
+
+
+def host_name() -> str:
+    """Return this host's name without its domain, as a device's id: a container's is different for each."""
+    return socket.gethostname().partition(".")[0].lower()
 
 
 class _Option(NamedTuple):
@@ -58,9 +66,12 @@ _PINS: Final = (
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
+    _Option(
+        "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
+    ),
 )
 _AGENT: Final = (
-    _Option("device", "--id", {"required": True, "metavar": "NAME", "help": "name of this device in topics"}),
+    _Option("device", "--id", {"metavar": "NAME", "help": "name of this device in topics (default: its host's)"}),
     _Option("threads", "--threads", {"type": positive, "help": "threads that compute (default: all cores)"}),
     _Option(
         "memory",
@@ -73,6 +84,21 @@ _AGENT: Final = (
         "--cache-size",
         {"type": size, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
     ),
+    _Option(
+        "mesh_host",
+        "--mesh-host",
+        {
+            "metavar": "ADDRESS",
+            "help": "where peers reach this device directly (default: its own address on the way to the broker)",
+        },
+    ),
+    _Option("mesh_port", "--mesh-port", {"type": positive, "help": "the port there (default: any that is free)"}),
+    _Option(
+        "mesh_tls",
+        "--mesh-tls",
+        {"type": Path, "metavar": "FILE", "help": "this device's own certificate and key (PEM), for peers by TLS"},
+    ),
+    _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
     _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
     _Option("hold", "--hold", {"action": "store_true", "help": "print `compiled`, and measure after a line on stdin"}),
 )
@@ -88,6 +114,15 @@ _MODEL: Final = _Option(
     },
 )
 _PLANNER: Final = (
+    _Option(
+        "request_pins",
+        "--request-pins",
+        {
+            "choices": REQUEST_PINS,
+            "default": "any",
+            "help": "whether requests may pin strategy, devices, wire or weights for themselves (default any)",
+        },
+    ),
     _Option(
         "in_flight",
         "--in-flight",
@@ -168,6 +203,7 @@ class PinOptions:
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
     weights: Storage | None = None
+    route: Route | Literal["auto"] | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -183,7 +219,8 @@ class PinOptions:
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
         options = {"variant": self.variant} if self.variant else {}
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32")
+        route = None if self.route == "auto" else self.route
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +232,10 @@ class AgentOptions:
     memory: str | None = None
     cache: Path | None = None
     cache_size: str | None = None
+    mesh_host: str | None = None
+    mesh_port: int | None = None
+    mesh_tls: Path | None = None
+    mesh: bool = True
     retry: bool = True
     hold: bool = False
 
@@ -206,7 +247,7 @@ class AgentOptions:
     @classmethod
     def of(cls, args: argparse.Namespace) -> AgentOptions:
         """Return what the arguments of `add` say."""
-        return cls(**_read(args, _AGENT))
+        return cls(**{**_read(args, _AGENT), "device": args.device or host_name()})
 
     def arguments(self) -> list[str]:
         """Return the arguments that say the same."""
@@ -223,6 +264,7 @@ class PlannerOptions:
     batch: int = BATCH
     batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
+    request_pins: RequestPins = "any"
 
     @staticmethod
     def add(parser: argparse.ArgumentParser) -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink, cluster_of
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
+from hepti_mqtt.plan import Pair
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
-_DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms"}
-_TOP: Final = {"defaults", "devices", "broker_mbit"}
+_DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"}
+_TOP: Final = {"defaults", "devices", "broker_mbit", "peers"}
+_PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
 def load_site(path: Path) -> Cluster:
     """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
 
-    `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's.
+    `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's. Devices connect to
+    each other unless they say `mesh: false`; those that say `shared: true` have one medium, such as Wi-Fi. `peers` are
+    pairs whose links differ from what follows from their devices' links.
     """
     data = load_yaml(path)
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
@@ -27,6 +32,7 @@ def load_site(path: Path) -> Cluster:
     _known(path, "the file", data, _TOP)
     defaults = data.get("defaults") or {}
     devices, links = {}, {}
+    said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
         merged = {**defaults, **(fields or {})}
@@ -34,9 +40,34 @@ def load_site(path: Path) -> Cluster:
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
         links[name] = Link(_number(path, name, merged, "round_trip_ms", 0.5) / 2e3, rate, rate)
+        for key, default in (("mesh", True), ("shared", False)):
+            if _boolean(path, name, merged, key, default):
+                said[key].add(name)
     given = "broker_mbit" in data
     broker = _number(path, "the file", data, "broker_mbit", None) * 1e6 / 8 if given else None
-    return cluster_of(devices, links, broker)
+    return replace(
+        cluster_of(devices, links, broker),
+        endpoints=frozenset(said["mesh"]),
+        peer_links=_peers(path, data.get("peers") or [], links),
+        shared=frozenset(said["shared"]),
+    )
+
+
+def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[Pair, PeerLink]:
+    """Return what is said of pairs; both ways are alike, and what is not said follows from the two links."""
+    found = {}
+    for entry in listed if isinstance(listed, list) else [listed]:
+        where = f"an entry of `peers` ({entry})"
+        pair = entry.get("between") if isinstance(entry, Mapping) else None
+        if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1] or any(n not in [*links] for n in pair):
+            raise ConfigError(f"{path}: {where} needs `between:` with two of the devices")
+        _known(path, where, entry, _PEER)
+        one, other = (links[name] for name in pair)
+        slower = min(one.up_bytes_per_s, other.up_bytes_per_s)
+        rate = _number(path, where, entry, "mbit", slower * 8e-6) * 1e6 / 8
+        latency_s = _number(path, where, entry, "round_trip_ms", 1e3 * 2 * (one.latency_s + other.latency_s)) / 2e3
+        found[pair[0], pair[1]] = found[pair[1], pair[0]] = PeerLink(latency_s, rate)
+    return found
 
 
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
@@ -52,6 +83,7 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
         rowwise_bytes_per_s=stream / 2,
         memory_bytes=_number(path, name, fields, "memory_mib", 4096.0) * 2**20,
         copy_bytes_per_s=stream / 2,
+        mesh_copy_bytes_per_s=stream,
     )
 
 
@@ -59,6 +91,13 @@ def _known(path: Path, where: str, fields: Mapping[str, Any], known: set[str]) -
     for key in fields:
         if key not in known:
             raise ConfigError(f"{path}: {where} has an unknown key {key!r}; known are {', '.join(sorted(known))}")
+
+
+def _boolean(path: Path, name: str, fields: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = fields.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{path}: {name} needs `{key}` as true or false, got {value!r}")
+    return value
 
 
 def _number(path: Path, name: str, fields: Mapping[str, Any], key: str, default: float | None) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.machine.jit import compile_all
+from hepti_mqtt.kernels.machine.jit import compile_all, compile_first
 from hepti_mqtt.kernels.machine.workers import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec
@@ -45,7 +45,7 @@ class Kernel:
         is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
         together.
         """
-        compile_all()
+        (compile_all if any(isinstance(w, NarrowMatrix) for w in weights) else compile_first)()
         try:
             return self.bind_function(op, slots, weights, pool)
         except KeyError as error:

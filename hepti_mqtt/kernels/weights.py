@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.machine.isa import DOT, TILE
-from hepti_mqtt.kernels.machine.jit import INT, compile_all, fills, helper, kernel, reads
+from hepti_mqtt.kernels.machine.jit import INT, compile_all, compile_first, fills, helper, kernel, reads
 from hepti_mqtt.kernels.machine.pages import aligned_zeros
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import WeightRef
@@ -185,7 +185,7 @@ class WeightBuffer:
         if self._panels is None:
             self._array[row : row + rows, column : column + columns] = part
             return
-        compile_all()
+        (compile_first if self.ref.storage == "f32" else compile_all)()
         if self.ref.storage == "f16":
             with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware: results say so
                 half = part.astype(np.float16)
@@ -273,12 +273,12 @@ def _pack(tile: Any, panels: Any, row: int, column: int) -> None:
     _pack_panels(tile, panels, row, column)
 
 
-@kernel(reads(uint16, 2, "A"), fills(uint16, 3), INT, INT)
+@kernel(reads(uint16, 2, "A"), fills(uint16, 3), INT, INT, narrow=True)
 def _pack_half(tile: Any, panels: Any, row: int, column: int) -> None:
     _pack_panels(tile, panels, row, column)
 
 
-@kernel(reads(float32, 2), fills(int8, 3), fills(float32, 1))
+@kernel(reads(float32, 2), fills(int8, 3), fills(float32, 1), narrow=True)
 def _quantise(panel: Any, codes: Any, scales: Any) -> None:
     """Fill codes [ceil(k / group), width, group] and scales [width] with panel [k, width], rounded to 127 steps."""
     k, width = panel.shape

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import Piece
@@ -18,34 +19,43 @@ from hepti_mqtt.lowering.ops import Activation, Add, Conv, LayerNorm, Linear, No
 Pieces = Mapping[str, tuple[Piece, ...]]
 
 
-def _activation(op: Op, sources: list[Op]) -> tuple[Op, int] | None:
+def _activation(op: Op, sources: list[Op]) -> Op | None:
     """A product, then activation: in its epilogue."""
     first = sources[0]
-    plain = isinstance(first, Linear | Conv) and first.activation is None and not first.residual
-    if isinstance(op, Activation) and isinstance(first, Linear | Conv) and plain:
-        return replace(first, activation=op.function), 0
+    if isinstance(op, Activation) and isinstance(first, Linear | Conv) and not (first.activation or first.residual):
+        return _but(first, activation=op.function).renamed(inputs=first.inputs, tensors=first.tensors)
     return None
 
 
-def _residual(op: Op, sources: list[Op]) -> tuple[Op, int] | None:
+def _residual(op: Op, sources: list[Op]) -> Op | None:
     """x + product: the product adds to x."""
     if isinstance(op, Add) and isinstance(second := sources[1], Linear | Conv) and not second.residual:
-        return replace(second, inputs=(*second.inputs, op.inputs[0]), residual=True), 1
+        return _but(second, residual=True).renamed(inputs=(*second.inputs, op.inputs[0]), tensors=second.tensors)
     return None
 
 
-def _norm(op: Op, sources: list[Op]) -> tuple[Op, int] | None:
+def _norm(op: Op, sources: list[Op]) -> Op | None:
     """moments, then normalise: a layer norm of whole rows."""
     if isinstance(op, Normalise) and sources[1].inputs == op.inputs[:1]:
-        norm = LayerNorm(name=op.name, inputs=op.inputs[:1], tensors=op.tensors, space=op.space, eps=op.eps)
-        return norm, 1
+        return _layer_norm(op).renamed(inputs=op.inputs[:1], tensors=op.tensors)
     return None
 
 
-_RULES: Final[Mapping[type[Op], Callable[[Op, list[Op]], tuple[Op, int] | None]]] = {
-    Activation: _activation,
-    Add: _residual,
-    Normalise: _norm,
+@lru_cache(maxsize=64)
+def _but(op: Op, **changes: Any) -> Op:
+    return replace(op, **changes).settled()
+
+
+@lru_cache(maxsize=64)
+def _layer_norm(op: Normalise) -> LayerNorm:
+    return LayerNorm(name="", space=op.space, eps=op.eps).settled()
+
+
+# By the kind of the later op: which of its inputs joins it, and the joint op, None if there is none.
+_RULES: Final[Mapping[type[Op], tuple[int, Callable[[Op, list[Op]], Op | None]]]] = {
+    Activation: (0, _activation),
+    Add: (1, _residual),
+    Normalise: (1, _norm),
 }
 
 
@@ -60,15 +70,16 @@ def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
     gone: set[str] = set()
     for op in graph.ops:
         ops[op.name] = op
-        rule = _RULES.get(type(op))
-        found = rule(op, [ops[name] for name in op.inputs]) if rule else None
-        if found is None:
+        if type(op) not in _RULES:
             continue
-        joint, place = found
+        place, rule = _RULES[type(op)]
         inner = op.inputs[place]
-        if inner in pieces or readers[inner] != 1 or not _fits(joint, pieces.get(op.name, ())):
+        if inner in pieces or readers[inner] != 1:
             continue
-        kept = replace(joint, name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
+        joint = rule(op, [ops[name] for name in op.inputs])
+        if joint is None or not _fits(joint, pieces.get(op.name, ())):
+            continue
+        kept = joint.renamed(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
         ops[op.name] = kept
         gone.add(inner)
         if op.name in placed:

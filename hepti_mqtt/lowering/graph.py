@@ -5,6 +5,7 @@ The last op is the answer. Blocks are what a family repeats (its layers), with w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -65,6 +66,16 @@ class Graph:
         return {op.name: op for op in self.ops}
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors."""
+        return tuple([op.name for op in self.ops])
+
+    @cached_property
+    def layer_of(self) -> tuple[int, ...]:
+        """Return the layers of all tensors."""
+        return tuple([op.layer for op in self.ops])
+
+    @cached_property
     def place(self) -> dict[str, int]:
         """Return where the ops are, by name."""
         return {op.name: place for place, op in enumerate(self.ops)}
@@ -87,32 +98,47 @@ class Graph:
 
     def span(self, block: int) -> tuple[int, int]:
         """Return the ops first..stop of a block."""
-        return self.blocks[block], (*self.blocks[1:], len(self.ops))[block]
+        after = block + 1
+        return self.blocks[block], self.blocks[after] if after < len(self.blocks) else len(self.ops)
 
     @cached_property
     def run(self) -> Run | None:
         """Return the longest run of equal blocks that is worth cutting short, None if there is none."""
         best = Run(0, 0)
-        first = 0
-        for block in range(1, len(self.blocks) + 1):
-            if block == len(self.blocks) or not self._alike(block - 1, block):
-                if block - first > best.stop - best.first:
-                    best = Run(first, block)
-                first = block
+        patterns = [self._pattern(block) for block in range(len(self.blocks))]
+        for first, block in _runs(patterns):
+            if block - first > best.stop - best.first:
+                best = Run(first, block)
         return best if best.stop - best.first > KEPT else None
 
-    def _alike(self, a: int, b: int) -> bool:
-        (a0, a1), (b0, b1) = self.span(a), self.span(b)
-        if a1 - a0 != b1 - b0:
-            return False
-        ops = zip(self.ops[a0:a1], self.ops[b0:b1], strict=True)
-        return all(x == y and x.role == y.role and self._sources(x, a) == self._sources(y, b) for x, y in ops)
+    @cached_property
+    def renamed(self) -> tuple[Mapping[str, str], ...]:
+        """Return, for the repeated block of the run and those behind it, its stored tensors by the repeated one's."""
+        run = self.run
+        if run is None:
+            return ()
+        first, *others = (self.ops[slice(*self.span(b))] for b in range(run.first + TEMPLATE, run.stop))
+        return tuple(
+            {
+                a: b
+                for x, y in zip(first, block, strict=True)
+                if x.tensors
+                for a, b in zip(x.tensors, y.tensors, strict=True)
+            }
+            for block in (first, *others)
+        )
 
-    def _sources(self, op: Op, block: int) -> list[tuple[bool, int]]:
-        """Return where an op's inputs stand: counted from its block, or in the graph if they are of no neighbour."""
-        start, near = self.blocks[block], self.blocks[max(block - 1, 0)]
-        places = [self.place[name] for name in op.inputs]
-        return [(True, at - start) if at >= near else (False, at) for at in places]
+    def _pattern(self, block: int) -> list[tuple[object, ...]]:
+        """Return what the ops of a block are and read, so that alike blocks have equal ones.
+
+        Inputs are counted from the block, or in the graph if they are of no neighbour.
+        """
+        start, stop = self.span(block)
+        near, place = self.blocks[max(block - 1, 0)], self.place
+        return [
+            (op, op.role, *[(True, at - start) if (at := place[x]) >= near else (False, at) for x in op.inputs])
+            for op in self.ops[start:stop]
+        ]
 
     def like(self, whole: Graph) -> bool:
         """Return whether the run of equal blocks is that of `whole`, and what is skipped is not needed of it."""
@@ -149,3 +175,12 @@ class Graph:
                 moved = block == behind and any(name in names for name in op.inputs)
                 ops.append(replace(op, inputs=tuple(names.get(n, n) for n in op.inputs)) if moved else op)
         return Graph(tuple(ops), tuple(blocks))
+
+
+def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Yield where equal patterns stand one behind the other: first..stop."""
+    first = 0
+    for place in range(1, len(patterns) + 1):
+        if place == len(patterns) or patterns[place] != patterns[first]:
+            yield first, place
+            first = place

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.lowering.regions import Region, Set, inside, whole_units
+from hepti_mqtt.lowering.regions import Region, Set, whole_units
 from hepti_mqtt.lowering.regions import text as region_text
 
 PLANNER_PLACE: Final = -1  # the planner, among devices that are numbers
@@ -63,16 +63,17 @@ def pieces_of(op: Op, pieces: Iterable[Piece], devices: int) -> tuple[Piece, ...
     for piece in pieces:
         if not all(piece.region):
             continue
-        if len(piece.region) != len(op.space) or not inside(piece.region, op.full):
+        reach = zip(piece.region, op.space, strict=False)
+        if len(piece.region) != len(op.space) or any(s[0][0] < 0 or s[-1][1] > n for s, n in reach):
             where = f"{region_text(piece.region)}, its space is {region_text(op.full)}"
             raise ValueError(f"{op.name}: device {piece.device} is to hold {where}")
         if not PLANNER_PLACE <= piece.device < devices:
             raise ValueError(f"{op.name}: device {piece.device} is none of the {devices}")
-        for dim, (s, unit) in enumerate(zip(piece.region, op.grain(), strict=False)):
-            if unit > 1 and whole_units(s, min(unit, op.space[dim])) != s:
+        for dim, (s, unit) in enumerate(zip(piece.region, op.units, strict=False)):
+            if unit > 1 and whole_units(s, unit) != s:
                 raise ValueError(
                     f"{op.name}: device {piece.device} is to hold {region_text(piece.region)}, but dimension {dim} is "
-                    f"cut in units of {min(unit, op.space[dim])} only"
+                    f"cut in units of {unit} only"
                 )
         out.append(piece)
     return tuple(out)

@@ -7,47 +7,29 @@ view of it; else one op assembles it, in the order of the table, so that the bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.lowering.draft import Draft, Held
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece
+from hepti_mqtt.lowering.moves import moved
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
 from hepti_mqtt.lowering.regions import Region, count, disjoint, inside, meet, minus, place, rectangles, span, text
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover
-from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec
+from hepti_mqtt.program import Compute, Recv, Send, Slot, SlotDtype, SlotSpec
 from hepti_mqtt.program import Op as ProgramOp
 
 _ADD: Final = "add"
 
 
-class Held(NamedTuple):
-    """A region that a device has in a slot; state: as a partial result in a format of its own."""
+def lower(graph: Graph, tiles: Tiles, device: int, names: Sequence[str], again: int | None = None) -> Draft:
+    """Return one device's Program from the tiles of all devices; raises ValueError for what no kernel computes.
 
-    slot: Slot
-    region: Region
-    state: bool
-
-
-@dataclass(slots=True)
-class Draft:
-    """A Program in blocks: ops with their turn and block, and the first slot of each block."""
-
-    slots: list[SlotSpec] = field(default_factory=list)
-    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-
-    def program(self, device: str, nodes: tuple[str, ...]) -> Program:
-        """Return the Program, ops of a lower turn first."""
-        ordered = sorted(self.ops, key=lambda entry: entry[0])
-        return Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
-
-
-def lower(graph: Graph, tiles: Tiles, device: int, names: Sequence[str]) -> Draft:
-    """Return one device's Program from the tiles of all devices; raises ValueError for what no kernel computes."""
-    return _Walk(graph, tiles, device, names).draft()
+    again: a block whose tiles are those of the block before it, as are the turns of all.
+    """
+    return _Walk(graph, tiles, device, names).draft(again)
 
 
 class _Walk:
@@ -62,28 +44,54 @@ class _Walk:
         self.adds: dict[Slot, int] = {}  # slot -> the `add` that fills it
         self.turn, self.block, self.op = 0, 0, graph.ops[0]
 
-    def draft(self) -> Draft:
-        starts = iter((*self.graph.blocks[1:], -1))
-        next_block = next(starts)
-        self.out.starts.append(0)
-        for at, op in enumerate(self.graph.ops):
-            if at == next_block:
-                self.block += 1
-                self.out.starts.append(len(self.out.slots))
-                next_block = next(starts)
-            self.op = op
-            for tile in self.tiles[op.name]:
-                if tile.device != self.device and not any(self.device in m.to for m in tile.messages):
-                    continue
-                self.turn = tile.turn
-                state = op.is_state(tile.region)
-                if tile.device != self.device:
-                    self.receive(op, tile, state)
-                elif (slot := self.fill(op, tile, state)) is not None:
-                    self.have[op.name].append(Held(slot, tile.region, state))
-                    self.send(op, tile, slot, state)
+    def draft(self, again: int | None) -> Draft:
+        for block in range(len(self.graph.blocks)):
+            self.block = block
+            self.out.begin()
+            if block != again or not self.again():
+                for op in self.graph.ops[slice(*self.graph.span(block))]:
+                    self.visit(op)
         self._drop_unread_sums()
         return self.out
+
+    def visit(self, op: Op) -> None:
+        """Append what this device does for a tensor."""
+        self.op = op
+        for tile in self.tiles[op.name]:
+            self.turn = tile.turn
+            state = op.is_state(tile.region)
+            if tile.device != self.device:
+                self.receive(op, tile, state)
+            elif (slot := self.fill(op, tile, state)) is not None:
+                self.have[op.name].append(Held(slot, tile.region, state))
+                self.send(op, tile, slot, state)
+
+    def again(self) -> bool:
+        """Append the block before once more if it came out as the one before that; return whether it did.
+
+        What it reads of its predecessor has a counterpart in itself then, and that is what this block reads.
+        """
+        out, number = self.out, self.block
+        ops = [self.graph.ops[slice(*self.graph.span(b))] for b in (number - 2, number - 1, number)]
+        if out.size(number - 2) != out.size(number - 1):
+            return False
+        if out.within(number - 2, ops[0], self.have) != out.within(number - 1, ops[1], self.have):
+            return False
+        move = moved(ops[1], ops[2], out.starts[-3], out.starts[-1] - out.starts[-2])
+        low, inner = out.starts[-2], out.block(number - 1)
+        out.ops += [(0, number, op) for op in move.ops(inner)]
+        out.slots += move.specs(out.slots[low:])
+        self.turns += self.turns[low:]
+        names = {x.name: y.name for x, y in zip(ops[1], ops[2], strict=True)}
+        for a, b in names.items():
+            self.have[b] = [Held(slot + move.by, region, state) for slot, region, state in self.have[a]]
+        for (name, region), whole in list(self.together.items()):
+            if name in names:
+                self.together[names[name], region] = whole._replace(slot=whole.slot + move.by)
+        for (base, first, shape), view in list(self.views.items()):
+            if view >= low:
+                self.views[move.slots((base,))[0], first, shape] = view + move.by
+        return True
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -121,13 +129,13 @@ class _Walk:
                 operands.append(self.operand(op, n, source, needs[n][1], region, joint))
         slot = self.compute(op, op.call(tile.region, operands), operands, op.shape(tile.region, state))
         if op.session:
-            self.out.slots[slot] = replace(self.out.slots[slot], state=op.tensors[0])
+            self.out.slots[slot] = self.out.slots[slot]._replace(state=op.tensors[0])
         return slot
 
     def kept(self, op: Op, region: Region) -> Slot:
         """Return the slot of what the session has kept."""
         slot = self.slot(op.shape(region, False), op.dtype)
-        self.out.slots[slot] = replace(self.out.slots[slot], state=op.tensors[0])
+        self.out.slots[slot] = self.out.slots[slot]._replace(state=op.tensors[0])
         return slot
 
     def send(self, op: Op, tile: Tile, slot: Slot, state: bool) -> None:
@@ -332,8 +340,7 @@ class _Walk:
         slot = self.slot(spec.shape, spec.dtype)
         self.turns[slot] = turn
         attrs: dict[str, Any] = {"bias": False, "eps": norm.attrs["eps"], "keep_sum": True}
-        joint = replace(
-            add,
+        joint = add._replace(
             kernel="add_norm",
             writes=(total, slot),
             weights=norm.weights,
@@ -351,7 +358,7 @@ class _Walk:
         for at, (turn, block, op) in enumerate(self.out.ops):
             if isinstance(op, Compute) and op.kernel == "add_norm" and op.writes[0] not in read:
                 attrs = {**op.attrs, "keep_sum": False}
-                self.out.ops[at] = (turn, block, replace(op, writes=op.writes[1:], attrs=attrs))
+                self.out.ops[at] = (turn, block, op._replace(writes=op.writes[1:], attrs=attrs))
 
 
 def _reads(op: ProgramOp) -> tuple[Slot, ...]:

@@ -7,10 +7,11 @@ from functools import cached_property
 from hashlib import sha256
 
 from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.lowering.draft import Draft
 from hepti_mqtt.lowering.fuse import fuse
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
 from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Table, pieces_of
-from hepti_mqtt.lowering.lower import Draft, lower
+from hepti_mqtt.lowering.lower import lower
 from hepti_mqtt.lowering.stretch import repeatable, repeated_refs, shortest, stretch
 from hepti_mqtt.lowering.tiles import Tiles, analyse
 from hepti_mqtt.program import Program, WeightRef
@@ -56,13 +57,14 @@ class Lowered:
     def draft(self, device: str) -> Draft:
         """Return a device's ops with equal blocks once, by block."""
         if device not in self._drafts:
-            self._drafts[device] = lower(self.graph, self.tiles, self.names.index(device), self.names)
+            again = None if self.run is None else self.run.first + TEMPLATE
+            self._drafts[device] = lower(self.graph, self.tiles, self.names.index(device), self.names, again)
         return self._drafts[device]
 
-    @cached_property
+    @property
     def nodes(self) -> tuple[str, ...]:
         """Return the names of all tensors, by number."""
-        return tuple(op.name for op in self.whole.ops)
+        return self.whole.names
 
     def short(self, device: str) -> Program:
         """Return a device's Program with equal blocks once."""
@@ -71,9 +73,10 @@ class Lowered:
     def program(self, device: str) -> Program:
         """Return a device's whole Program."""
         draft = self.draft(device)
-        if self.run:
-            draft = stretch(draft, self.whole, self.run)
-        return draft.program(device, self.nodes)
+        if self.run is None:
+            return draft.program(device, self.nodes)
+        slots, ops = stretch(draft, self.whole, self.run)
+        return Program(device, tuple(slots), tuple(ops), self.nodes)
 
     def holds(self, device: str, role: str) -> bool:
         """Return whether a device computes tensors of a role."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final
 
@@ -31,6 +32,12 @@ from hepti_mqtt.program import SlotDtype, WeightRef
 
 BEGUN: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
 ENDED: Final = 3
+
+
+@lru_cache(maxsize=256)
+def _op(kind: Callable[..., Op], **what: Any) -> Op:
+    """Return an op without a name."""
+    return kind(name="", **what).settled()
 
 
 class Net:
@@ -77,14 +84,21 @@ class Net:
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
         # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
-        for field, value in (
-            ("layer", self._layer),
-            ("branch", self._branch),
-            ("index", len(self._ops) + self._skipped.ops),
-        ):
-            object.__setattr__(op, field, value)
+        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops) + self._skipped.ops)
         self._ops[op.name] = op
         return op.name
+
+    def add_like(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        role: str,
+        tensors: tuple[str, ...],
+        kind: Callable[..., Op],
+        **what: Any,
+    ) -> str:
+        """Add a tensor of a kind that a model has in every layer: equal ops are worked out once. Return its name."""
+        return self.put(_op(kind, **what).renamed(name=name, inputs=inputs, role=role, tensors=tensors))
 
     def dims(self, x: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -111,32 +125,29 @@ class Net:
         """x [m, k] -> activation(x @ [W_1 | W_2 ...] + b) [m, n]; matrices: tensor names without .weight, columns."""
         m, k = self.dims(x)
         tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
-        space = (m, sum(matrices.values()), k)
         widths = tuple(matrices.values())
-        return self.put(
-            Linear(
-                name=name, inputs=(x,), role=role, tensors=tensors, space=space, widths=widths, bias=bias,
-                activation=activation,
-            )
-        )  # fmt: skip
+        space = (m, sum(widths), k)
+        return self.add_like(
+            name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
+        )
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""
         dims = self.dims(x)
-        return self.put(Activation(name=name, inputs=(x,), role=role, space=dims, rank=len(dims), function=function))
+        return self.add_like(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
 
     def add(self, name: str, x: str, y: str, role: str) -> str:
         """x, y -> x + y."""
         dims = self.dims(x)
-        return self.put(Add(name=name, inputs=(x, y), role=role, space=dims, rank=len(dims)))
+        return self.add_like(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
     def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
         """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
         m, h = self.dims(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
-        sums = self.put(Moments(name=f"{name}.moments", inputs=(x,), role=inner, space=(m, 2, h)))
+        sums = self.add_like(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self.put(Normalise(name=name, inputs=(x, sums), role=role, tensors=tensors, space=(m, h), eps=eps))
+        return self.add_like(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
 
     def attention(
         self,
@@ -153,11 +164,9 @@ class Net:
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
         space = (self.dims(q)[0], width, self.dims(kv)[0])
-        return self.put(
-            Attention(
-                name=name, inputs=(q, kv), role=role, space=space, d=width // heads, columns=columns,
-                lengths=lengths, causal=causal,
-            )
+        return self.add_like(
+            name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
+            causal=causal,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:

@@ -174,15 +174,17 @@ def place(inner: Set, outer: Set) -> Set:
     return union(tuple(out))
 
 
-def rectangles(source: Sequence[Set], target: Sequence[Set]) -> Iterator[tuple[tuple[Range, ...], tuple[Range, ...]]]:
-    """Yield the copies of plain rectangles, (source ranges, target ranges), that bring one region to another.
+def rectangles(source: Sequence[Set], target: Sequence[Set]) -> list[tuple[tuple[Range, ...], tuple[Range, ...]]]:
+    """Return the copies of plain rectangles, (source ranges, target ranges), that bring one region to another.
 
     Both have as many indices in each dimension, taken in order.
     """
-    yield from (
-        (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    if all(len(s) == len(t) == 1 for s, t in zip(source, target, strict=True)):
+        return [(tuple([s[0] for s in source]), tuple([t[0] for t in target]))]
+    return [
+        (tuple([a for a, _ in pairs]), tuple([b for _, b in pairs]))
         for pairs in product(*(tuple(_pairs(s, t)) for s, t in zip(source, target, strict=True)))
-    )
+    ]
 
 
 def _pairs(s: Set, t: Set) -> Iterator[tuple[Range, Range]]:

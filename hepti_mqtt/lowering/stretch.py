@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hepti_mqtt.lowering.draft import Draft
 from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
-from hepti_mqtt.lowering.lower import Draft
+from hepti_mqtt.lowering.moves import Move
 from hepti_mqtt.lowering.tiles import Tiles
-from hepti_mqtt.program import Compute, Recv, Send, Slot, SlotSpec, WeightRef
 from hepti_mqtt.program import Op as ProgramOp
+from hepti_mqtt.program import Slot, SlotSpec, WeightRef
 
 
 def repeatable(short: Graph, run: Run, tiles: Tiles) -> bool:
@@ -37,70 +38,31 @@ def _equal(graph: Graph, tiles: Tiles, a: int, b: int) -> bool:
     return all(tiles[x.name] == tiles[y.name] for x, y in zip(graph.ops[a0:a1], graph.ops[b0:b1], strict=True))
 
 
-def stretch(draft: Draft, graph: Graph, run: Run) -> Draft:
-    """Return the draft for the whole graph from that for the short one."""
+def stretch(draft: Draft, graph: Graph, run: Run) -> tuple[list[SlotSpec], list[ProgramOp]]:
+    """Return the slots and ops of the whole graph from the draft for the short one."""
     template = run.first + TEMPLATE
     before, low, high = (draft.starts[b] for b in (template - 1, template, template + 1))
-    out = Draft()
-    blocks: dict[int, list[ProgramOp]] = {}
-    for _, block, op in draft.ops:
-        blocks.setdefault(block, []).append(op)
-    for block, start in enumerate(draft.starts):
-        stop = (*draft.starts[1:], len(draft.slots))[block]
-        slots, ops = draft.slots[start:stop], blocks.get(block, ())
-        repeated = block == template
-        for n in range(run.repeats) if repeated else (0,) if block < template else (run.repeats - 1,):
-            number = len(out.starts)
-            out.starts.append(len(out.slots))
-            if n == 0:
-                out.slots += slots
-                out.ops += [(0, number, op) for op in ops]
-                continue
-            move = _Move(graph, template, n, before if repeated else low, n * (high - low))
-            out.slots += [spec if spec.base is None and not spec.state else move.spec(spec) for spec in slots]
-            out.ops += [(0, number, move.op(op, repeated)) for op in ops]
-    return out
+    every, inner = [op for _, _, op in draft.ops], draft.block(template)
+    end = draft.begun[template + 1]
+    slots, ops = draft.slots[:high], every[:end]
+    for n in range(1, run.repeats):
+        move = _move(graph, run, n, before, n * (high - low))
+        slots += move.specs(draft.slots[low:high])
+        ops += move.ops(inner)
+    last = run.repeats - 1
+    move = _move(graph, run, last, low, last * (high - low))
+    slots += move.specs(draft.slots[high:])
+    ops += map(move.behind, every[end:])
+    return slots, ops
 
 
 def repeated_refs(refs: Sequence[WeightRef], graph: Graph, run: Run) -> Iterator[WeightRef]:
     """Yield, for weights of the repeated block, those of the blocks that it stands for."""
     for n in range(1, run.repeats):
-        move = _Move(graph, run.first + TEMPLATE, n, 0, 0)
-        yield from map(move.ref, refs)
+        yield from _move(graph, run, n, 0, 0).refs(refs)
 
 
-class _Move:
-    """Takes ops of the short Program to their place in the whole one, `n` blocks on: slots from `first` on by `by`."""
-
-    def __init__(self, graph: Graph, template: int, n: int, first: Slot, by: int) -> None:
-        start, stop = graph.span(template)
-        self.graph, self.first, self.by = graph, first, by
-        self.nodes = n * (stop - start)
-        pairs = zip(graph.ops[start:stop], graph.ops[start + self.nodes : stop + self.nodes], strict=True)
-        self.tensors = {a: b for x, y in pairs if x.tensors for a, b in zip(x.tensors, y.tensors, strict=True)}
-
-    def slots(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        first, by = self.first, self.by
-        return tuple([slot + by if slot >= first else slot for slot in slots])
-
-    def spec(self, spec: SlotSpec) -> SlotSpec:
-        if spec.state:
-            return SlotSpec(spec.shape, spec.dtype, state=self.tensors.get(spec.state, spec.state))
-        assert spec.base is not None
-        return SlotSpec(spec.shape, spec.dtype, self.slots((spec.base,))[0], spec.start)
-
-    def ref(self, ref: WeightRef) -> WeightRef:
-        return WeightRef(self.tensors[ref[0]], *ref[1:])
-
-    def op(self, op: ProgramOp, repeated: bool) -> ProgramOp:
-        node, layer = op.node, op.layer
-        if repeated:  # behind the repeated blocks nodes have the numbers of the whole graph already
-            node += self.nodes
-            layer = self.graph.ops[node].layer
-        if isinstance(op, Compute):
-            weights = tuple([self.ref(ref) for ref in op.weights]) if repeated else op.weights
-            return Compute(op.kernel, self.slots(op.reads), self.slots(op.writes), weights, op.attrs, layer, node)
-        slot = op.slot + self.by if op.slot >= self.first else op.slot
-        if isinstance(op, Send):
-            return Send(slot, op.to, node, op.part, layer, op.row, op.exact)
-        return Recv(slot, op.source, node, op.part, layer, op.exact)
+def _move(graph: Graph, run: Run, n: int, first: Slot, by: int) -> Move:
+    """Return what takes the repeated block to its place in the whole graph, `n` blocks on."""
+    start, stop = graph.span(run.first + TEMPLATE)
+    return Move(first, by, n * (stop - start), graph.renamed[n], graph.layer_of)

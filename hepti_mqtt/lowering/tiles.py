@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     messages: tuple[Message, ...]
 
 
+Parts = tuple[tuple[int, Region], ...]  # (piece, what of it)
 Asked = tuple[tuple[int, tuple[Region, ...]], ...]  # (device, disjoint regions)
 Needs = tuple[tuple[int, int, Region], ...]  # (input, device, region)
 
@@ -46,14 +47,17 @@ class UncoveredError(ValueError):
 
 
 @lru_cache(maxsize=CACHED)
-def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> tuple[tuple[int, Region], ...]:
+def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
     """Return (piece, part) so that the parts are `need`, every index once; a partial sum is taken whole or not at all.
 
     Preferred are pieces that leave the fewest summands, then own ones, then later ones (relays stand behind sources).
     Raises UncoveredError.
     """
-    if (parts := _partition(op, need, pieces)) is not None:
-        return parts
+    parts = _partition(op, need, pieces)
+    return _choice(op, need, pieces, device) if parts is None else parts
+
+
+def _choice(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
     n = op.rank
     left, out = [need], []
     common = {i: both_reduced(p.region[n:], need[n:]) for i, p in enumerate(pieces) if meet(p.region, need)}
@@ -77,7 +81,7 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> tuple
     raise UncoveredError(device, left, refused)
 
 
-def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> tuple[tuple[int, Region], ...] | None:
+def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> Parts | None:
     """Return what each piece has of `need` where nobody has anything twice; None where there is a choice.
 
     This is what `cover` comes to then, and most layouts are such.
@@ -110,8 +114,13 @@ def tiles_of(op: Op, asked: Asked, pieces: tuple[Piece, ...]) -> tuple[tuple[Til
     """Return the tiles that serve what is asked, and what they need."""
     demand: list[dict[int, list[Region]]] = [defaultdict(list) for _ in pieces]
 
+    plain: dict[tuple[Region, int], Parts | None] = {}  # where there is no choice, all devices take the same
+
     def ask(device: int, region: Region, before: int) -> None:
-        for i, part in cover(op, region, pieces[:before], device):
+        key = region, before
+        if key not in plain:
+            plain[key] = _partition(op, region, pieces[:before])
+        for i, part in plain[key] or _choice(op, region, pieces[:before], device):
             demand[i][device].append(part)
 
     for device, regions in asked:
@@ -189,27 +198,107 @@ def analyse(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequen
     pieces: of the tensors that the table places. names: of the devices, for errors. Raises ValueError if a tensor's
     layout leaves out what somebody needs of it.
     """
-    want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
-    answer = graph.answer
-    want[answer.name][PLANNER_PLACE] = [answer.full[: answer.rank]]
-    out: dict[str, tuple[Tile, ...]] = {}
-    for op in reversed(graph.ops):
-        asked = tuple(
-            (d, tuple(r for r in map(op.of, disjoint(filter(all, regions))) if r is not None))
-            for d, regions in sorted(want[op.name].items())
-        )
-        placed = pieces.get(op.name)
-        if placed is None:
-            placed = tuple(Piece(d, r) for d, regions in asked for r in computed(op, regions))
+    walk = _Walk(graph, pieces, names)
+    for block in reversed(range(len(graph.blocks))):
+        walk.block(block)
+    return {op.name: walk.tiles[op.name] for op in reversed(graph.ops)}
+
+
+class _Block(NamedTuple):
+    """A block that has been walked: what was asked of it from behind, and what it asks of ops before it.
+
+    asks: (place of the asking op in the block, number of its input, device, region).
+    """
+
+    ops: Sequence[Op]
+    wanted: Sequence[Mapping[int, Sequence[Region]]]
+    asks: Sequence[tuple[int, int, int, Region]]
+
+
+class _Walk:
+    """The walk, block by block; one of which the same is asked as of the one behind it has the same tiles."""
+
+    def __init__(self, graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> None:
+        self.graph, self.pieces, self.names = graph, pieces, names
+        self.tiles: dict[str, tuple[Tile, ...]] = {}
+        self.want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
+        answer = graph.answer
+        self.want[answer.name][PLANNER_PLACE] = [answer.full[: answer.rank]]
+        self.behind = _Block((), (), ())
+
+    def block(self, number: int) -> None:
+        """Work out the tiles of a block, and ask for what they need."""
+        start, stop = self.graph.span(number)
+        ops, behind = self.graph.ops[start:stop], self.behind
+        wanted = [{d: tuple(regions) for d, regions in self.want[op.name].items()} for op in ops]
+        if wanted == behind.wanted and self._alike(ops, behind.ops):
+            for x, y in zip(ops, behind.ops, strict=True):
+                self.tiles[x.name] = self.tiles[y.name]
+            for at, i, device, region in behind.asks:
+                self.want[ops[at].inputs[i]].setdefault(device, []).append(region)
+            self.behind = _Block(ops, wanted, behind.asks)
+            return
+        own, asks = {op.name for op in ops}, []
+        for at in reversed(range(len(ops))):
+            op = ops[at]
+            for i, device, region in self.op(op):
+                self.want[op.inputs[i]].setdefault(device, []).append(region)
+                if op.inputs[i] not in own:
+                    asks.append((at, i, device, region))
+        self.behind = _Block(ops, wanted, asks)
+
+    def op(self, op: Op) -> Needs:
+        """Work out an op's tiles; return what they need."""
+        asked = _asked(op, self.want[op.name])
+        placed = self.pieces.get(op.name)
         try:
-            out[op.name], needs = tiles_of(op, asked, placed)
+            tiles, needs = _where_asked(op, asked) if placed is None else tiles_of(op, asked, placed)
         except UncoveredError as error:
-            raise ValueError(_uncovered(op, error, names)) from None
+            raise ValueError(_uncovered(op, error, self.names)) from None
+        self.tiles[op.name] = tiles
         if op.session:
-            _check_session(op, out[op.name], names)
-        for i, device, region in needs:
-            want[op.inputs[i]].setdefault(device, []).append(region)
-    return out
+            _check_session(op, tiles, self.names)
+        return needs
+
+    def _alike(self, ops: Sequence[Op], others: Sequence[Op]) -> bool:
+        """Return whether two blocks have equal ops in equal layouts, that read each other in one way."""
+        place, (here, there) = self.graph.place, (self.graph.place[block[0].name] for block in (ops, others))
+        return all(
+            x == y
+            and self.pieces.get(x.name) == self.pieces.get(y.name)
+            and all(
+                place[a] - here == place[b] - there or (place[a] < here and place[b] < there)
+                for a, b in zip(x.inputs, y.inputs, strict=True)
+            )
+            for x, y in zip(ops, others, strict=True)
+        )
+
+
+def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Asked:
+    """Return what each device asks of an op, in the regions of its space that yield that; many ask for the same."""
+    known: dict[tuple[Region, ...], tuple[Region, ...]] = {}
+    asked = []
+    for device in sorted(want):
+        regions = tuple(want[device])
+        if regions not in known:
+            known[regions] = tuple([r for r in map(op.of, disjoint(filter(all, regions))) if r is not None])
+        asked.append((device, known[regions]))
+    return tuple(asked)
+
+
+def _where_asked(op: Op, asked: Asked) -> tuple[tuple[Tile, ...], Needs]:
+    """Return the tiles of a tensor that the table does not place, and what they need: whoever asks for it has it."""
+    known: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
+    tiles: list[Tile] = []
+    needs: list[tuple[int, int, Region]] = []
+    for device, regions in asked:
+        if regions not in known:
+            known[regions] = [(r, [(n, q) for n, q in enumerate(op.need(r)) if all(q)]) for r in computed(op, regions)]
+        for region, wanted in known[regions]:
+            tiles.append(Tile(device, region, False, 0, ()))
+            if device != PLANNER_PLACE:
+                needs += [(n, device, q) for n, q in wanted]
+    return tuple(tiles), tuple(needs)
 
 
 def _check_session(op: Op, tiles: Sequence[Tile], names: Sequence[str]) -> None:

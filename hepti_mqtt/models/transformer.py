@@ -87,7 +87,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        """Return the spec that `to_dict` described; raises KeyError or TypeError on other data."""
+        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
         fields = dict(data)
         head = dict(fields["head"])
         head["labels"] = tuple(head["labels"])
@@ -97,7 +97,10 @@ class ModelSpec:
         if fields.get("image") is not None:
             image = dict(fields["image"])
             fields["image"] = ImageStem(**{**image, "mean": tuple(image["mean"]), "std": tuple(image["std"])})
-        return cls(**fields)
+        made = cls(**fields)
+        if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
+            raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
+        return made
 
 
 def needed_rows(spec: ModelSpec, shape: RequestShape) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hepti_mqtt.passes.narrow import narrow
+from hepti_mqtt.passes.route import routed
 from hepti_mqtt.passes.storage import store, stored
 
-__all__ = ["narrow", "store", "stored"]
+__all__ = ["narrow", "routed", "store", "stored"]

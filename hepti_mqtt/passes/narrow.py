@@ -56,16 +56,16 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
         if base == op.slot:
             return narrowed[base]
-        slots.append(replace(narrow_slot(spec), base=narrowed[base], start=spec.start))
+        slots.append(narrow_slot(spec)._replace(base=narrowed[base], start=spec.start))
         return len(slots) - 1
 
     for op in program.ops:
         if isinstance(op, Send) and op.to != (PLANNER,) and not op.exact:
             slot = sent(op)
-            ops.append(replace(op, slot=slot))
+            ops.append(op._replace(slot=slot))
         elif isinstance(op, Recv) and op.source != PLANNER and not op.exact:
             arriving = twin(op.slot)
-            ops.append(replace(op, slot=arriving))
+            ops.append(op._replace(slot=arriving))
             ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer, node=op.node))
         else:
             ops.append(op)

@@ -25,7 +25,7 @@ def store(program: Program, storage: Storage) -> Program:
     return replace(
         program,
         ops=tuple(
-            replace(op, weights=tuple(stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
+            op._replace(weights=tuple(stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
             for op in program.ops
         ),
     )

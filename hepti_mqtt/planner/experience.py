@@ -22,13 +22,13 @@ FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow m
 # faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
 LEAST, MOST = 0.8, 8.0
 
-# A way of dividing a model: method, number of devices, wire and storage.
-Way = tuple[str, int, str, str]
+# A way of dividing a model: method, number of devices, wire, storage and route.
+Way = tuple[str, int, str, str, str]
 
 
 def way(plan: Plan) -> Way:
     """Return what runs under a plan teach about."""
-    return plan.method, len(plan.devices), plan.wire, plan.storage
+    return plan.method, len(plan.devices), plan.wire, plan.storage, plan.route
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from math import prod
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
-from hepti_mqtt.plan import Plan, Storage, WireDtype
+from hepti_mqtt.plan import Pair, Plan, Route, Storage, WireDtype
 from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
@@ -36,8 +36,9 @@ from hepti_mqtt.wire.topics import Topics, publish_bytes
 class Question:
     """What is to be planned.
 
-    shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage: what the
-    user pinned. packet_bytes: of the largest packet that gets through, None if any does. learned: from earlier runs.
+    shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
+    what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
+    packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none.
     """
 
@@ -52,6 +53,8 @@ class Question:
     devices: tuple[str, ...] | None = None
     wire: WireDtype = "f32"
     storage: Storage = "f32"
+    route: Route | None = None
+    relayed: frozenset[Pair] = frozenset()
     packet_bytes: int | None = None
     learned: Learned = field(default_factory=Learned)
     requests: int = 0
@@ -103,7 +106,7 @@ def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, in
 
 
 def plan_packet(question: Question, plan: Plan) -> int:
-    """Return the bytes of the largest packet that a request of one sequence may need under a plan.
+    """Return the bytes of the largest packet to or from the broker that a request of one sequence may need.
 
     The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
     """

@@ -5,15 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Plane = Literal["control", "data"]
+Plane = Literal["control", "data"]  # separate MQTT connections to the broker
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish `payload`; the control plane and the data plane are separate MQTT connections."""
+    """Publish `payload`, and `body` behind it, on a connection to the broker or to the peers that read from us (mesh).
+
+    body: a view of an array, over mesh alone, so that no copy joins it with its header; it is valid until the next op.
+    """
 
     topic: str
     payload: bytes
     qos: int
-    plane: Plane = "control"
+    plane: Plane | Literal["mesh"] = "control"
     retain: bool = False
+    body: memoryview = _NOTHING
+
+    @property
+    def whole(self) -> bytes:
+        """Return payload and body as one."""
+        return b"".join((self.payload, self.body))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of payload and body."""
+        return len(self.payload) + self.body.nbytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hepti_mqtt.config import Settings
-from hepti_mqtt.config.options import PlannerOptions
+from hepti_mqtt.config.options import PlannerOptions, RequestPins
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.packs import Batching
@@ -20,8 +20,9 @@ class PlannerConfig:
     """One site's planner.
 
     models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: which
-    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's. state_dir:
-    where the boot counter is kept, by default the user's state directory.
+    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's.
+    request_pins: "none" refuses what requests pin for themselves. state_dir: where the boot counter is kept, by default
+    the user's state directory.
     """
 
     url: BrokerUrl
@@ -31,6 +32,7 @@ class PlannerConfig:
     in_flight: int = 2
     batching: Batching = field(default_factory=Batching)
     broker_mbit: float | None = None
+    request_pins: RequestPins = "any"
     state_dir: Path | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
@@ -45,4 +47,5 @@ class PlannerConfig:
             in_flight=options.in_flight,
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
+            request_pins=options.request_pins,
         )

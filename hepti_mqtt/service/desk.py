@@ -1,12 +1,13 @@
 """The desk: users' JSON in, jobs for the coordinator; the coordinator's results in, JSON for the users.
 
-It belongs to one thread; tokenising and writing JSON do not hold the session up.
+Several threads use it, so that tokenising and writing JSON hold up neither the session nor other clients.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
@@ -22,6 +24,7 @@ from hepti_mqtt.service import requests, results
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.envelope import digest, envelope, parse, request_id
 from hepti_mqtt.service.forecast import Forecasts, shares
+from hepti_mqtt.service.limits import MAX_WAITING_BYTES, Room
 from hepti_mqtt.wire.topics import Topics
 
 DEADLINE_S: Final = 600.0  # of requests that name none: every request ends
@@ -55,7 +58,7 @@ class Model:
     pins: Pins
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Ticket:
     """How to answer a job."""
 
@@ -68,13 +71,19 @@ class _Ticket:
 class Desk:
     """Turns requests into jobs and results into answers; keeps late answers for requests that come again.
 
-    forecasts: begun with every request, and told in its answer as far as they have come.
+    forecasts: begun with every request, and told in its answer as far as they have come. request_pins: whether requests
+    may pin anything.
     """
 
-    def __init__(self, site: str, models: Mapping[str, Model], forecasts: Forecasts) -> None:
+    def __init__(
+        self, site: str, models: Mapping[str, Model], forecasts: Forecasts, request_pins: RequestPins = "any"
+    ) -> None:
         self._topics = Topics(site)
+        self._request_pins = request_pins
         self._models = models
         self._forecasts = forecasts
+        self._room = Room(MAX_WAITING_BYTES)
+        self._lock = threading.Lock()  # guards the answers that are kept
         self._answered: OrderedDict[RequestKey, _Answered] = OrderedDict()
         self._answered_bytes = 0
 
@@ -98,17 +107,21 @@ class Desk:
         if served is None:
             raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._models))}")
         parts = envelope(data, served.pins)
+        if parts.pins is not None and self._request_pins == "none":
+            raise RequestError(
+                f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
+                "operator"
+            )
         topic = parts.reply_to or self._topics.response(model, client, name)
         if parts.reply_to and not self._topics.response_allowed(parts.reply_to, model, client):
             own = self._topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
         key = RequestKey(model, client, name)
         asked = digest(data) if parts.id else b""  # an id that was made here cannot come again
-        known = self._answered.get(key)
+        known = self._known(key)
         if known is not None and known.digest != asked:
             raise IdInUseError.of(name)
         if known is not None:
-            self._answered.move_to_end(key)
             return Reply(topic, known.payload, name)
         prepared = requests.prepare(served.checkpoint, parts.body)
         chunks = cut(prepared, largest_shape(served.checkpoint.spec).tokens)
@@ -119,6 +132,7 @@ class Desk:
             generation = Generation(prompt, prepared.new_tokens, prepared.shape.cache, end)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         ticket = _Ticket(topic, name, prepared, now)
+        self._room.take(prepared.inputs.nbytes, ticket)
         return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation, digest=asked)
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
@@ -207,14 +221,22 @@ class Desk:
         assert isinstance(ticket, _Ticket)
         return Reply(ticket.topic, _failure(ticket.request, command.error), ticket.request)
 
+    def _known(self, key: RequestKey) -> _Answered | None:
+        with self._lock:
+            known = self._answered.get(key)
+            if known is not None:
+                self._answered.move_to_end(key)
+            return known
+
     def _keep(self, job: Job, payload: bytes) -> None:
-        if (before := self._answered.pop(job.key, None)) is not None:
-            self._answered_bytes -= len(before.payload)
-        self._answered_bytes += len(payload)
-        self._answered[job.key] = _Answered(job.digest, payload)
-        while len(self._answered) > KEPT or self._answered_bytes > KEPT_BYTES:
-            _, old = self._answered.popitem(last=False)
-            self._answered_bytes -= len(old.payload)
+        with self._lock:
+            if (before := self._answered.pop(job.key, None)) is not None:
+                self._answered_bytes -= len(before.payload)
+            self._answered_bytes += len(payload)
+            self._answered[job.key] = _Answered(job.digest, payload)
+            while len(self._answered) > KEPT or self._answered_bytes > KEPT_BYTES:
+                _, old = self._answered.popitem(last=False)
+                self._answered_bytes -= len(old.payload)
 
 
 def repeated(reply: Reply) -> Reply:

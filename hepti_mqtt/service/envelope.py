@@ -11,16 +11,17 @@ from typing import Any, Final, get_args
 
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Storage, WireDtype
+from hepti_mqtt.plan import Route, Storage, WireDtype
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.service.limits import MAX_ITEMS, MAX_REQUEST_BYTES
 from hepti_mqtt.service.requests import PINS
 from hepti_mqtt.strategies import STRATEGIES
 
-MAX_REQUEST_BYTES: Final = 64_000_000
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
+ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 _WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
 
 
@@ -39,6 +40,12 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     """Return the JSON object of a request; raises RequestError for anything else."""
     if len(payload) > MAX_REQUEST_BYTES:
         raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+    items = payload.count(b",") + payload.count(b"[") + payload.count(b"{")
+    if items > MAX_ITEMS:
+        raise RequestError(
+            f"the request has {items} commas and brackets, which is over the limit of {MAX_ITEMS}; send less at once, "
+            "or the beginning of a text that is to be cut"
+        )
     try:
         data = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -94,11 +101,11 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     )
 
 
-def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any) -> Pins:
+def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
 
-    Raises RequestError for a strategy, variant, wire dtype or storage of weights that does not exist, or names that no
-    device can have.
+    Raises RequestError for a strategy, variant, wire dtype, storage of weights or route that does not exist, or names
+    that no device can have.
     """
     if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
         raise RequestError(f"there is no strategy {str(strategy)[:40]!r}; choose one of {', '.join(choices)}")
@@ -113,15 +120,18 @@ def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: 
         raise RequestError(f"wire must be one of {', '.join(WIRES)}")
     if weights not in STORAGES:
         raise RequestError(f"weights must be one of {', '.join(STORAGES)}")
+    way = None if route == AUTO else route
+    if way not in (None, *ROUTES):
+        raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
     if devices is None:
-        return Pins(chosen, dict(options), None, wire, weights)
+        return Pins(chosen, dict(options), None, wire, weights, way)
     if not isinstance(devices, list | tuple) or not devices:
         raise RequestError("devices must be a list of at least one name")
     try:
         names = {check_name("device", name) for name in devices}
     except BadNameError as error:
         raise RequestError(f"devices: {error}") from error
-    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights)
+    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way)
 
 
 def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
@@ -134,4 +144,5 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
         own.devices if devices is None else devices,
         own.wire if data.get("wire") is None else data["wire"],
         own.storage if data.get("weights") is None else data["weights"],
+        own.route if data.get("route") is None else data["route"],
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.runtime.planner import events
@@ -13,6 +15,8 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Parsed, Topics
+
+DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,26 @@ class Implausible:
     topic: str
     kind: str
     boot: int
+
+
+class Disbelief:
+    """Tells the log once of each topic with an impossible boot counter, of a bounded number of topics."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._told: set[str] = set()
+
+    def tell(self, arrival: Implausible) -> None:
+        """Tell of what was ignored."""
+        if arrival.topic in self._told or len(self._told) >= DISBELIEVED:
+            return
+        self._told.add(arrival.topic)
+        self._log.warning(
+            "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was forged, "
+            "or set the clock there and remove the file `boot` of its state",
+            arrival.topic,
+            arrival.boot,
+        )
 
 
 Arrival = (

@@ -16,28 +16,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from secrets import token_bytes
 from typing import Final
 
 from hepti_mqtt.config.state import latest_boot
-from hepti_mqtt.errors import (
-    ConfigError,
-    HeptiError,
-    NetworkError,
-    OverloadedError,
-    RefusedError,
-    RemoteError,
-)
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.wills import Wills
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.service.alone import require_alone
+from hepti_mqtt.service.alone import require_alone, warn_of_low_limit
 from hepti_mqtt.service.boot import next_boot, state_of
 from hepti_mqtt.service.config import PlannerConfig
+from hepti_mqtt.service.crew import Crew
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
+from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.models import open_models
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
@@ -59,11 +54,12 @@ TICK_S: Final = 0.1
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 UNREAD: Final = 256  # requests that wait for the desk
-UNREAD_BYTES: Final = 256 << 20
+UNREAD_BYTES: Final = 64 << 20
 UNTOLD: Final = 4096  # requests beyond, which wait to be refused
-UNTOLD_BYTES: Final = 64 << 20
+UNTOLD_BYTES: Final = 32 << 20
+READERS: Final = 2  # threads: what one client asks is read by one of them at a time
+TELLERS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
-DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
@@ -80,6 +76,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         require_alone(config.url, config.site)
+        warn_of_low_limit(config.url, config.site, config.log)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
@@ -91,20 +88,23 @@ class _Planner:
         self.config, self.boot, self.models = config, boot, models
         self.log = config.log
         self.decoder = Decoder(config.site, lambda: latest_boot(boot, time.time()))
-        self.implausible: set[str] = set()  # topics with boot counters of which somebody was told
+        self.disbelief = Disbelief(self.log)
         self.topics = self.decoder.topics
         served = tuple(
             Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
-        self.session = coordinator.CoordinatorSession(config.site, boot, served, config.in_flight, broker)
+        self.session = coordinator.CoordinatorSession(
+            config.site, boot, served, config.in_flight, broker, token_bytes(32)
+        )
         self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.desk = Desk(config.site, models, self.forecasts)
+        self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        self.errands: Inbox[Callable[[], None] | None] = Inbox(UNREAD, UNREAD_BYTES)
+        self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
+        self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
         self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
@@ -135,6 +135,7 @@ class _Planner:
             boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
+            lambda *what: self.inbox.post(events.Unreadable(*what)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
@@ -182,9 +183,15 @@ class _Planner:
 
     def _asked(self, asked: Asked) -> None:
         now = time.monotonic()
-        if self.errands.offer(partial(self._read, asked, now), len(asked.payload)):
-            return
-        error = OverloadedError(f"{UNREAD} requests wait to be read already; try again later")
+        self.reading.offer(
+            asked.client, partial(self._read, asked, now), len(asked.payload), partial(self._no_room, asked)
+        )
+
+    def _no_room(self, asked: Asked) -> None:
+        error = OverloadedError(
+            f"{UNREAD} requests, or {UNREAD_BYTES >> 20} MB of them, wait to be read already, most of them those of "
+            f"{asked.client}; try again later"
+        )
         # To find a request's id all of it is parsed, which is no work for this thread either.
         if not self.refusals.offer(partial(self.post.turn_away, asked, error), len(asked.payload)):
             self._dropped("untold", f"a request of {asked.client}, unanswered")
@@ -195,7 +202,7 @@ class _Planner:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..., so that a peer cannot flood the log
             self.log.warning("too much waits; dropped %s (%d so far)", what, count)
 
-    # -- desk thread ------------------------------------------------------------------------------------------------
+    # -- desk threads -----------------------------------------------------------------------------------------------
 
     def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
         while (errand := errands.get()) is not None:
@@ -246,7 +253,6 @@ class _Planner:
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
         threads = [
-            threading.Thread(target=self._work, args=(self.errands,), name="planner-desk", daemon=True),
             threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self._search_work, args=(self.searches,), name="planner-search", daemon=True),
@@ -259,9 +265,12 @@ class _Planner:
             self.control.connect()
             for thread in threads:
                 thread.start()
+            self.reading.start()
+            self.telling.start()
             self._serve(stop)
         finally:
-            self.errands.post(None)
+            self.reading.close()
+            self.telling.close()
             self.refusals.post(None)
             self.searches.put(None)
             self.hurried.put(None)
@@ -311,13 +320,14 @@ class _Planner:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
         elif isinstance(command, commands.Answer) and command.job.computes:
-            self.errands.post(partial(self._tell, command))
+            self.telling.post(command.job.key.client, partial(self._tell, command))
         elif isinstance(command, commands.Answer):  # here the forecast is the answer
-            self.forecasts.then(command.stats, partial(self.errands.post, partial(self._tell, command)))
+            tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
+            self.forecasts.then(command.stats, tell)
         elif isinstance(command, commands.Token):
-            self.errands.post(lambda: self.post.part(command.job, self.desk.token(command)))
+            self.telling.post(command.job.key.client, lambda: self.post.part(command.job, self.desk.token(command)))
         elif isinstance(command, commands.Refuse):
-            self.errands.post(partial(self._refuse, command))
+            self.telling.post(command.job.key.client, partial(self._refuse, command))
         elif isinstance(command, commands.Solve):
             (self.hurried if command.hurried else self.searches).put(command)
         elif isinstance(command, commands.SendTiles):
@@ -356,14 +366,7 @@ class _Planner:
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
 
     def _disbelieved(self, arrival: Implausible) -> None:
-        if arrival.topic not in self.implausible and len(self.implausible) < DISBELIEVED:
-            self.implausible.add(arrival.topic)
-            self.log.warning(
-                "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was "
-                "forged, or set the clock there and remove the file `boot` of its state",
-                arrival.topic,
-                arrival.boot,
-            )
+        self.disbelief.tell(arrival)
         if arrival.kind == "planner_status":
             self._publish(*self._status("online"))  # others who read it must not take it for ours
 

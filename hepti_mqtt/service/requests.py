@@ -5,28 +5,26 @@ Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictur
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
-from tokenizers import Encoding
+from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
+from hepti_mqtt.service.limits import MAX_OUTPUT, MAX_SEQUENCES, Characters
+from hepti_mqtt.service.pictures import decode
+from hepti_mqtt.service.texts import encoded
+from hepti_mqtt.service.values import is_int, kind
 from hepti_mqtt.spec import RequestShape, Want
 
 Floats = npt.NDArray[np.float32]
 
-MAX_SEQUENCES: Final = 64
-MAX_PIXELS: Final = 50_000_000
 MAX_TOP_K: Final = 1000
 DEFAULT_TOP_K: Final = 5
 
@@ -36,14 +34,10 @@ MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
 # The service's own part of a request; it has read these before.
-PINS: Final = ("strategy", "options", "devices", "wire", "weights")
+PINS: Final = ("strategy", "options", "devices", "wire", "weights", "route")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", *PINS})
 UNKNOWN_SHOWN: Final = 8
 _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
-
-# Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
-_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
 @dataclass(frozen=True)
@@ -70,10 +64,22 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
 
     Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
     is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k, max_new_tokens
-    (of a decoder). Raises RequestError that names what is wrong, ModelError where the checkpoint has no tokenizer.
+    (of a decoder). Raises RequestError that names what is wrong, or more than limits.py allows; ModelError where the
+    checkpoint has no tokenizer.
     """
+    prepared = _prepared(checkpoint, request)
+    rows, columns = checkpoint.spec.output_shape(prepared.shape)
+    if rows * columns > MAX_OUTPUT:
+        raise RequestError(
+            f"the answer would have {rows} x {columns} numbers, and at most {MAX_OUTPUT} are given to one request; "
+            "send less at once"
+        )
+    return prepared
+
+
+def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
     if not isinstance(request, Mapping):
-        raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {_kind(request)}')
+        raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {kind(request)}')
     unknown = sorted(str(key) for key in request if key not in _KEYS)
     if unknown:
         some = ", ".join(repr(key[:40]) for key in unknown[:UNKNOWN_SHOWN])
@@ -93,8 +99,8 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
         )
     want, computes = _want(request)
     top_k = request.get("top_k", DEFAULT_TOP_K)
-    if not _is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
-        raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {_kind(top_k)}")
+    if not is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
+        raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {kind(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
     if isinstance(reads, Pictures):
         lengths, pixels = _pictures(checkpoint, reads, request, several)
@@ -118,7 +124,7 @@ def _without_empty(
     """Return a request without the empty ones of its texts, and their places, where the user wants zeros for them."""
     choice = request.get("empty", "error")
     if choice not in ("error", "zero"):
-        raise RequestError(f'empty must be "error" or "zero", not {_kind(choice)}')
+        raise RequestError(f'empty must be "error" or "zero", not {kind(choice)}')
     texts = request.get("texts")
     if choice == "error" or not isinstance(texts, list):
         return request, ()
@@ -145,8 +151,8 @@ def _decoded(
     if _is_several(key, request[key]):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
     most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    if not _is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
-        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {_kind(most)}")
+    if not is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {kind(most)}")
     _, ids = _tokens(checkpoint, reads, request, key, several=False)
     limit, new = reads.longest, most if want == "task" else 0
     if len(ids) + new > limit:
@@ -163,7 +169,7 @@ def _decoded(
 def end_token(checkpoint: Checkpoint) -> int | None:
     """Return the token after which a decoder has no more to say, by its config; None if it names none."""
     end = checkpoint.config.get("eos_token_id")
-    return end if _is_int(end) else None
+    return end if is_int(end) else None
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -180,7 +186,7 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
         return "task", want == "task"
     if want == "hidden":
         return "hidden", True
-    raise RequestError(f'want must be "task", "hidden" or "plan", not {_kind(want)}')
+    raise RequestError(f'want must be "task", "hidden" or "plan", not {kind(want)}')
 
 
 def _tokens(
@@ -189,18 +195,19 @@ def _tokens(
     """Return the length of each sequence, and all ids packed [m]."""
     truncate = request.get("truncate", False)
     if not isinstance(truncate, bool):
-        raise RequestError(f"truncate must be true or false, not {_kind(truncate)}")
+        raise RequestError(f"truncate must be true or false, not {kind(truncate)}")
     limit = reads.longest
     sequences: list[list[int]] = []
+    characters = Characters()
     for name, item in _items(key, request[key], several):
         ids = (
             _checked_ids(checkpoint, reads, name, item)
             if key == "ids"
-            else _encoded(checkpoint, reads, name, item, truncate)
+            else encoded(checkpoint, reads, name, item, truncate, characters)
         )
         if len(ids) > limit and not truncate:
             raise RequestError(
-                f"{name} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit}: "
+                f"{name} has more than {limit} tokens, which is what model {checkpoint.model} takes at most: "
                 'shorten it, or send "truncate": true'
             )
         sequences.append(ids[:limit])
@@ -223,51 +230,21 @@ def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
     if not several:
         return [(key, value)]
     if not isinstance(value, list) or not value:
-        raise RequestError(f"{key} must be a list with at least one element, not {_kind(value)}")
+        raise RequestError(f"{key} must be a list with at least one element, not {kind(value)}")
     if len(value) > MAX_SEQUENCES:
         raise RequestError(f"{key} has {len(value)} elements; send at most {MAX_SEQUENCES} in one request")
     return [(f"{key}[{i}]", item) for i, item in enumerate(value)]
 
 
 def _checked_ids(checkpoint: Checkpoint, reads: Text, name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(_is_int(v) for v in value):
-        raise RequestError(f"{name} must be a list of integers, not {_kind(value)}")
+    if not isinstance(value, list) or not all(is_int(v) for v in value):
+        raise RequestError(f"{name} must be a list of integers, not {kind(value)}")
     if not value:
         raise RequestError(f"{name} is empty; send at least one token id")
     for token in value:
         if not 0 <= token < reads.vocab:
             raise RequestError(f"{name} has the id {token}; model {checkpoint.model} knows 0 to {reads.vocab - 1}")
     return value
-
-
-def _encoded(checkpoint: Checkpoint, reads: Text, name: str, value: Any, truncate: bool) -> list[int]:
-    """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends."""
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, not {_kind(value)}")
-    if not value.strip():
-        raise RequestError(f"{name} is empty; send some words")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is not valid Unicode ({error.reason}); send it as UTF-8") from error
-    if not checkpoint.has_tokenizer and not reads.masks:
-        raise ModelError(
-            f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
-        )
-    tokenizer = checkpoint.tokenizer
-    encoding: Encoding = tokenizer.encode(value, add_special_tokens=False)
-    room = reads.longest - tokenizer.num_special_tokens_to_add(False)
-    if truncate and len(encoding) > room:
-        encoding.truncate(max(room, 0))
-    ids: list[int] = tokenizer.post_process(encoding).ids
-    if not ids:
-        raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
-    if max(ids) >= reads.vocab:
-        raise ModelError(
-            f"{checkpoint.path / 'tokenizer.json'} gives id {max(ids)}, but config.json's vocab_size is "
-            f"{reads.vocab}; both must be of the same model"
-        )
-    return ids
 
 
 def _pictures(
@@ -278,7 +255,7 @@ def _pictures(
         raise RequestError("truncate is for texts; leave it out with pictures")
     key = "images" if several else "image"
     resample = _resample(checkpoint)
-    pixels = np.stack([_pixels(name, item, reads, resample) for name, item in _items(key, request[key], several)])
+    pixels = decode(_items(key, request[key], several), reads, resample)
     return (reads.rows,) * len(pixels), pixels
 
 
@@ -288,47 +265,3 @@ def _resample(checkpoint: Checkpoint) -> Image.Resampling:
         return Image.Resampling(value)
     except ValueError as error:
         raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
-
-
-def _pixels(name: str, value: Any, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
-    """Return a picture as uint8 [C, S, S]; mean and std are applied on the device."""
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string of base64, not {_kind(value)}")
-    try:
-        data = base64.b64decode("".join(value.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
-            # The size stands in the header: a small file that unpacks to a huge picture ends here.
-            if opened.width * opened.height > MAX_PIXELS:
-                raise RequestError(
-                    f"{name} has {opened.width} x {opened.height} pixels; send at most {MAX_PIXELS} (the model reads "
-                    f"{reads.size} x {reads.size})"
-                )
-            if opened.mode not in _MODES:
-                raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
-            picture = ImageOps.exif_transpose(opened)
-            # Without the detour Pillow warns of a palette's transparency, and drops it just so.
-            picture = picture.convert("RGBA") if "transparency" in picture.info else picture
-            small = picture.convert("RGB").resize((reads.size, reads.size), resample)
-    except RequestError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
-        raise RequestError(
-            f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
-        ) from error
-    return np.ascontiguousarray(np.asarray(small, np.uint8).transpose(2, 0, 1))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _kind(value: Any) -> str:
-    """Return a short word for a JSON value, never all of it."""
-    if value is None or isinstance(value, bool | int | float):
-        return str(value)[:40]
-    words: dict[str, str] = {"str": "a string", "list": "a list", "dict": "an object"}
-    name = type(value).__name__
-    return words.get(name, name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.errors import HeptiError, ModelError, NetworkError
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.wire.frames import Frame, encode
 from hepti_mqtt.wire.topics import Topics
@@ -23,7 +23,8 @@ class TileServer:
     """Publishes tiles that devices ask for, in the order of asking.
 
     publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which is what keeps few tiles in
-    memory. counters: tiles and manifests published, to one or to all; asked for but unknown.
+    memory. unreadable(model, device, error): a device waits for what cannot be read any more. counters: tiles and
+    manifests published, to one or to all; asked for but unknown.
     """
 
     def __init__(
@@ -32,11 +33,12 @@ class TileServer:
         boot: int,
         checkpoints: Mapping[str, Checkpoint],
         publish: Callable[[str, bytes], None],
+        unreadable: Callable[[str, str, HeptiError], None],
     ) -> None:
         self._topics = Topics(site)
         self._epoch = Epoch(boot, 0)
         self._checkpoints = checkpoints
-        self._publish = publish
+        self._publish, self._unreadable = publish, unreadable
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -58,9 +60,12 @@ class TileServer:
             except KeyError:
                 self.counters["unknown"] += 1
                 _log.warning("%s asked for a tile that %s does not have; update it", ", ".join(sorted(devices)), model)
-            except (HeptiError, OSError):
+            except (HeptiError, OSError) as error:
                 self.counters["unreadable"] += 1
-                _log.exception("a tile of %s cannot be read", model)
+                _log.warning("the weights of %s cannot be sent: %s", model, error)
+                found = error if isinstance(error, HeptiError) else ModelError(f"the weights cannot be read: {error}")
+                for device in devices:
+                    self._unreadable(model, device, found)
             else:
                 to = ALL if len(devices) > 1 else next(iter(devices))
                 self.counters["to_all" if to == ALL else "to_one"] += 1

@@ -43,10 +43,10 @@ def done_bytes(naming: Naming, device: str) -> int:
 
 
 def largest_packet_bytes(naming: Naming, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
-    """Return the size of the largest single PUBLISH of a request."""
+    """Return the size of the largest single PUBLISH of a request that the broker carries."""
     sizes = [dispatch_bytes(naming, spec, shape)]
     for device, program in programs.items():
-        sends = (op for op in program.ops if isinstance(op, Send))
+        sends = (op for op in program.ops if isinstance(op, Send) and op.route == "broker")
         sizes += [size for op in sends for size in send_bytes(naming, device, op, program.slots[op.slot])]
     return max(sizes)
 

@@ -56,7 +56,7 @@ class _Part:
                     self.inner.flops += work.flops
             elif isinstance(op, Send):
                 sizes = send_bytes(naming, device, op, program.slots[op.slot])
-                cost = profile.frame_seconds(len(op.to), sum(sizes))
+                cost = profile.frame_seconds(len(op.to), sum(sizes), op.route)
                 self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
             self.costs.append(cost)
             self.sizes.append(sizes)
@@ -71,12 +71,14 @@ class _Run(ProgramRun):
 
 
 class _Device:
-    """A device's session thread: what runs there, and what has arrived."""
+    """A device's session thread: what runs there, and what has arrived; early: exchanges that came before requests."""
 
     def __init__(self, name: str, profile: DeviceProfile) -> None:
         self.name, self.profile = name, profile
         self.machine: RunMachine[_Run] = RunMachine()
         self.inbox: deque[Arrival] = deque()
+        self.begun: set[int] = set()
+        self.early: dict[int, list[Key]] = {}
         self.use = DeviceUse()
         self.busy = False
         self.finished_s = 0.0
@@ -121,12 +123,12 @@ class _Clock:
         """Let time pass until all requests are answered, or nothing happens any more."""
         names = dict.fromkeys(name for r in requests for name in r.programs)
         self.devices = {name: _Device(name, self.cluster.devices[name]) for name in names}
-        hears: dict[str, set[str]] = {name: set() for name in names}
+        heard: dict[str, set[str]] = {name: set() for name in names}
         for programs in {id(r.programs): r.programs for r in requests}.values():
             for name, program in programs.items():
-                hears[name].update(program.sources())
-        # Whoever hears a device at all hears what it publishes to ALL.
-        self.listeners = {n: tuple(d for d in names if n in hears[d] and d != n) for n in names}
+                heard[name].update(*(op.to for op in program.ops if isinstance(op, Send) and op.route == "broker"))
+        # Whoever hears a device at all over the broker hears what it publishes to ALL.
+        self.listeners = {n: tuple(d for d in names if d in heard[n]) for n in names}
         self.waiting.extend(requests)
         for asked_s in {r.asked_s or 0.0 for r in requests}:
             self.at(asked_s, _ARRIVES, self.pump)
@@ -197,7 +199,7 @@ class _Clock:
         """Begin what a device does next: what has arrived goes first."""
         if device.inbox:
             frame = device.inbox.popleft()
-            until = now + device.profile.frame_seconds(1, frame.nbytes)
+            until = now + device.profile.frame_seconds(1, frame.nbytes, frame.route)
             self.note(device.name, "send", frame.label, now, until)
             device.busy = True
             self.at(until, _ENDS, self.taken, device, frame)
@@ -221,8 +223,8 @@ class _Clock:
     def taken(self, now: float, device: _Device, frame: Arrival) -> None:
         """Do what a frame is for, now that the device has taken it.
 
-        No exchange comes before its request here: both pass the same queues. One may come after the end of its run, if
-        it was for others.
+        An exchange over mesh may come before its request, which has another way. Over the broker one may come after the
+        end of its run, if it was for others.
         """
         device.busy = False
         machine, admission = device.machine, frame.admission
@@ -230,11 +232,14 @@ class _Clock:
             run = _Run(admission, self.flights[admission].parts[device.name])
             device.use.flops += run.part.flops
             machine.admit(run)
-            for key in run.template.inputs:
+            device.begun.add(admission)
+            for key in (*run.template.inputs, *device.early.pop(admission, ())):
                 self.deliver(machine, run, key)
             self.end(now, device, run)
         elif (known := machine.runs.get(admission)) is not None:
             self.deliver(machine, known, frame.key)
+        elif admission not in device.begun:
+            device.early.setdefault(admission, []).append(frame.key)
         if not device.busy:
             self.turn(now, device)
 
@@ -261,17 +266,22 @@ class _Clock:
             self.turn(now, device)
 
     def send(self, now: float, device: _Device, run: _Run, op: Send, sizes: Sequence[int]) -> None:
-        """Publish a slot to whom it is for, and to everyone who listens."""
+        """Publish a slot to whom it is for; over the broker, to everyone who listens."""
         name, program = device.name, run.part.program
         device.use.sent_bytes += sum(sizes)
-        label, nbytes = program.node(op.node), program.slots[op.slot].nbytes
+        label, nbytes, key = program.node(op.node), program.slots[op.slot].nbytes, (op.node, op.part, name)
+        if op.route == "mesh":
+            for to, size in zip(op.to, sizes, strict=True):
+                when = self.links.direct(now, name, to, size, label)
+                frame = Arrival(when, to, run.admission, key, nbytes, label, op.route)
+                self.at(when, _ARRIVES, self.arrive, frame)
+            return
         for to, size in zip(addresses(op), sizes, strict=True):
             targets = self.listeners[name] if to == ALL else (to,)
             for target, when in self.links.transmit(now, name, targets, size, label).items():
                 if target == PLANNER:
                     self.at(when, _ARRIVES, self.heard, run.admission)
                 else:
-                    key = (op.node, op.part, name)
                     self.at(when, _ARRIVES, self.arrive, Arrival(when, target, run.admission, key, nbytes, label))
 
     def end(self, now: float, device: _Device, run: _Run) -> None:

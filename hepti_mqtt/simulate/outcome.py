@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hepti_mqtt.plan import Route
 from hepti_mqtt.program import Key, Program
 from hepti_mqtt.simulate.load import RunTimes
 from hepti_mqtt.spec import RequestShape
@@ -53,7 +54,7 @@ class Request(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A frame that a device has from now on: the request itself (no key), or an exchange of it."""
+    """A frame that a device has from now on: the request itself (no key), or an exchange of it by one route."""
 
     seconds: float
     device: str
@@ -61,6 +62,7 @@ class Arrival(NamedTuple):
     key: Key | None
     nbytes: int
     label: str
+    route: Route = "broker"
 
 
 @dataclass(slots=True)

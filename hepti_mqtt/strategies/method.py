@@ -192,6 +192,11 @@ def qkv_of(division: Division, heads: Set, which: str = "qkv") -> Set:
     return union(*(tuple((a + first[w], z + first[w]) for a, z in heads) for w in which))
 
 
+def after(parts: Sequence[Set], device: int) -> list[Set]:
+    """Return the parts in a ring: that of the device after this one first, its own last."""
+    return [*parts[device + 1 :], *parts[: device + 1]]
+
+
 def joined(parts: Sequence[Set], by: int) -> list[Set]:
     """Return the unions of `by` parts each."""
     return [union(*parts[i : i + by]) for i in range(0, len(parts), by)]

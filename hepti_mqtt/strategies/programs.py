@@ -12,7 +12,7 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.passes import narrow, store, stored
+from hepti_mqtt.passes import narrow, routed, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
@@ -83,9 +83,10 @@ def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program
 
 
 def passes(program: Program, plan: Plan) -> Program:
-    """Return a Program with the plan's wire and storage."""
+    """Return a Program with the plan's wire, storage and route."""
     narrowed = narrow(program, plan.wire)
-    return narrowed if plan.storage == "f32" else store(narrowed, plan.storage)
+    kept = narrowed if plan.storage == "f32" else store(narrowed, plan.storage)
+    return routed(kept, plan.route, plan.relayed)
 
 
 def programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
@@ -114,6 +115,7 @@ def make_plan(spec: Spec, template: Plan, strategy: str, options: Mapping[str, s
         wire=template.wire,
         storage=template.storage,
         route=template.route,
+        relayed=template.relayed,
     )
 
 

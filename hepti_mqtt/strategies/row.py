@@ -3,12 +3,15 @@
 Variant `kv` gathers K and V once per layer and attends to each source's block as it arrives; `heads` turns token rows
 into heads and back (all-to-all), so that each device attends over all tokens for its own heads; `x` gathers the rows
 between layers, from which everyone computes K and V. Only rows of sequences that two devices share are exchanged.
+
+In `heads` every device computes first what the next device waits for, and its own part last: nobody waits for the same
+sender, and what was sent first travels while the rest is computed.
 """
 
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Table, roles, split, tile
-from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method, qkv_of
+from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method, after, qkv_of
 
 
 def table(division: Division) -> Table:
@@ -23,8 +26,8 @@ def table(division: Division) -> Table:
     elif division.option("variant") == "heads":
         heads = division.parts(HEADS)
         own = [qkv_of(division, h) for h in heads]
-        lines[roles.QKV] = tile((i, {0: r, 1: c}) for i, r in enumerate(rows) for c in own)
-        lines[roles.ATTENTION] = split(heads, 1)
+        lines[roles.QKV] = tile((i, {0: r, 1: c}) for i, r in enumerate(rows) for c in after(own, i))
+        lines[roles.ATTENTION] = tile((i, {0: r, 1: h}) for i, h in enumerate(heads) for r in after(rows, i))
     return Table(lines)
 
 

@@ -130,9 +130,9 @@ def epoch(value: Any) -> Epoch:
 
 
 def state(value: Any) -> str:
-    """Return online | offline."""
-    if value not in ("online", "offline"):
-        raise ValueError("neither 'online' nor 'offline'")
+    """Return online | offline | starting."""
+    if value not in ("online", "offline", "starting"):
+        raise ValueError("none of 'online', 'offline', 'starting'")
     return str(value)
 
 

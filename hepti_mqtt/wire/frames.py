@@ -95,7 +95,12 @@ def frame_bytes(body_bytes: int) -> int:
 
 
 def encode(frame: Frame) -> bytes:
-    """Return the payload of a frame, with one copy of the body.
+    """Return the payload of a frame, with one copy of the body; as `encode_parts` otherwise."""
+    return b"".join(encode_parts(frame))
+
+
+def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
+    """Return the payload of a frame as its header and a view of its body, which is not copied.
 
     The body may be an array of any layout; it is sent in C order. Raises `WireError` if a field breaks the limits
     that `decode` checks.
@@ -121,8 +126,8 @@ def encode(frame: Frame) -> bytes:
             frame.numbers,
         )
     )
-    padding = bytes(HEADER_BYTES - _PREFIX_BYTES - len(fields))
-    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields, padding, body))
+    head = b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields))
+    return head.ljust(HEADER_BYTES, b"\0"), body
 
 
 def decode(payload: Body) -> Frame:

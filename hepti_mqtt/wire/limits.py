@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hepti_mqtt.errors import PacketLimitError
+
+SETTINGS: Final = (
+    "raise max_packet_size in mosquitto.conf (2,000,000 by default since 2.1; message_size_limit must be 0), "
+    "mqtt.max_packet_size of EMQX or max_payload_size of rumqttd"
+)
+
+
+def low_limit(largest_bytes: int, place: str) -> str:
+    """Return what to say of a broker that takes only small packets; larger ones it may drop without a word."""
+    return f"the broker at {place} lets no packet through over about {largest_bytes} bytes; {SETTINGS}"
 
 
 def packet_limit_error(largest_bytes: int, needed_bytes: int, what: str, broker: str) -> PacketLimitError:
     """Return the error that names the setting; what: who needs the packets, broker: which one takes no more."""
     return PacketLimitError(
-        f"{what} needs packets of {needed_bytes} bytes, but {broker} takes at most about {largest_bytes}; raise "
-        "max_packet_size in mosquitto.conf (2,000,000 by default since 2.1; message_size_limit must be 0), "
-        "mqtt.max_packet_size of EMQX or max_payload_size of rumqttd, or choose a smaller wire dtype (--wire f16)"
+        f"{what} needs packets of {needed_bytes} bytes, but {broker} takes at most about {largest_bytes}; {SETTINGS}, "
+        "or choose a smaller wire dtype (--wire f16)"
     )

@@ -2,7 +2,8 @@
 
 Between planner and agents a message is one msgpack array [code, field, field, ...]; codes are in `CODES`. What a person
 may read (status, capabilities) is a JSON object. A heartbeat is a msgpack array without a code: its topic says what it
-is. Unknown keys of a JSON object are ignored, so that a newer agent can say more; arrays have exactly their fields.
+is. Unknown keys of a JSON object are ignored, so that a newer agent can say more, and what has a default may be left
+out; arrays have exactly their fields.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import msgpack
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.wire import checks
+from hepti_mqtt.wire import checks, peers
 from hepti_mqtt.wire.checks import Plain
 from hepti_mqtt.wire.frames import MAGIC, Body, Frame
 from hepti_mqtt.wire.frames import decode as decode_frame
+from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
 
@@ -31,7 +33,8 @@ class Prepare:
 
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
     be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
-    `needed` of them are built before the device is ready, the others while no request runs.
+    `needed` of them are built before the device is ready, the others while no request runs. peers: who this device has
+    a mesh route to or from.
     """
 
     txn: int
@@ -41,6 +44,7 @@ class Prepare:
     in_flight: int
     shapes: tuple[RequestShape, ...] = ()
     needed: int = 0
+    peers: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown."""
+    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
+
+    peers: with code "mesh", those that the device cannot hear directly; the plan may have been ready before.
+    """
 
     txn: int
     model: str
@@ -112,6 +119,7 @@ class Failed:
     code: str
     text: str
     missing_bytes: int
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +143,17 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained word of a device or the planner about itself; boot tells a late will from a new start."""
+    """Retained word of a device or the planner about itself; boot tells a late will from a new start.
 
-    state: Literal["online", "offline"]
+    A device that is starting says what it is doing, and how much of it is done, in steps; of other states they are
+    empty.
+    """
+
+    state: Literal["online", "offline", "starting"]
     boot: int
+    doing: str = ""
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +161,7 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
     """
 
     device: str
@@ -160,6 +175,7 @@ class Caps:
     curves: Plain
     largest_packet_bytes: int
     mqtt: int
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +183,8 @@ class Heartbeat:
     """What changes on a device from second to second.
 
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot.
+    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways from peers, as measured; edges:
+    what went there and came from them.
     """
 
     boot: int
@@ -180,6 +197,8 @@ class Heartbeat:
     slowdown: float
     rss_bytes: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    peers: Mapping[str, LinkReport] = field(default_factory=dict)
+    edges: Mapping[str, Edge] = field(default_factory=dict)
 
 
 Command = Prepare | Activate | Release | Cancel | Drain
@@ -204,6 +223,8 @@ _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 Rules = Mapping[str, Callable[[Any], Any]]
 
 _EPOCH_KEY: Final[Rules] = {"txn": checks.count, "model": checks.model_name, "epoch": checks.epoch}
+_REQUEST_KEY: Final[Rules] = {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count}
+_WHY: Final[Rules] = {"code": checks.text, "text": checks.text}
 _RULES: Final[Mapping[type[Any], Rules]] = {
     Prepare: {
         "txn": checks.count,
@@ -213,48 +234,52 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "in_flight": checks.count,
         "shapes": checks.shapes,
         "needed": checks.count,
+        "peers": peers.peers,
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
-    Cancel: {"model": checks.model_name, "epoch": checks.epoch, "admission": checks.count},
+    Cancel: _REQUEST_KEY,
     Drain: {"txn": checks.count},
     Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
-    Failed: {**_EPOCH_KEY, "code": checks.text, "text": checks.text, "missing_bytes": checks.count},
+    Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": checks.count, "peers": peers.names},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
-    RequestFailed: {
-        "model": checks.model_name,
-        "epoch": checks.epoch,
-        "admission": checks.count,
-        "code": checks.text,
-        "text": checks.text,
+    RequestFailed: {**_REQUEST_KEY, **_WHY},
+    Status: {
+        "state": checks.state,
+        "boot": checks.boot,
+        "doing": checks.text,
+        "done": checks.count,
+        "total": checks.count,
     },
-    Status: {"state": checks.state, "boot": checks.boot},
     Caps: {
         "device": checks.device_name,
         "boot": checks.boot,
-        "cores": checks.count,
-        "threads": checks.count,
-        "memory_budget_bytes": checks.count,
-        "rss_idle_bytes": checks.count,
+        **dict.fromkeys(("cores", "threads", "memory_budget_bytes", "rss_idle_bytes"), checks.count),
         "isa": checks.text,
         "version": checks.text,
         "curves": checks.plain,
         "largest_packet_bytes": checks.count,
         "mqtt": checks.protocol,
+        "endpoint": peers.endpoint,
     },
     Heartbeat: {
         "boot": checks.boot,
         "seq": checks.count,
         "cpu_other": checks.share,
         "free_bytes": checks.count,
-        "temperature_c": checks.maybe_real,
-        "round_trip_s": checks.maybe_real,
-        "bandwidth_bytes_per_s": checks.maybe_real,
+        **dict.fromkeys(("temperature_c", "round_trip_s", "bandwidth_bytes_per_s"), checks.maybe_real),
         "slowdown": checks.positive,
         "rss_bytes": checks.count,
         "counters": checks.counters,
+        "peers": peers.reports,
+        "edges": peers.edges,
     },
+}
+# What may be left out of a JSON object, and what that means.
+_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+    Caps: {"endpoint": None},
+    Status: {"doing": "", "done": 0, "total": 0},
 }
 
 for _cls, _rules in _RULES.items():  # a field without a check must not reach a peer
@@ -331,6 +356,8 @@ def _pack(message: object, head: list[Any]) -> bytes:
 def _plain(value: object) -> list[Any]:
     if isinstance(value, RequestShape):
         return checks.plain_shape(value)
+    if isinstance(value, Peer):
+        return list(peers.plain(value))
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
@@ -349,7 +376,9 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        payload = json.dumps(asdict(message), allow_nan=False).encode()
+        absent = _ABSENT.get(type(message), {})
+        said = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
+        payload = json.dumps(said, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
     return _limit(message, payload)
@@ -364,6 +393,7 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
+    values = {**_ABSENT.get(cls, {}), **values}
     try:
         return _build(cls, [values[name] for name in _RULES[cls]])
     except KeyError as error:

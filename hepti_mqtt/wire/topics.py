@@ -90,7 +90,7 @@ class Topics:
     # -- topics of one device or of the planner ----------------------------------------------------------------------
 
     def status(self, device: str) -> str:
-        """Return the topic of a device's retained online | offline (its will)."""
+        """Return the topic of a device's retained starting | online | offline (its will)."""
         return self._device(device, "status")
 
     def caps(self, device: str) -> str:

@@ -34,3 +34,20 @@ def test_agents_keep_their_files_where_they_are_told(tmp_path: Path, monkeypatch
         demo.start_site(Processes(), "mqtt://h", "home", tmp_path, cache)
         for agent in demo.AGENTS:
             assert ("--cache" in started[agent.device]) is (cache is not None)
+
+
+def test_the_demo_waits_as_long_as_something_moves() -> None:
+    progress = demo.Progress(0.0)
+    for minute in range(30):  # kernels compile, slowly
+        progress.seen(0, minute * demo.CPU_STEP_S, 60.0 * minute)
+        assert progress.stalled_s(60.0 * minute + 1) <= demo.STALLED_S
+    progress.seen(1, 29 * demo.CPU_STEP_S, 1800.0)
+    progress.seen(1, 29.5 * demo.CPU_STEP_S, 1900.0)
+    assert progress.stalled_s(1930.0) == 130.0 > demo.STALLED_S
+
+
+def test_the_demo_shows_how_far_it_is_now_and_then() -> None:
+    progress = demo.Progress(0.0)
+    shown = [progress.seen(1, now / 2, now) for now in range(0, 60, 5)]
+    assert next(filter(None, shown)) == "after 15 s: 1 agents online, 8 s of CPU time used so far"
+    assert len([text for text in shown if text]) == 3

@@ -209,7 +209,22 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert "time line of 32 tokens" in out
     assert "latency alone" in out
     assert "with 2 in flight" in out
+    assert re.search(r"routes of row/heads: over broker [\d.]+ ms .*; over mesh [\d.]+ ms", out)
+    assert re.search(r"with f16 on the wire: .* instead of .* times as fast", out)
     assert ESCAPE not in out
+
+
+def test_simulate_by_the_route_that_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ("simulate", "tiny-bert", "--strategy", "row", "--json", "--devices-file")
+    for route, routes in (("broker", {"broker"}), ("mesh", {"mesh"}), ("auto", {"mesh"})):
+        code, out, _ = run(capsys, *common, str(PAIR), "--route", route)
+        assert code == 0
+        assert {c["route"] for c in json.loads(out)["candidates"]} == routes
+    apart = tmp_path / "apart.yaml"
+    apart.write_text("defaults: {gflops: 1}\ndevices: {a: {}, b: {mesh: false}}\n")
+    assert json.loads(run(capsys, *common, str(apart))[1])["chosen"]["route"] == "broker"
+    out = run(capsys, *common[:4], "--explain", "--devices-file", str(apart))[1]
+    assert "over mesh: no two of these devices can connect" in out
 
 
 def test_simulate_tells_throughput_when_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,3 +66,13 @@ def test_an_end_without_a_beginning_is_only_said() -> None:
     out = io.StringIO()
     LoadView(Console(file=out)).end("tiny", "all of it was in the cache")
     assert out.getvalue() == "all of it was in the cache\n"
+
+
+def test_words_are_said_when_they_change_and_not_too_often() -> None:
+    out, clock = io.StringIO(), Clock()
+    view = LoadView(Console(file=out), clock)
+    for step in range(40):
+        view.say("start", f"compiling kernels {step // 10} of 4")
+        clock.now += 1.0
+    view.say("start", "")
+    assert out.getvalue().splitlines() == [f"compiling kernels {step} of 4" for step in range(4)]

@@ -1,4 +1,4 @@
-"""What `hepti plan` prints of a record, without a site."""
+"""What `hepti plan` and `hepti devices` print, without a site."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from hepti_mqtt.cli.show import print_story
+from hepti_mqtt.cli import show
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.cli.show import print_edges, print_story
 
 
 def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,3 +26,87 @@ def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_planner_that_tells_no_story_has_an_empty_one(record: dict, capsys: pytest.CaptureFixture[str]) -> None:
     print_story("m", record)
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+EDGE = {
+    "frames_in": 3,
+    "bytes_in": 1 << 20,
+    "frames_out": 0,
+    "bytes_out": 0,
+    "queued_bytes": 7,
+    "dropped": 1,
+    "reconnections": 2,
+    "joined": 1,
+    "trouble": "",
+}
+
+
+def device(name: str, edges: dict, peers: dict | None = None, status: str = "online") -> dict:
+    return {"device": name, "status": status, "heartbeat": {"edges": edges, "peers": peers or {}}}
+
+
+def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = {**EDGE, "frames_in": 0, "joined": 0, "trouble": "connection refused"}
+    link = {"round_trip_s": 0.0005, "bytes_per_s": 1e6}
+    print_edges(
+        [
+            device("a", {"b": EDGE, "c": silent, "gone": silent}),
+            device("b", {"a": {**EDGE, "frames_in": 5}}, {"a": link}),
+            device("c", {}),
+            device("gone", {}, status="offline"),
+        ]
+    )
+    title, _, first, second, said = capsys.readouterr().out.splitlines()
+    assert "directly between devices" in title
+    assert first.split() == ["b", "a", "3", "1.0", "7", "1", "2", "0.50", "8"]
+    assert second.split() == ["a", "b", "5", "1.0", "7", "1", "2", "-", "-"]
+    assert said == "a does not hear c directly: connection refused; the broker is between them"
+
+
+CURVES = {"linear": [{"k": 8, "n": 8, "points": [[1, 1e-6], [8, 5e-6]]}]}
+BEAT = {
+    "boot": 1, "seq": 1, "cpu_other": 0.1, "free_bytes": 1, "temperature_c": None, "round_trip_s": None,
+    "bandwidth_bytes_per_s": None, "slowdown": 1.0, "rss_bytes": 0, "counters": {},
+}  # fmt: skip
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **said: object) -> str:
+    device = {
+        "device": "a",
+        "status": "online",
+        "threads": 1,
+        "memory_budget_bytes": 1 << 30,
+        "heartbeat": None,
+        **said,
+    }
+
+    class Found:
+        def __enter__(self) -> Found:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def devices(self, wait_s: float) -> list[dict]:
+            return [device]
+
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: Found())
+    assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [{"curves": {}}, {"curves": CURVES, "memory_budget_bytes": 2**62}])
+def test_a_device_that_no_plan_uses_is_listed_with_the_reason(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = listed(monkeypatch, capsys, **wrong)
+    assert "refused" in said
+    assert "a is not used: its capabilities cannot be right" in said
+
+
+def test_what_is_not_believed_of_a_device_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "not" not in listed(monkeypatch, capsys, heartbeat=BEAT)
+    said = listed(monkeypatch, capsys, heartbeat={**BEAT, "slowdown": 1e12})
+    assert "a says what is not believed: slowdown" in said

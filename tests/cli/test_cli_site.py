@@ -259,7 +259,7 @@ def test_devices(ask: Any, run: Any) -> None:
     assert code == 0
     lines = out.splitlines()
     assert lines[1].split()[:3] == ["device", "status", "threads"]
-    assert [line.split()[:2] for line in lines[2:]] == [["a", "online"], ["b", "online"]]
+    assert [line.split()[:2] for line in lines[2:4]] == [["a", "online"], ["b", "online"]]
 
 
 def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt.cli.output import status_words
 from hepti_mqtt.client import Answer
+from hepti_mqtt.client import session as module
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError
 from hepti_mqtt.wire import messages
@@ -141,6 +143,23 @@ def test_devices_are_put_together_from_what_they_say(session):
     assert session.devices["a"].to_dict("a")["heartbeat"] is None, "of an earlier start"
     session.heard(T.status("b"), encode_status(Status("offline", 1)), 0.0)
     assert session.devices["b"].to_dict("b")["status"] == "offline"
+    session.heard(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
+    device = session.devices["b"].to_dict("b")
+    assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
+    assert status_words(device) == "starting: compiling kernels 3 of 23"
+
+
+def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
+    monkeypatch.setattr(module, "DEVICES", 2)
+    for name in ("a", "b", "c"):
+        session.heard(T.status(name), encode_status(Status("online", 3)), 0.0)
+    session.heard(T.status("a"), encode_status(Status("offline", 4)), 0.0)
+    assert set(session.devices) == {"a", "b"}
+    assert session.devices["a"].status == Status("offline", 4)
+    assert session.counters["devices beyond"] == 1
+    session = ClientSession("home", "me")
+    session.heard(T.status("a"), b"nonsense", 0.0)
+    assert not session.devices
 
 
 TOPICS = [T.response("m", "me", "q1"), T.planner_status(), T.plan("m"), T.status("a"), T.caps("a"), T.heartbeat("a")]

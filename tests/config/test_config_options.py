@@ -21,7 +21,7 @@ from hepti_mqtt.config.options import (
     site_arguments,
 )
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.plan import Storage, WireDtype
+from hepti_mqtt.plan import Route, Storage, WireDtype
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
 SIZES = st.sampled_from(["400MiB", "2GB", "123", "0"])
@@ -42,6 +42,7 @@ PINS = st.builds(
     variant=st.none() | NAMES,
     devices=st.none() | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
     wire=st.none() | st.sampled_from(get_args(WireDtype)),
+    route=st.none() | st.sampled_from((*get_args(Route), "auto")),
     weights=st.none() | st.sampled_from(get_args(Storage)),
 )
 PLANNERS = st.builds(
@@ -91,7 +92,9 @@ def test_broker_and_site_come_back_from_their_arguments():
 def test_pins_are_those_that_the_planner_takes():
     pins = PinOptions("row", "kv", ("a", "b"), None, "f16").pins()
     assert (pins.strategy, pins.options, pins.devices) == ("row", {"variant": "kv"}, ("a", "b"))
-    assert (pins.wire, pins.storage) == ("f32", "f16")
+    assert (pins.wire, pins.storage, pins.route) == ("f32", "f16", None)
+    assert PinOptions(route="auto").pins().route is None
+    assert PinOptions(route="mesh").pins().route == "mesh"
 
 
 def test_a_model_that_is_named_twice_is_refused():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hepti_mqtt.cluster import PeerLink
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
 
@@ -28,6 +29,20 @@ def test_the_brokers_link_is_the_fastest_of_the_devices_unless_the_file_names_it
     assert load_site(path).broker_bytes_per_s == 125e6
 
 
+def test_pairs_and_what_devices_say_of_their_network(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text(
+        "defaults: {gflops: 1, mbit: 240, round_trip_ms: 2}\n"
+        "devices: {a: {}, b: {mesh: false}, c: {shared: true, mbit: 80}}\n"
+        "peers: [{between: [a, c], mbit: 40}, {between: [a, b], round_trip_ms: 1}]\n"
+    )
+    cluster = load_site(path)
+    assert (cluster.endpoints, cluster.shared) == ({"a", "c"}, {"c"})
+    assert cluster.peer_links["a", "c"] == cluster.peer_links["c", "a"] == PeerLink(2e-3, 5e6)
+    assert cluster.peer_links["b", "a"] == PeerLink(0.5e-3, 30e6)
+    assert ("b", "c") not in cluster.peer_links
+
+
 def test_few_rows_stream_the_weights():
     device = load_site(SITES / "four-pi4.yaml").devices["pi1"]
     assert device.linear[0].seconds(1) == device.linear[0].seconds(8)
@@ -45,6 +60,12 @@ def test_few_rows_stream_the_weights():
         ("devices: {A: {gflops: 1}}", "device name 'A'"),
         ("devices: {a: {gflops: 1}}\nlinks: {}", "unknown key 'links'"),
         ("devices: {a: {gflops: 1}}\nbroker_mbit: fast", "the file needs `broker_mbit` as a number above zero"),
+        ("devices: {a: {gflops: 1, mesh: 0}}", "a needs `mesh` as true or false"),
+        ("devices: {a: {gflops: 1}}\npeers: [{between: [a, b]}]", "`between:` with two of the devices"),
+        ("devices: {a: {gflops: 1}}\npeers: {between: [a]}", "`between:` with two of the devices"),
+        ("devices: {a: {gflops: 1}}\npeers: [{between: [[a], b]}]", "`between:` with two of the devices"),
+        ("devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mbit: 0}]", "`mbit` as a number above"),
+        ("devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mb: 1}]", "unknown key 'mb'"),
         ("devices: {a: ", "site.yaml"),
     ],
 )

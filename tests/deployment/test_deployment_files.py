@@ -13,6 +13,8 @@ import yaml
 from hepti_mqtt.cli.parser import build
 
 ROOT = Path(__file__).parents[2]
+HEALTHY = {"condition": "service_healthy"}
+MODEL = ["--model", "m=/d"]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 
@@ -32,14 +34,53 @@ def test_the_open_broker_differs_only_in_who_may_come_in():
 
 def test_every_service_runs_a_command_that_exists():
     services = COMPOSE["services"]
-    assert set(services) == {"broker", "planner", "agent-large", "agent-medium", "agent-small"}
+    assert set(services) == {"broker", "planner", "agent-large", "agent-medium", "agent-small", "agent"}
     for name, service in services.items():
         if name != "broker":
             command = [part.replace("${HEPTI_MODEL:-minilm=/opt/minilm}", "m=/d") for part in service["command"]]
             build().parse_args([*command, "--broker", "mqtt://broker"])
-            assert service["depends_on"] == {"broker": {"condition": "service_healthy"}}
-    limits = [(services[n]["cpus"], services[n]["mem_limit"]) for n in services if n.startswith("agent")]
+    limits = [(services[n]["cpus"], services[n]["mem_limit"]) for n in services if n.startswith("agent-")]
     assert len(set(limits)) == 3
+
+
+def test_services_start_when_what_they_need_is_healthy():
+    services = COMPOSE["services"]
+    for name, service in services.items():
+        needs = {"broker": {}, "planner": {"broker": HEALTHY}}.get(name, {"planner": HEALTHY})
+        assert service.get("depends_on", {}) == needs
+        words = service["healthcheck"]["test"]
+        assert words[0] == "CMD"
+        if name != "broker":
+            assert words[1] == "hepti"
+            asked = build().parse_args([*words[2:], "--broker", "mqtt://broker"])
+            command = build().parse_args(
+                [*service["command"][:1], *(service["command"][1:] if "agent" in name else MODEL)]
+            )
+            assert asked.part == service["command"][0]
+            assert name == "planner" or asked.id == command.device
+
+
+def test_one_service_builds_the_image_of_all():
+    services = COMPOSE["services"]
+    assert [name for name, service in services.items() if service.get("build") == "."] == ["planner"]
+    assert {service["image"] for name, service in services.items() if name != "broker"} == {"hepti"}
+
+
+def test_containers_get_little_of_the_system_and_bounds():
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert {"cpus", "mem_limit", "pids_limit"} <= set(service)
+
+
+def test_the_service_that_is_scaled_shares_no_state():
+    service = COMPOSE["services"]["agent"]
+    assert service["scale"] == 0
+    assert "--id" not in service["command"]
+    assert "--id" not in service["healthcheck"]["test"]
+    assert "/home/hepti" in service["volumes"], "a volume without a name: each container has its own"
+    assert "hostname" not in service
 
 
 def test_the_port_is_open_to_this_machine_only():
@@ -61,20 +102,24 @@ def test_the_image_needs_no_compiler():
 
 def test_the_image_is_given_every_file_that_it_copies():
     taken = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copies = [line.split()[1:-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    lines = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    copies = [line[1:-1] for line in lines if not line[1].startswith("--from")]
     assert sorted(taken) == sorted(source for sources in copies for source in sources)
     assert all((ROOT / source).exists() for source in taken)
 
 
-def test_what_a_container_keeps_stands_in_its_volume():
+def test_what_a_container_keeps_stands_in_its_volumes():
     image = (ROOT / "Dockerfile").read_text()
-    home = re.search(r"^ENV NUMBA_CACHE_DIR=(/home/hepti)/", image, re.MULTILINE)
-    assert home is not None
+    kernels = re.search(r"^ENV NUMBA_CACHE_DIR=(/var/cache/hepti)/", image, re.MULTILINE)
+    assert kernels is not None
     for name, service in COMPOSE["services"].items():
-        if name != "broker":
-            volume, _, target = service["volumes"][0].partition(":")
-            assert target == home[1]
-            assert volume in COMPOSE["volumes"]
+        if name == "broker":
+            continue
+        mounts = dict(reversed(volume.split(":")[:2]) for volume in service["volumes"] if ":" in volume)
+        assert "/home/hepti" in {*mounts, *service["volumes"]}
+        assert ("kernels" in mounts.values()) is name.startswith("agent")
+        assert mounts.get(kernels[1], "kernels") == "kernels"
+        assert {v for v in mounts.values() if v[0].islower()} <= set(COMPOSE["volumes"])
 
 
 def test_locks_pin_everything_that_the_package_needs():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import configparser
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from hepti_mqtt.cli.parser import build
+from hepti_mqtt.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "configs" / "systemd").glob("*.service"))
@@ -17,7 +20,7 @@ GUIDE = (ROOT / "docs" / "install.md").read_text()
 
 
 def unit(path):
-    parser = configparser.ConfigParser(interpolation=None)
+    parser = configparser.ConfigParser(interpolation=None, strict=False)  # some keys stand there twice
     parser.optionxform = str
     parser.read_string(path.read_text())
     return parser
@@ -42,6 +45,25 @@ def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
     assert "HEPTI_BROKER=%d/login" in service["Environment"].split()
     assert service.get("EnvironmentFile", "") in GUIDE
     assert path.name in GUIDE
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_leaves_a_service_little_of_the_system(path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_lets_kernels_be_compiled_and_gives_up_where_only_people_can_help(path):
+    text = path.read_text()
+    assert not re.search(r"^MemoryDenyWriteExecute", text, re.MULTILINE)
+    assert re.search(r"^MemoryMax=", text, re.MULTILINE)
+    codes = re.search(r"^RestartPreventExitStatus=(.*)$", text, re.MULTILINE)
+    assert codes is not None
+    assert codes[1].split() == [str(ConfigError.exit_code), str(RefusedError.exit_code)]
 
 
 def test_there_is_a_unit_for_the_agent_and_one_for_the_planner():

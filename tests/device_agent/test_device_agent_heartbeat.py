@@ -40,6 +40,7 @@ class Device:
             Meter(swarm.curves(1e9)),
             lambda: self.stepped_s,
             lambda: self.counts,
+            None,
             self.complaints,
         )
 

@@ -6,6 +6,7 @@ from device_agent import measure as measuring
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import Workers, warm_up
+from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.work import Work
 
@@ -39,6 +40,9 @@ def test_the_planner_can_read_it_after_the_wire(curves):
     assert 0 < profile.op_overhead_s < 0.1
     assert profile.frame_s > 0
     assert profile.copy_bytes_per_s > 0
+    assert {"mesh_frame_s", "mesh_copy_bytes_per_s"} <= set(curves) or not mesh_possible()
+    assert 0 < profile.mesh_frame_s <= profile.frame_s < 0.1
+    assert profile.mesh_copy_bytes_per_s > 0
 
 
 def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
@@ -85,7 +89,7 @@ class Cached:
         self.patch.setattr(measuring, "_seconds", lambda act: act() or factor * before)
 
     def __call__(self, workers=None):
-        return self_measurement(self.directory, workers or self.workers, 1 << 30)
+        return self_measurement([self.directory / "measurement.json"], workers or self.workers, 1 << 30)
 
 
 @pytest.fixture
@@ -140,3 +144,20 @@ def test_the_cpu_has_a_name():
 def test_what_others_did_while_a_curve_was_measured_is_taken_out():
     assert never_falling([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
     assert never_falling([]) == []
+
+
+def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring, "_still_true", lambda *_: True)
+    first, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, narrow=False)
+    assert not cached
+    assert not measuring.narrow_measured(first)
+    whole, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30)
+    assert not cached
+    assert measuring.narrow_measured(whole)
+    assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
+    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True)
+    again, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, anew=True, keep=lambda: False)
+    assert not cached
+    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
+    assert again != whole

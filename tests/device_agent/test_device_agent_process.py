@@ -12,7 +12,8 @@ import pytest
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
-from device_agent.agent import LOADING_BYTES, WANTED_BYTES
+from device_agent.agent import WANTED_BYTES
+from device_agent.limits import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cluster import profile_from_caps
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.processes]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 MODEL = "tiny"
 TOPICS = Topics("home")
+STARTED = lambda status: status.state != "starting"  # noqa: E731
 USERS = {"hepti": "secret"}
 
 
@@ -180,11 +182,13 @@ def agents(broker, tmp_path):
 def test_join_describe_beat_and_leave(planner, agents):
     process = agents.start("join1", "--memory", "1GiB")
     caps = planner.wait("join1", messages.Caps)
-    status = planner.wait("join1", messages.Status)
+    first = planner.wait("join1", messages.Status)
+    assert (first.state, first.boot) == ("starting", caps.boot)
+    status = planner.wait("join1", messages.Status, STARTED)
     assert (status.state, status.boot) == ("online", caps.boot)
     assert caps.threads == 1
     assert 0 < caps.rss_idle_bytes < 1 << 30
-    assert caps.memory_budget_bytes == memory_budget(1 << 30, 0)
+    assert caps.memory_budget_bytes == memory_budget(1 << 30, 1 << 40)
     assert caps.largest_packet_bytes > 1 << 20
     profile_from_caps("join1", caps.curves, caps.memory_budget_bytes, 1.0)
     first = planner.wait("join1", messages.Heartbeat)
@@ -196,7 +200,7 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
     process.send_signal(signal.SIGTERM)
-    assert planner.wait("join1", messages.Status).state == "offline"
+    assert planner.wait("join1", messages.Status, STARTED).state == "offline"
     assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in process.stderr.read()
 
@@ -205,7 +209,7 @@ def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planne
     process = agents.start("kill1")
     boot = planner.online("kill1")
     process.kill()
-    will = planner.wait("kill1", messages.Status)
+    will = planner.wait("kill1", messages.Status, STARTED)
     assert will == messages.Status("offline", boot)
     agents.start("kill1")
     assert planner.online("kill1", after=boot) > boot
@@ -291,7 +295,7 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     stop.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert planner.wait("own1", messages.Status) == messages.Status("offline", boot)
+    assert planner.wait("own1", messages.Status, STARTED) == messages.Status("offline", boot)
 
 
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
@@ -364,9 +368,10 @@ def test_wrong_options_are_usage_errors(tmp_path, capsys, options, word):
     assert word in capsys.readouterr().err
 
 
-def test_the_budget_is_what_is_given_or_most_of_what_is_free():
+def test_the_budget_is_what_is_given_as_far_as_it_is_free_or_most_of_what_is_free():
     mib = 1 << 20
-    assert memory_budget(500 * mib, 10 * mib) == 500 * mib - LOADING_BYTES
+    assert memory_budget(500 * mib, 1000 * mib) == 500 * mib - LOADING_BYTES
+    assert memory_budget(500 * mib, 300 * mib) == 300 * mib - LOADING_BYTES
     assert memory_budget(None, 1000 * mib) == 800 * mib - LOADING_BYTES
     with pytest.raises(ConfigError, match="--memory"):
         memory_budget(LOADING_BYTES, 10**12)

@@ -114,6 +114,16 @@ def test_everything_is_online(run: Any) -> None:
     assert online == {"a", "b"}
 
 
+def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
+    row = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"], "route": "mesh"}
+    with Hepti.connect(str(site.folder.login("alice")), site=SITE) as hepti:
+        epoch = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["epoch"]
+        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["epoch"] == epoch] == [[]]
+        found = {d["device"]: d for d in hepti.devices(wait_s=5)}
+    assert len(found["a"]["endpoint"]["fingerprint"]) == 64
+    assert found["a"]["endpoint"]["fingerprint"] != found["b"]["endpoint"]["fingerprint"]
+
+
 def test_python_asks_as_its_user(site: ClosedSite) -> None:
     with Hepti.connect(str(site.folder.login("alice")), site=SITE) as one:
         assert one.client_id == "alice"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 
-from device_agent.agent import LOADING_BYTES
+from device_agent.limits import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti

@@ -7,7 +7,6 @@ is tested by being registered; kernels that no encoder uses have an op here.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -81,7 +80,7 @@ def examples():
     op, slots = found["linear"]
     for storage in set(get_args(Storage)) - {"f32"}:
         refs = tuple(r._replace(storage=storage) if r.layout == "packed" else r for r in op.weights)
-        found[f"linear in {storage}"] = replace(op, weights=refs), slots
+        found[f"linear in {storage}"] = op._replace(weights=refs), slots
     return found
 
 
@@ -235,7 +234,7 @@ def test_what_is_read_may_be_an_unaligned_read_only_view(bound):
 
 def test_a_share_of_no_rows_is_legal():
     op, slots = examples()["linear"]
-    empty = [replace(s, shape=(0, *s.shape[1:])) for s in slots]
+    empty = [s._replace(shape=(0, *s.shape[1:])) for s in slots]
     with pool(1) as workers:
         run = KERNELS["linear"].checked(op, empty, [weight(r) for r in op.weights], workers)
         run(*([np.zeros(empty[s].shape, np.float32) for s in group] for group in (op.reads, op.writes)))

@@ -92,7 +92,7 @@ def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path
     for source in package.rglob("*.py"):
         content = source.read_bytes()
         source.write_bytes(content + b"# changed")
-        assert stamp() != before, source
+        assert (stamp() != before) is (source.relative_to(package).as_posix() not in jit.AROUND), source
         source.write_bytes(content)
     assert stamp() == before
 

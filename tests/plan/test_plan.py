@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -17,6 +18,7 @@ def test_round_trip_through_msgpack():
     plan = Plan(
         "m", Epoch(7, 3), "block", ("a", "b"), "b", {"variant": "x"}, {"rows": (1.0, 2.5)}, {"heads": ((0, 3), (3, 4))}
     )
+    plan = replace(plan, route="mesh", relayed=(("a", "b"),))
     assert Plan.from_dict(msgpack.unpackb(msgpack.packb(plan.to_dict()))) == plan
 
 

@@ -54,7 +54,7 @@ def fail(site: Site, admission: int, code: str) -> None:
 def running(spec: Spec, method: Method, devices: int, **network: float) -> Swarm:
     """Return a site of real sessions with an active plan of a method."""
     hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
-    swarm = Swarm(spec, tensors(spec), hosts, decider=divided(method), **network)
+    swarm = Swarm(spec, tensors(spec), hosts, decider=divided(method), batching=Batching(), **network)
     swarm.run(30, until=lambda: plan_of(swarm) is not None)
     return swarm
 

@@ -1,4 +1,4 @@
-"""Executor and simulator run the same ops in the same order, if exchanges arrive at the same times.
+"""Executor and simulator run the same ops in the same order on both routes, if exchanges arrive at the same times.
 
 Sessions with real kernels and frames are driven as the agent's shell drives them, each on a clock of its own: an op or
 a frame takes what the device's profile says, and frames arrive when they did in the simulation.
@@ -7,6 +7,8 @@ a frame takes what the device's profile says, and frames arrive when they did in
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,14 +16,14 @@ from hypothesis import strategies as st
 from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Workers
 from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Study
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, Subscribed
+from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, PeerJoined, Subscribed
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
@@ -30,6 +32,7 @@ from hepti_mqtt.simulate.bytes import send_bytes
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.frames import Session, encode_work
+from hepti_mqtt.wire.peers import Endpoint, Peer
 
 NAMING = Naming("home", "m")
 EPOCH = Epoch(1, 1)
@@ -44,7 +47,17 @@ ABLE = [
 
 def profile(name, speed, frame_s):
     curve = Curve(32, 32, ((1, 1e-4 / speed), (20, 1e-3 / speed)))
-    return DeviceProfile(name, (curve,), 1e6 * speed, 1e7 * speed, 1e-5, frame_s=frame_s, copy_bytes_per_s=1e7)
+    return DeviceProfile(
+        name,
+        (curve,),
+        1e6 * speed,
+        1e7 * speed,
+        1e-5,
+        frame_s=frame_s,
+        copy_bytes_per_s=1e7,
+        mesh_frame_s=frame_s / 3,
+        mesh_copy_bytes_per_s=4e7,
+    )
 
 
 @st.composite
@@ -55,7 +68,12 @@ def sites(draw, names):
     late = {n: draw(st.floats(1e-5, 5e-3), label=f"latency of {n}") for n in names}
     frame_s = draw(st.floats(1e-5, 1e-3), label="seconds per frame")
     return Cluster(
-        {n: profile(n, speeds[n], frame_s) for n in names}, {n: Link(late[n], rates[n], rates[n]) for n in names}
+        {n: profile(n, speeds[n], frame_s) for n in names},
+        {n: Link(late[n], rates[n], rates[n]) for n in names},
+        peer_links={
+            pair: PeerLink(draw(st.floats(1e-6, 1e-3), label=f"latency of {pair}"), 1e7)
+            for pair in permutations(names, 2)
+        },
     )
 
 
@@ -70,6 +88,10 @@ def questions(draw):
     fixed = plan(spec, (name, draw(st.sampled_from(method.choices(devices)), label="options")), weights)
     batches = ((1,), (2,)) if models.largest_shape(spec).tokens == 1 else ((5,), (4, 3), (1,), (2, 6, 1))
     lengths = draw(st.lists(st.sampled_from(batches), min_size=2, max_size=3), label="lengths")
+    if draw(st.booleans(), label="over mesh"):
+        pairs = tuple(permutations(fixed.devices, 2))
+        relayed = draw(st.sets(st.sampled_from(pairs)), label="relayed") if pairs else ()
+        fixed = replace(fixed, route="mesh", relayed=tuple(sorted(relayed)))
     return spec, fixed, [request(spec, one, seed=seed) for seed, one in enumerate(lengths)]
 
 
@@ -87,12 +109,16 @@ class Driven:
 
     def prepare(self, spec, fixed):
         shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
-        begun = messages.Prepare(1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes))
+        peers = tuple(Peer(d, Endpoint("127.0.0.1", 1), "out", "in") for d in fixed.devices if d != self.name)
+        begun = messages.Prepare(
+            1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes), peers
+        )
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
             Loaded("m", EPOCH, weights),
             Subscribed("m", EPOCH),
+            *(PeerJoined(peer.device, "m", EPOCH) for peer in peers),
             MessageIn(messages.Activate(2, "m", EPOCH)),
         ):
             self.handle(event)
@@ -117,7 +143,7 @@ class Driven:
                 if (payload := self.payload(frame, sent)) is None:
                     return
                 self.arrivals.popleft()
-                self.now += self.profile.frame_seconds(1, frame.nbytes)
+                self.now += self.profile.frame_seconds(1, frame.nbytes, frame.route)
                 self.publish(self.handle(FrameIn(frames.decode(payload))), sent)
             elif (step := self.session.next()) is not None:
                 self.ran.append((step.admission, step.place))
@@ -141,17 +167,17 @@ class Driven:
         if isinstance(op, Compute):
             return self.profile.seconds(KERNELS[op.kernel].work(op, program.slots))
         sizes = send_bytes(NAMING, self.name, op, program.slots[op.slot])
-        return self.profile.frame_seconds(len(op.to), sum(sizes))
+        return self.profile.frame_seconds(len(op.to), sum(sizes), op.route)
 
     def publish(self, commands, sent):
         for command in commands:
             assert isinstance(command, Publish), command
-            frame = frames.decode(command.payload)
+            frame = frames.decode(command.whole)
             if frame.kind == "done":
                 self.now += self.profile.frame_seconds(1, 0)
             else:
                 assert frame.kind in {"tensor", "output"}
-                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.payload
+                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.whole
 
 
 def answers(sent, admissions):

@@ -7,19 +7,20 @@ from dataclasses import replace
 import pytest
 from scripted_site import CURVES, LOST_S, SPEC, Site, caps, everyone, heartbeat
 
-from hepti_mqtt.cluster import Link
-from hepti_mqtt.errors import PlanError, RemoteError
+from hepti_mqtt.cluster import Link, PeerLink
+from hepti_mqtt.errors import ModelError, PlanError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_MOST_S
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import ASIDE_S, CALM_S, MEMBERS, RETURN_S, SLOWDOWNS
+from hepti_mqtt.runtime.planner.membership import ASIDE_S, CALM_S, MEMBERS, RETURN_S, SLOWDOWNS, Membership
 from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, REFUSALS, RETRY_S
 from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 
 def test_a_site_without_devices_says_so() -> None:
@@ -179,6 +180,26 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
     site.tick(RETRY_S + 0.1)
     site.ready()
     assert site.session.plan("m") is not None, "it tries again after a while"
+
+
+def test_weights_that_cannot_be_read_end_the_requests_that_wait_at_once() -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1", within=1000)
+    site.tick(1.1)
+    assert site.prepares()
+    cut = ModelError("the file ends early")
+    site.event(events.Unreadable("m", "b", cut))
+    assert "r1" not in site.errors, "the plan is not for that device"
+    site.event(events.Unreadable("m", "a", cut))
+    assert site.errors["r1"] is cut
+    site.submit("r2", within=1000)
+    site.tick(RETRY_S + 0.1)
+    site.event(events.Unreadable("m", "a", cut))
+    assert site.errors["r2"] is cut
+    site.tick(RETRY_S + 0.1)
+    site.ready()
+    assert site.session.plan("m") is not None, "the file may be whole again"
 
 
 def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> None:
@@ -353,6 +374,26 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
     assert told(None, None) == (2e-3, 3e7)
 
 
+def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
+    found = Membership(mesh=True)
+    for name in ("a", "b", "c"):
+        endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
+        found.caps(name, replace(caps(name, 1), endpoint=endpoint))
+        found.status(name, Status("online", 1), 0.0)
+    reports = {"b": LinkReport(4e-3, None), "c": LinkReport(2e-3, 3e7), "gone": LinkReport(1e-3, 1e6)}
+    found.heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
+    found.loading(0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
+    links = found.cluster({}).peer_links
+    assert links["a", "b"] == PeerLink(2e-3, None), "as a has measured it"
+    assert links["b", "a"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
+    assert links["c", "a"] == links["a", "c"] == PeerLink(1e-3, 3e7), "c has told nothing"
+    assert ("b", "c") not in links
+    assert not [pair for pair in links if "gone" in pair]
+    assert found.cluster({}).endpoints == {"a", "b"}
+
+
 def test_drift_during_a_search_does_not_void_it() -> None:
     site = Site(searches=False, decider=everyone)
     site.join("a", "b")
@@ -405,6 +446,8 @@ def points(*seconds: object) -> dict[str, object]:
         {"op_overhead_s": 1e9},
         {"frame_s": -1},
         {"copy_bytes_per_s": 1e300},
+        {"mesh_frame_s": "fast"},
+        {"mesh_copy_bytes_per_s": 0},
     ],
     ids=str,
 )
@@ -435,6 +478,8 @@ def test_memory_that_no_device_has_is_refused() -> None:
         {"round_trip_s": 1e12},
         {"bandwidth_bytes_per_s": 0.0},
         {"bandwidth_bytes_per_s": -1e9},
+        {"peers": {"b": LinkReport(1e12, None)}},
+        {"peers": {"b": LinkReport(1e-3, 1e-9)}},
     ],
     ids=str,
 )
@@ -454,7 +499,9 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     assert 0 <= member.link().latency_s < 1
     assert member.link().up_bytes_per_s >= rate > 1
     assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
-    assert [c.text for c in site.seen if isinstance(c, commands.Note) and next(iter(wrong)) in c.text], "named, once"
+    what = {"peers": "a link to a peer"}.get(key := next(iter(wrong)), key)
+    assert [c.text for c in site.seen if isinstance(c, commands.Note) and what in c.text], "named, once"
+    assert not member.peer_links()
     assert site.notes()["refused"] == 1
 
 

@@ -28,9 +28,16 @@ PLENTY = 1 << 30
 ROOMY = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9, memory_bytes=PLENTY)
 SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]
 IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]
-# Every moment with some of the methods, and every method at a third of the moments; all of both are wide.
+# Every moment with some of the methods, and every method at a third of the moments; all of both are wide. Half of them
+# go over mesh.
 LOSSES = [
-    pytest.param(method, moment, id=f"{name}-{moment}", marks=[] if (i + j) % 3 == 0 else pytest.mark.wide)
+    pytest.param(
+        method,
+        moment,
+        ("broker", "mesh")[(i // 3 + j // 3) % 2],
+        id=f"{name}-{moment}",
+        marks=[] if (i + j) % 3 == 0 else pytest.mark.wide,
+    )
     for (i, method), name in zip(enumerate(SPLIT), IDS, strict=True)
     for j, moment in enumerate(range(0, 60, 7))
 ]
@@ -50,10 +57,10 @@ def settle(swarm: Swarm) -> None:
     assert plan_of(swarm) is not None, [n.text for n in swarm.notes]
 
 
-@pytest.mark.parametrize(("method", "moment"), LOSSES)
-def test_a_device_lost_at_any_moment_costs_no_answer(method, moment):
+@pytest.mark.parametrize(("method", "moment", "route"), LOSSES)
+def test_a_device_lost_at_any_moment_costs_no_answer(method, moment, route):
     """The plug is pulled after `moment` packets of the request; the answer is right and comes once."""
-    swarm = site(method=method, jitter_s=0.002, seed=moment)
+    swarm = site(method=method, jitter_s=0.002, seed=moment, pins=Pins(route=route))
     settle(swarm)
     shape, inputs = request(SPEC, (9, 4))
     victim = random.Random(moment).choice(plan_of(swarm).devices)

@@ -125,5 +125,5 @@ def test_a_plan_that_fits_no_table_is_refused_with_the_reason():
     odd = MessageIn(messages.Prepare(1, {**TWO.to_dict(), "strategy": "magic"}, SPEC.to_dict(), bytes(32), 1))
     (order,) = device.handle(odd, 0.0)
     failed = refusal(studied(device, order))
-    assert (failed.txn, failed.code) == (1, "wire")
+    assert (failed.txn, failed.code) == (1, "no_plan")
     assert "magic" in failed.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
+from hepti_mqtt.service.limits import Room
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
 from hepti_mqtt.strategies import make_plan, programs
 from hepti_mqtt.wire.topics import Topics
@@ -323,3 +325,24 @@ def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same
         "ok": False,
         "error": {"code": "packet_limit", "message": "raise max_packet_size"},
     }
+
+
+def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, monkeypatch):
+    desk._room = Room(100)
+    first = ask(desk, {"ids": [7] * 20})
+    assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
+    assert isinstance(ask(desk, {"ids": [7] * 5}), Job)
+    answer = finish(first, checkpoints["bert"])
+    desk.answer(answer, 101.0)
+    del first, answer
+    gc.collect()  # a traceback of the refusal may hold the answer's frame
+    assert isinstance(ask(desk, {"ids": [7] * 20}), Job)
+
+
+@pytest.mark.parametrize("pin", [{"strategy": "auto"}, {"weights": "f16"}, {"devices": ["a"]}])
+def test_an_operator_may_forbid_pins(checkpoints, forecasts, pin):
+    desk = Desk("home", {"bert": Model("bert", checkpoints["bert"], Pins())}, forecasts, "none")
+    assert isinstance(ask(desk, {"text": "hello"}), Job)
+    refused = told(ask(desk, {"text": "hello", **pin}))["error"]
+    assert refused["code"] == "bad_request"
+    assert "--request-pins none" in refused["message"]

@@ -101,3 +101,11 @@ def test_deep_and_huge_requests_are_refused(monkeypatch):
         env.parse(b'{"text": "hello"}')
     with pytest.raises(RequestError, match="object"):
         env.parse(b"[]")
+
+
+def test_commas_and_brackets_are_counted_before_anything_is_parsed(monkeypatch):
+    monkeypatch.setattr(env, "MAX_ITEMS", 5)
+    assert env.parse(b'{"ids": [1, 2, 3, 4]}')
+    monkeypatch.setattr(env.json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(RequestError, match="6 commas and brackets"):
+        env.parse(b'{"ids": [1, 2, 3, 4, 5]}')

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -79,6 +83,42 @@ def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
     journal.turned_away(asked(repeated=True))()
     journal, _ = live()
     assert journal.lives(asked(repeated=True)) == 1
+
+
+class _Yielding(OrderedDict):
+    """Lets other threads run between a look and what follows from it."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        os.sched_yield()
+        return found
+
+
+def test_several_desk_threads_use_it_at_once(live, tmp_path):
+    """Each delivery is acknowledged once, and of the answers to one request one is the first."""
+    journal, acknowledged = live()
+    journal._answered = _Yielding()
+    keys = [RequestKey("m", "me", f"q{n}") for n in range(100)]
+    together, firsts, settle = threading.Barrier(4), [], []
+
+    def desk(thread):
+        for n, key in enumerate(keys):
+            together.wait()
+            journal.wait(asked(4 * n + thread), job(key))
+            settle.append(journal.over(job(key)))
+            if not journal.answer(key):
+                firsts.append(key)
+
+    threads = [threading.Thread(target=desk, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for taken in settle:
+        taken()
+    assert sorted(receipt.packet for receipt in acknowledged) == list(range(4 * len(keys)))
+    assert sorted(key.request for key in firsts) == sorted(key.request for key in keys)
+    assert (tmp_path / "requests").stat().st_size == 17 * len(keys)
 
 
 def test_what_is_kept_is_bounded(live, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
 
 KINDS = ("tiny-bert", "tiny-bert-classifier", "tiny-roberta-mlm", "tiny-vit-classifier")
 TWO, THREE = ["a", "b"], ["a", "b", "tiny"]
-# Every method meets every family; the number of devices alternates so that both meet both.
+# Every method meets every family; the number of devices and the route alternate so that each meets all.
 CASES = [
     (method, kind, (TWO, THREE)[(i + j) % 2])
     for (i, method), (j, kind) in product(enumerate(METHODS), enumerate(KINDS))
@@ -53,7 +53,8 @@ def hepti(site: Site) -> Iterator[Hepti]:
 )
 def test_right_answer_same_bits_exact_bytes(site, hepti, method, kind, devices):
     strategy, options = method
-    pins = {"strategy": strategy, "options": options, "devices": devices}
+    route = "mesh" if CASES.index((method, kind, devices)) % 2 else "broker"
+    pins = {"strategy": strategy, "options": options, "devices": devices, "route": route}
     with Checkpoint.open(site.models[kind], kind) as checkpoint:
         body = random_input(checkpoint.spec, 11 if checkpoint.spec.text else 2, seed=5)
         prepared = prepare(checkpoint, {**body, "want": "hidden"})
@@ -65,4 +66,5 @@ def test_right_answer_same_bits_exact_bytes(site, hepti, method, kind, devices):
     assert first.hidden.tobytes() == second.hidden.tobytes()
     assert first.plan["epoch"] == second.plan["epoch"]
     assert set(first.plan["devices"]) == set(devices)
+    assert first.plan["route"] == ("broker" if len(devices) == 1 else route)
     assert first.raw["bytes_on_wire"] == first.raw["predicted_bytes"]

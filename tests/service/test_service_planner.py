@@ -11,12 +11,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from hepti_mqtt.errors import ConfigError, ModelError, NetworkError
+from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime.planner import commands
 from hepti_mqtt.runtime.planner.events import DeviceStatus, Tick, UpMessage
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
+from hepti_mqtt.service.crew import Crew
 from hepti_mqtt.service.desk import Model
 from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
 from hepti_mqtt.wire import frames, messages
@@ -318,11 +320,26 @@ def said(unconnected, monkeypatch):
 
 def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
     unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
-    (read,) = waiting(unconnected.errands)
-    read()
+    assert unconnected.reading.step()
     (reply,) = said
     assert json.loads(reply.payload)["id"] == "q1"
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
+
+
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
+    topics = unconnected.topics
+    for client in ("greedy", "greedy", "greedy", "small"):
+        unconnected.heard(topics.request("bert", client), b"not JSON")
+    assert unconnected.reading.step()
+    assert unconnected.reading.step()
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
+    jobs = [unconnected.desk.request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")]
+    for job in jobs:
+        unconnected._carry_out(commands.Refuse(job, OverloadedError("no")))
+    del said[:]
+    while unconnected.telling.step():
+        continue
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
 
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
@@ -337,7 +354,7 @@ def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, sai
 
 
 def _two_requests_that_nobody_reads(unconnected):
-    unconnected.errands = Inbox(limit=0)
+    unconnected.reading = Crew("reader", 0, unconnected._guarded, limit=0)
     unconnected.refusals = Inbox(limit=1)
     for name in ("q1", "q2"):
         unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())

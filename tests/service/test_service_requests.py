@@ -16,7 +16,9 @@ from PIL import Image
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
-from hepti_mqtt.service.requests import MAX_SEQUENCES, prepare
+from hepti_mqtt.service import pictures, requests
+from hepti_mqtt.service.limits import MAX_SEQUENCES
+from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.service.results import answer, piece
 
 
@@ -155,13 +157,13 @@ def test_hidden_states_come_as_raw_floats(mlm):
     np.testing.assert_array_equal(values, hidden)
 
 
-def test_too_long_is_an_error_with_both_numbers_unless_truncated(text):
+def test_too_long_is_an_error_unless_truncated(text):
     long = "the " * 100
-    with pytest.raises(RequestError, match=r"102 tokens.*at most 40.*truncate"):
+    with pytest.raises(RequestError, match=r"more than 40 tokens.*truncate"):
         prepare(text, {"text": long})
-    with pytest.raises(RequestError, match=r"texts\[1\] has 102 tokens"):
+    with pytest.raises(RequestError, match=r"texts\[1\] has more than 40 tokens"):
         prepare(text, {"texts": ["a", long]})
-    with pytest.raises(RequestError, match="41 tokens"):
+    with pytest.raises(RequestError, match="more than 40 tokens"):
         prepare(text, {"ids": [7] * 41})
     cut = prepare(text, {"text": long, "truncate": True})
     assert cut.shape.lengths == (40,)
@@ -316,7 +318,7 @@ def sixteen_bits():
         ("", "not a picture"),
         ("aGVsbG8=", "not a picture"),
         (encoded(noise(64, 64))[:400], "not a picture"),
-        (bomb(8000, 7000), "8000 x 7000 pixels; send at most"),
+        (bomb(8000, 7000), "8000 x 7000 pixels, is too large.*send at most"),
         (bomb(10000, 10000), "picture|pixels"),
         (bomb(60000, 60000), "picture|pixels"),
         (bomb(0, 5), "not a picture"),
@@ -422,3 +424,45 @@ def test_a_resample_that_pillow_does_not_know_is_a_model_error(tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "resample": 9}))
     with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match="'resample' must be"):
         prepare(checkpoint, {"image": encoded(noise(9, 9))})
+
+
+def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 100)
+    assert prepare(vision, {"images": [encoded(noise(5, 5))] * 4}).several
+    with pytest.raises(RequestError, match=r"images\[4\], of 5 x 5 pixels, is too large, or too many"):
+        prepare(vision, {"images": [encoded(noise(5, 5))] * 5})
+    with pytest.raises(RequestError, match="half of that as WebP"):
+        prepare(vision, {"image": encoded(noise(9, 9), "WEBP")})
+
+
+def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):
+    monkeypatch.setattr(pictures, "_pixels", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(RequestError, match="too large"):
+        prepare(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
+
+
+def test_pictures_that_take_long_to_read_are_refused(vision):
+    plain = b"P3\n2 2\n255\n" + b"0 0 0 " * 4
+    with pytest.raises(RequestError, match="PPM in plain text"):
+        prepare(vision, {"image": base64.b64encode(plain).decode()})
+    bitmap = io.BytesIO()
+    Image.new("P", (4, 4)).save(bitmap, "BMP")
+    run_lengths = bytearray(bitmap.getvalue())
+    run_lengths[30] = 1  # the kind of compression
+    with pytest.raises(RequestError, match="BMP with run lengths"):
+        prepare(vision, {"image": base64.b64encode(run_lengths).decode()})
+    progressive = io.BytesIO()
+    noise(8, 8).save(progressive, "JPEG", progressive=True)
+    assert prepare(vision, {"image": base64.b64encode(progressive.getvalue()).decode()})
+    scans = progressive.getvalue()[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100
+    with pytest.raises(RequestError, match="scans"):
+        prepare(vision, {"image": base64.b64encode(scans).decode()})
+
+
+def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
+    assert prepare(mlm, {"ids": [7] * 10, "want": "hidden"})
+    with pytest.raises(RequestError, match="11 x 32 numbers, and at most 320"):
+        prepare(mlm, {"ids": [7] * 11, "want": "hidden"})
+    with pytest.raises(RequestError, match="2 x 211 numbers"):
+        prepare(mlm, {"text": "[MASK] [MASK]"})

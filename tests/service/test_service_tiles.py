@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 
+from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.wire.frames import decode
@@ -32,6 +34,10 @@ class Published:
             self.enough.set()
 
 
+def no_complaint(model, device, error):
+    raise AssertionError(f"{model} for {device}: {error}")
+
+
 @pytest.fixture
 def serve(checkpoints):
     """Ask first, then serve until so many messages are published."""
@@ -39,7 +45,7 @@ def serve(checkpoints):
 
     def run(asks, wanted, refusals=0):
         published = Published(wanted, refusals)
-        server = TileServer("home", 7, checkpoints, published)
+        server = TileServer("home", 7, checkpoints, published, no_complaint)
         for model, device, hashes in asks:
             server.ask(model, device, hashes)
         thread = threading.Thread(target=server.run)
@@ -95,6 +101,30 @@ def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, checkpoints):
     assert tile_hash(messages[0][1].body) == known[0]
 
 
+def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashes):
+    told, heard = [], threading.Event()
+
+    def unreadable(model, device, error):
+        told.append((model, device, str(error)))
+        if len(told) == 2:
+            heard.set()
+
+    path = make_model("tiny-bert", tmp_path / "model", seed=9)
+    with Checkpoint.open(path, "cut") as checkpoint:
+        (digest,) = hashes_of(checkpoint, 1)
+        os.truncate(path / "model.safetensors", 100)
+        server = TileServer("home", 7, {"cut": checkpoint}, Published(0), unreadable)
+        server.ask("cut", "a", [digest])
+        server.ask("cut", "b", [digest])
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        assert heard.wait(20)
+        server.close()
+        thread.join(20)
+    assert sorted(device for _, device, _ in told) == ["a", "b"]
+    assert "ends before byte" in told[0][2]
+
+
 def test_close_ends_a_wait_for_a_full_queue(checkpoints):
     tried = threading.Event()
 
@@ -102,7 +132,7 @@ def test_close_ends_a_wait_for_a_full_queue(checkpoints):
         tried.set()
         raise NetworkError("the queue is full")
 
-    server = TileServer("home", 7, checkpoints, never)
+    server = TileServer("home", 7, checkpoints, never, no_complaint)
     server.ask("bert", "a", hashes_of(checkpoints["bert"], 1))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -30,10 +30,8 @@ SLOT = SlotSpec((4, 8))
 
 def site(*names: str) -> Cluster:
     """Devices on which a copied byte costs 1 µs and everything else nothing."""
-    profiles = {
-        n: DeviceProfile(n, (Curve(1, 1, ((1, 1.0),)),), 1e9, 1e6, 0.0, frame_s=0.0, copy_bytes_per_s=1e18)
-        for n in names
-    }
+    free = {"frame_s": 0.0, "copy_bytes_per_s": 1e18, "mesh_frame_s": 0.0, "mesh_copy_bytes_per_s": 1e18}
+    profiles = {n: DeviceProfile(n, (Curve(1, 1, ((1, 1.0),)),), 1e9, 1e6, 0.0, **free) for n in names}
     links = {n: Link(LATENCY, RATE, RATE) for n in names}
     return Cluster(profiles, links, Link(0.0, 1e18, 1e18))
 

@@ -68,3 +68,13 @@ def test_what_must_not_be_lost_comes_through_a_full_inbox():
 def test_waiting_for_an_event_can_end():
     with pytest.raises(queue.Empty):
         Inbox().get(timeout_s=0.0)
+
+
+def test_who_waits_elsewhere_is_woken_for_every_event_that_was_put():
+    inbox, woken = Inbox(limit=1), []
+    inbox.wake = lambda: woken.append(inbox.empty())
+    inbox.post("posted")
+    assert not inbox.offer("refused", 1)
+    assert inbox.get() == "posted"
+    assert inbox.offer("offered", 1)
+    assert woken == [False, False], "when it is there already, and for no event that is not"

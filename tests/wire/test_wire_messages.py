@@ -42,6 +42,7 @@ from hepti_mqtt.wire.messages import (
     encode_heartbeat,
     encode_status,
 )
+from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
 
 COUNTS = st.integers(0, 2**63 - 1)
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
@@ -61,22 +62,46 @@ PLAIN = st.dictionaries(
 SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: RequestShape(tuple(n)))
 SHAPES |= st.builds(RequestShape, st.tuples(st.integers(1, 60)), st.just("hidden"), cache=st.integers(60, 1024))
 SHAPES |= st.builds(RequestShape, st.just((9, 9)), mask_rows=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
+ENDPOINTS = st.builds(
+    Endpoint, st.ip_addresses().map(str), st.integers(1, 65_535), st.sampled_from(["", "0123456789abcdef" * 4])
+)
+TOKENS = st.text("0123456789abcdef", max_size=64)
+PEERS = st.lists(st.builds(Peer, NAMES, ENDPOINTS, TOKENS, TOKENS), max_size=3).map(tuple)
 MESSAGES = st.one_of(
-    st.builds(Prepare, COUNTS, PLAIN, PLAIN, HASHES, COUNTS, st.lists(SHAPES, max_size=16).map(tuple), COUNTS),
+    st.builds(Prepare, COUNTS, PLAIN, PLAIN, HASHES, COUNTS, st.lists(SHAPES, max_size=16).map(tuple), COUNTS, PEERS),
     st.builds(Activate, COUNTS, NAMES, EPOCHS),
     st.builds(Release, COUNTS, NAMES, EPOCHS),
     st.builds(Cancel, NAMES, EPOCHS, COUNTS),
     st.builds(Drain, COUNTS),
     st.builds(Ready, COUNTS, NAMES, EPOCHS, COUNTS, st.binary(min_size=8, max_size=8)),
     st.builds(Progress, COUNTS, NAMES, EPOCHS, COUNTS, COUNTS),
-    st.builds(Failed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS),
+    st.builds(Failed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS, st.lists(NAMES, max_size=3).map(tuple)),
     st.builds(TileAsk, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
     st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
-STATUSES = st.builds(Status, st.sampled_from(["online", "offline"]), BOOTS)
+STATUSES = st.builds(
+    Status,
+    st.sampled_from(["online", "offline", "starting"]),
+    BOOTS,
+    st.text(max_size=20),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+)
 CAPS = st.builds(
-    Caps, NAMES, BOOTS, COUNTS, COUNTS, COUNTS, COUNTS, TEXTS, TEXTS, PLAIN, COUNTS, st.sampled_from([4, 5])
+    Caps,
+    NAMES,
+    BOOTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    TEXTS,
+    TEXTS,
+    PLAIN,
+    COUNTS,
+    st.sampled_from([4, 5]),
+    st.none() | ENDPOINTS,
 )
 HEARTBEATS = st.builds(
     Heartbeat,
@@ -90,6 +115,8 @@ HEARTBEATS = st.builds(
     st.floats(0, 1e15),
     COUNTS,
     st.dictionaries(TEXTS, COUNTS, max_size=4),
+    st.dictionaries(NAMES, st.builds(LinkReport, st.floats(0, 1e9), st.none() | st.floats(0, 1e15)), max_size=3),
+    st.dictionaries(NAMES, st.builds(Edge, *[COUNTS] * 8, TEXTS), max_size=3),
 )
 
 
@@ -134,10 +161,14 @@ def test_codes_never_change():
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "98 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00"),
+        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "99 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00 90"),
+        (
+            Prepare(1, {}, {}, bytes(32), 2, peers=(Peer("b", Endpoint("10.0.0.7", 80), "o", "i"),)),
+            "99 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169",
+        ),
         (
             Prepare(1, {}, {}, bytes(32), 2, (RequestShape((3, 4), "hidden"), RequestShape((5,), cache=64)), 1),
-            "98 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01",
+            "99 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90",
         ),
         (Activate(1, "m", Epoch(2, 3)), "94 02 01 a16d 92 02 03"),
         (Release(1, "m", Epoch(2, 3)), "94 03 01 a16d 92 02 03"),
@@ -145,7 +176,8 @@ def test_codes_never_change():
         (Drain(255), "92 05 ccff"),
         (Ready(1, "m", Epoch(2, 3), 256, b"12345678"), "96 64 01 a16d 92 02 03 cd0100 c408 3132333435363738"),
         (Progress(1, "m", Epoch(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
-        (Failed(1, "m", Epoch(2, 3), "c", "t", 0), "97 66 01 a16d 92 02 03 a163 a174 00"),
+        (Failed(1, "m", Epoch(2, 3), "c", "t", 0), "98 66 01 a16d 92 02 03 a163 a174 00 90"),
+        (Failed(1, "m", Epoch(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
         (TileAsk("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
         (RequestFailed("m", Epoch(2, 3), 4, "c", "t"), "96 68 a16d 92 02 03 04 a163 a174"),
     ],
@@ -156,8 +188,12 @@ def test_golden_bytes(message, golden):
 
 def test_golden_heartbeat_and_status():
     heartbeat = Heartbeat(1, 2, 0.5, 3, None, None, None, 1.0, 4, {"a": 5})
-    assert encode_heartbeat(heartbeat).hex() == "9a0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a16105"
+    assert encode_heartbeat(heartbeat).hex() == "9c0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080"
+    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": Edge(1, 2, 3, 4, 5, 6, 7, 1, "t")})
+    assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162990102030405060701a174")
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
+    starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'
+    assert encode_status(Status("starting", 7, "compiling", 3, 23)) == starting
 
 
 @given(MESSAGES, st.data())
@@ -300,6 +336,9 @@ def test_size_is_limited():
         b'{"state": "online", "boot": "1"}',
         b'{"state": "online", "boot": 1e3}',
         b'{"state": ["online"], "boot": 1}',
+        b'{"state": "waiting", "boot": 1}',
+        b'{"state": "starting", "boot": 1, "done": -1}',
+        b'{"state": "starting", "boot": 1, "doing": 3}',
         b'{"state": "online", "boot": ' + b"9" * 5000 + b"}",
         b"\xff\xfe",
     ],

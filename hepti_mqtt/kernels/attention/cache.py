@@ -13,7 +13,6 @@ written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -93,7 +92,7 @@ def _reference_attention_at(
 ) -> list[Array]:
     (q, kv), first = reads[:2], int(reads[2][0])
     rows = {"q_rows": range(first, first + len(q)), "k_rows": ((0, len(kv)),), "lengths": (len(kv),), "causal": True}
-    whole = replace(op, kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **rows})
+    whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **rows})
     return [ATTENTION.reference(whole, slots, (q, kv), ())[0]]
 
 

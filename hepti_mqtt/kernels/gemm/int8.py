@@ -138,7 +138,7 @@ def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int)
                 block += 1
 
 
-@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(float32, 2), INT, INT, part=2)
+@kernel(reads(float32, 2), fills(uint8, 2), fills(float32, 2), fills(float32, 2), INT, INT, part=2, narrow=True)
 def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
     """Run `quantise`."""
     quantise(x, codes, scales, zeros, first, last)
@@ -177,6 +177,7 @@ def _fetch_rows(place: int, stride: int, rows: int, valid: int) -> None:
     INT,
     INT,
     part=4,
+    narrow=True,
 )
 def linear_int8(
     row_codes: Any,
@@ -257,6 +258,7 @@ def linear_int8(
     reads(float32, 2),
     TABLE,
     INT,
+    narrow=True,
 )
 def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int) -> None:
     """Quantise x and fill its rows of out, in one call; see `linear_int8`."""

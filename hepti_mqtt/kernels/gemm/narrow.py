@@ -53,6 +53,7 @@ _ROW_GRAIN: Final = 1 << 17
     INT,
     INT,
     part=4,
+    narrow=True,
 )
 def _linear_narrow(
     storage: int,

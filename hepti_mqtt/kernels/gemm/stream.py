@@ -42,6 +42,7 @@ _VECTORS_DOT: Final = FORMS["w8a8"].vectors
     INT,
     INT,
     part=2,
+    narrow=True,
 )
 def _linear_stream(
     storage: int,

@@ -26,9 +26,10 @@ from hepti_mqtt.kernels.machine.jit import (
     INT,
     INT_ARRAY,
     TABLE,
-    compile_all,
+    compile_first,
     entry_of,
     helper,
+    in_cache,
     kernel,
     lowered,
     template,
@@ -250,21 +251,32 @@ class Shared(NamedTuple):
 _sharing: Final = template(_share)
 _preparing: Final = Lock()
 
-# Every kernel that is divided into parts, once `prepare` has been called.
+# The kernels that are divided into parts and were compiled when `prepare` was called.
 shared: Final[dict[Any, Shared]] = {}
 
 
 def prepare() -> None:
-    """Compile, or load from the cache, the kernels and how their parts are handed over."""
-    compile_all()
+    """Compile, or load from the cache, the kernels of f32 weights and how parts of all that are there are handed over.
+
+    Parts of the others go by the pool's queues.
+    """
+    compile_first()
     with _preparing:
         for dispatcher, (arguments, width) in divided_kernels.items():
-            if dispatcher not in shared:
+            if dispatcher not in shared and dispatcher.signatures:
                 shared[dispatcher] = shared_of(dispatcher, arguments, width)
 
 
 def shared_of(dispatcher: Any, arguments: tuple[Any, ...], width: int) -> Shared:
     """Return the compiled kernel of these argument types, of which the last `width` say the part, to be shared."""
+    return Shared(entry_of(_sharing, _taken(arguments, width))[0], entry_of(dispatcher, arguments)[1])
+
+
+def shared_in_cache(dispatcher: Any) -> bool:
+    """Return whether the cache has what hands over the parts of a kernel, or it has none."""
+    return dispatcher not in divided_kernels or in_cache(_sharing, _taken(*divided_kernels[dispatcher]))
+
+
+def _taken(arguments: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     of: Any = types.Tuple  # without types in Numba
-    taken = (INT, of(arguments[:-width]), of((types.int64,) * width), TABLE, INT_ARRAY, INT, INT)
-    return Shared(entry_of(_sharing, taken)[0], entry_of(dispatcher, arguments)[1])
+    return (INT, of(arguments[:-width]), of((types.int64,) * width), TABLE, INT_ARRAY, INT, INT)

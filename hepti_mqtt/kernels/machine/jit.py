@@ -29,6 +29,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # The package of kernels, with all the packages in it.
 SOURCES: Final = Path(__file__).parents[1]
+# Those that say when something is compiled: no code comes from them.
+AROUND: Final = ("ahead.py", "machine/turns.py")
 
 JIT: Final = not getattr(numba.config, "DISABLE_JIT", False)
 
@@ -43,11 +45,13 @@ FLOAT: Final = types.float32
 INT_ARRAY: Final = types.Array(types.int64, 1, "C")
 TABLE: Final = types.Array(types.int64, 2, "C")
 
-# Every kernel with its signature, in the order of definition; the first `_compiled` of them are compiled.
+# Every kernel with its signature, in the order of definition.
 registered: Final[list[tuple[Any, tuple[Any, ...]]]] = []
+# Those that not every model needs, and that take long: what is needed at once is compiled before them.
+later: Final[set[Any]] = set()
 # Those that several threads divide: their signature, and how many of its last arguments say the part.
 divided: Final[dict[Any, tuple[tuple[Any, ...], int]]] = {}
-_compiled = 0
+_compiled = {"first": 0, "all": 0}  # how many of `registered` were looked at
 _compiling = Lock()
 
 
@@ -75,7 +79,7 @@ def _sources_stamp() -> str:
     if llvm.get_host_cpu_name() == "generic":
         # A CPU without a name may have dot products that the features in Numba's key do not tell of.
         digest.update(dot().encode())
-    for path in sorted(SOURCES.rglob("*.py")):
+    for path in sorted(set(SOURCES.rglob("*.py")) - {SOURCES / name for name in AROUND}):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -105,10 +109,11 @@ def _cached(dispatcher: Any) -> None:
     dispatcher._cache.save_overload = save_where_there_is_room
 
 
-def kernel(*arguments: Any, part: int = 0) -> Callable[[F], F]:
-    """Return a decorator that compiles a kernel for exactly these argument types, at `compile_all`.
+def kernel(*arguments: Any, part: int = 0, narrow: bool = False) -> Callable[[F], F]:
+    """Return a decorator that compiles a kernel for exactly these argument types.
 
-    part: how many of the last arguments, all INT, say which part of the work is done; 0 if it is not divided.
+    part: how many of the last arguments, all INT, say which part of the work is done; 0 if it is not divided. narrow:
+    it serves narrow weights alone, so only `compile_all` compiles it.
     """
 
     def decorate(function: F) -> F:
@@ -117,6 +122,8 @@ def kernel(*arguments: Any, part: int = 0) -> Callable[[F], F]:
         dispatcher = numba.njit(**_options(FASTMATH))(function)
         _cached(dispatcher)
         registered.append((dispatcher, arguments))
+        if narrow:
+            later.add(dispatcher)
         if part:
             divided[dispatcher] = (arguments, part)
         return dispatcher  # type: ignore[no-any-return]
@@ -170,23 +177,65 @@ class Warm(NamedTuple):
     from_cache: int
 
 
-def compile_all() -> None:
-    """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it.
+def compile_first() -> None:
+    """Compile, or load from the cache, every kernel that f32 weights need and that is not compiled yet.
 
     It is called for every op that is bound, so it costs nothing where nothing is left to do.
     """
-    global _compiled  # noqa: PLW0603
-    if _compiled == len(registered):
-        return
-    with _compiling:
-        for dispatcher, arguments in registered[_compiled:]:
+    if _compiled["first"] != len(registered):
+        with _compiling:
+            _compile("first")
+
+
+def compile_all(before: Callable[[], None] | None = None) -> None:
+    """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it.
+
+    before: fills the cache; whoever needs these kernels meanwhile waits for it.
+    """
+    if _compiled["all"] != len(registered):
+        with _compiling:
+            if before is not None:
+                before()
+            _compile("all")
+
+
+def _compile(which: Literal["first", "all"]) -> None:
+    for dispatcher, arguments in registered[_compiled[which] :]:
+        if (which == "all" or dispatcher not in later) and not dispatcher.signatures:
             dispatcher.compile(arguments)
             dispatcher.disable_compile()
-            _compiled += 1
+        _compiled[which] += 1
 
 
 def warm_up() -> Warm:
     """Compile every kernel, or load it from the cache, so that nothing compiles in a request; again does nothing."""
     compile_all()
-    from_cache = sum(bool(dispatcher.stats.cache_hits) for dispatcher, _ in registered)
-    return Warm(len(registered) - from_cache, from_cache)
+    return warm()
+
+
+def warm() -> Warm:
+    """Return where the code of those kernels came from that are ready."""
+    ready = [dispatcher for dispatcher, _ in registered if dispatcher.signatures]
+    from_cache = sum(bool(dispatcher.stats.cache_hits) for dispatcher in ready)
+    return Warm(len(ready) - from_cache, from_cache)
+
+
+def all_ready() -> bool:
+    """Return whether nothing is left to compile or to load."""
+    return _compiled["all"] == len(registered)
+
+
+def in_cache(dispatcher: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether the cache has a kernel's code; also False where this version of Numba cannot tell."""
+    try:
+        cache = dispatcher._cache
+        return cache._index_key(arguments, dispatcher.targetctx.codegen()) in cache._cache_file._load_index()
+    except (AttributeError, TypeError):
+        return False
+
+
+def cache_directory() -> Path | None:
+    """Return where compiled code is kept, None where there is no cache."""
+    place = getattr(registered[0][0], "_cache", None) if registered else None
+    path = getattr(place, "cache_path", None)
+    return None if path is None else Path(path)

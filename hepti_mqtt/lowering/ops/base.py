@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
 from hepti_mqtt.lowering.regions import (
     Region,
@@ -91,14 +91,27 @@ class Op:
     def __post_init__(self) -> None:
         # What an op is, apart from what it is called: worked out once, since ops are the keys of every cache.
         key = (type(self), *_compared(type(self))(self))
-        object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_hash", hash(key))
+        self.__dict__.update(_key=key, _hash=hash(key))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Op) and self._key == other._key)  # type: ignore[attr-defined]
+
+    def renamed(self, **places: Any) -> Self:
+        """Return an equal op under another name, in another place: with other values of what is not compared.
+
+        What has been worked out once is kept, which is why this is not `dataclasses.replace`.
+        """
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **places)
+        return new
+
+    def settled(self) -> Self:
+        """Return the op itself, with all worked out that `renamed` hands on."""
+        self.of(self.full[: self.rank])
+        return self
 
     @lazy
     def full(self) -> Region:
@@ -109,14 +122,14 @@ class Op:
         """Return the region of the space that yields a region of the result, in whole grains; None if it is empty."""
         if not all(result):
             return None
-        units = self._units
+        units = self.units
         if units:
             result = tuple(s if unit == 1 else whole_units(s, unit) for s, unit in zip(result, units, strict=False))
         return self.trim(result + self._reduced)
 
     @lazy
-    def _units(self) -> tuple[int, ...]:
-        """The grain within the op's own size; empty where it is 1 everywhere."""
+    def units(self) -> tuple[int, ...]:
+        """Return the grain within the op's own size; empty where it is 1 everywhere."""
         units = tuple(map(min, self.grain(), self.space))
         return units if any(unit != 1 for unit in units) else ()
 

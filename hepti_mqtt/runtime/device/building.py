@@ -77,6 +77,10 @@ class Building:
         """Keep a request until its Program is there."""
         self._waiting[frame.admission] = (frame, shape)
 
+    def waiting(self) -> list[tuple[int, Key]]:
+        """Return the requests that wait, and their epochs."""
+        return [(admission, (frame.model, frame.epoch)) for admission, (frame, _) in self._waiting.items()]
+
     def drop(self, admission: int) -> Frame | None:
         """Forget a request that waits, and return it."""
         frame, _ = self._waiting.pop(admission, (None, None))

@@ -12,6 +12,7 @@ from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.wire.messages import Prepare
+from hepti_mqtt.wire.peers import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +88,30 @@ class Build:
     weights: Mapping[WeightRef, Weight]
 
 
-Command = Publish | Subscribe | Unsubscribe | Load | Unload | Study | Build | Complain
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Let peers read at this device's endpoint what it sends them under an epoch, each with its own token."""
+
+    model: str
+    epoch: Epoch
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Read at the endpoints of peers what they send under an epoch; the shell reports `PeerJoined` for each of them."""
+
+    model: str
+    epoch: Epoch
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an epoch was admitted and joined for is over."""
+
+    model: str
+    epoch: Epoch
+
+
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | Study | Build | Complain | Admit | Join | Part

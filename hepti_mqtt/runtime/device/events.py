@@ -95,6 +95,60 @@ class Doubt:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """What a peer sends under an epoch comes directly from now on (again)."""
+
+    peer: str
+    model: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRefused:
+    """A peer is there, but does not let this device in; it may not have heard of the epoch yet."""
+
+    peer: str
+    model: str
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to a peer's endpoint is gone, and what was on it; the shell makes it again."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBehind:
+    """A frame for a peer was dropped, since it does not take what waits for it already."""
+
+    peer: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The session's deadline has come."""
+
+
 WorkerEvent = (
-    MessageIn | FrameIn | Loaded | LoadProgress | LoadFailed | Subscribed | Studied | Built | PlannerLost | Doubt
+    MessageIn
+    | FrameIn
+    | Loaded
+    | LoadProgress
+    | LoadFailed
+    | Subscribed
+    | Studied
+    | Built
+    | PlannerLost
+    | Doubt
+    | PeerJoined
+    | PeerRefused
+    | PeerLost
+    | PeerBehind
+    | Tick
 )

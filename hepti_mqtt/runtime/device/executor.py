@@ -173,6 +173,12 @@ class Executor:
             running.slots[slot] = array
         return "filled"
 
+    def awaits(self, admission: int, source: str) -> bool:
+        """Return whether a running request has yet to receive something of a device."""
+        running = self._machine.runs[admission]
+        received = running.received
+        return any(key[2] == source and not received[slot] for key, slot in running.template.recv.items())
+
     def next(self) -> Step | None:
         """Return the first ready op, or None if every request waits."""
         found = self._machine.next()

@@ -14,10 +14,12 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.executor import Bound
+from hepti_mqtt.runtime.device.plausible import check_prepare
 from hepti_mqtt.simulate import PROGRAMS, SESSIONS_BESIDE, loading_total, most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import peers, programs_digest, resident_weights
 from hepti_mqtt.wire.messages import Prepare
+from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics
 
 EpochState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
@@ -30,8 +32,10 @@ class Resident:
     txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
     of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of the bound Programs
     that are kept. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are to be built, `urgent` whatever
-    runs meanwhile. loaded: weights are there, and the Programs that the planner wanted before. bound: Programs by
-    request shape, the last used last. state: changed by `runtime.epochs` alone.
+    runs meanwhile. heard: peers whose frames come directly; the broker's filters are of the others. loaded: weights are
+    there, and the Programs that the planner wanted before. acknowledged: the broker's filters are; subscribed: and the
+    peers that are heard are joined, all at one time at least. bound: Programs by request shape, the last used last.
+    state: changed by `runtime.epochs` alone.
     """
 
     plan: Plan
@@ -46,8 +50,10 @@ class Resident:
     digest: bytes
     urgent: deque[RequestShape]
     foreseen: deque[RequestShape]
+    heard: tuple[Peer, ...] = ()
     weights: Mapping[WeightRef, Weight] | None = None
     loaded: bool = False
+    acknowledged: bool = False
     subscribed: bool = False
     bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
     state: EpochState = "asked"
@@ -88,16 +94,22 @@ def _unreadable(message: Prepare, error: Exception) -> WireError:
 
 
 def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
-    """Return what a device will keep for a Prepare; raises WireError for a plan that cannot be read."""
+    """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+        check_prepare(device, plan, spec, message.shapes, message.in_flight)
         refs = resident_weights(spec, plan, device)
         live = most_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)
         sources, digest = sorted(peers(spec, plan, device)), programs_digest(spec, plan)
+        told = {peer.device: peer for peer in message.peers if peer.token_out}
+        heard = tuple(
+            told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed
+        )
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(message, exc) from exc
-    filters = tuple(sorted(f for source in sources for f in topics.activations_from(plan.model, source, device)))
+    relayed = [source for source in sources if source not in {peer.device for peer in heard}]
+    filters = tuple(sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device)))
     sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
     shapes = tuple(dict.fromkeys(message.shapes))
     return Resident(
@@ -113,6 +125,7 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
         digest=digest,
         urgent=deque(shapes[: message.needed]),
         foreseen=deque(shapes[message.needed :]),
+        heard=heard,
     )
 
 

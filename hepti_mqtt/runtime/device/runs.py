@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
 from hepti_mqtt.runtime.device.building import Building, next_step
@@ -18,12 +18,22 @@ from hepti_mqtt.runtime.device.early import EarlyFrames
 from hepti_mqtt.runtime.device.epochs import Epochs, Key
 from hepti_mqtt.runtime.device.events import Built
 from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
+from hepti_mqtt.runtime.device.plausible import check_shape
 from hepti_mqtt.runtime.device.resident import Resident
 from hepti_mqtt.runtime.device.sessions import SessionLostError, Sessions
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import Frame, FrameKind, Session, decode_session, decode_work, encode, frame_bytes
+from hepti_mqtt.wire.frames import (
+    Frame,
+    FrameKind,
+    Session,
+    decode_session,
+    decode_work,
+    encode,
+    encode_parts,
+    frame_bytes,
+)
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 REMEMBERED: Final = 1024  # admission numbers that are over, per model
@@ -134,6 +144,11 @@ class Runs:
         session = decode_session(frame)
         bound = resident.bound.get(shape)
         if bound is None:
+            try:
+                check_shape(resident.spec, shape)
+            except PlanError as error:
+                self.end(frame.admission)
+                return [self._refused(frame, error.code, str(error))]
             self._building.wait(frame, shape)
             return []
         resident.bound.move_to_end(shape)
@@ -142,8 +157,7 @@ class Runs:
             states = self._states(resident, bound, session, inputs, shape)
         except SessionLostError as error:
             self.end(frame.admission)
-            text = f"{self._device}: {error}"
-            return [self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, "session", text))]
+            return [self._refused(frame, "session", str(error))]
         self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
@@ -157,6 +171,10 @@ class Runs:
                 break  # one before it has ended the request
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
+
+    def _refused(self, frame: Frame, code: str, text: str) -> Command:
+        text = f"{self._device}: {text}"
+        return self._up(messages.RequestFailed(frame.model, frame.epoch, frame.admission, code, text))
 
     def _states(
         self, resident: Resident, bound: Bound, session: Session, inputs: Array, shape: RequestShape
@@ -215,15 +233,19 @@ class Runs:
         op, (model, epoch) = outgoing.op, request.key
         output = op.to == (PLANNER,)
         frame = self._frame_of("output" if output else "tensor", model, epoch, outgoing.admission, outgoing.array)
-        payload = encode(replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row))
-        request.outputs += output
-        out: list[Publish] = []
-        for to in addresses(op):
-            if output:
-                out.append(Publish(self._topics.up(self._device), payload, 1))
+        frame = replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row)
+        if output:
+            request.outputs += 1
+            out = [Publish(self._topics.up(self._device), encode(frame), 1)]
+        else:
+            topics = [self._topics.activation(model, op.layer, self._device, to) for to in addresses(op)]
+            if op.route == "mesh":
+                head, body = encode_parts(frame)
+                out = [Publish(topic, head, 0, "mesh", body=body) for topic in topics]
             else:
-                out.append(Publish(self._topics.activation(model, op.layer, self._device, to), payload, 0, "data"))
-            request.sent_bytes += publish_bytes(out[-1].topic, len(payload), out[-1].qos)
+                payload = encode(frame)
+                out = [Publish(topic, payload, 0, "data") for topic in topics]
+        request.sent_bytes += sum(publish_bytes(p.topic, p.nbytes, p.qos) for p in out)
         return out
 
     def _frame_of(
@@ -261,6 +283,16 @@ class Runs:
             self._sessions.end((model, epoch, request.session.number))
         done = self._frame_of("done", model, epoch, admission, np.empty(0, np.uint8), numbers)
         return [Publish(topic, encode(done), 1)]
+
+    def lost(self, source: str | None, keys: Iterable[Key], text: str) -> list[Command]:
+        """Give up the runs of epochs that miss frames of a device, or all of them; they are issued again."""
+        of = set(keys)
+        running = [(a, r.key) for a, r in self._runs.items() if source is None or self._executor.awaits(a, source)]
+        out: list[Command] = []
+        for admission, key in [(a, k) for a, k in [*running, *self._building.waiting()] if k in of]:
+            self.end(admission)
+            out.append(self._up(messages.RequestFailed(*key, admission, "wire", text)))
+        return out
 
     def _request_failed(self, admission: int, code: str, text: str) -> list[Command]:
         request = self._runs.get(admission)

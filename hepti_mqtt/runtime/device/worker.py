@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
-from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.errors import HeptiError, PlanError, WireError
 from hepti_mqtt.runtime.device.commands import Command, Complain, Load, Study, Subscribe, Unload, Unsubscribe
 from hepti_mqtt.runtime.device.epochs import EndEvent, Epochs, Key
 from hepti_mqtt.runtime.device.events import (
@@ -18,12 +19,18 @@ from hepti_mqtt.runtime.device.events import (
     LoadFailed,
     LoadProgress,
     MessageIn,
+    PeerBehind,
+    PeerJoined,
+    PeerLost,
+    PeerRefused,
     PlannerLost,
     Studied,
     Subscribed,
+    Tick,
     WorkerEvent,
 )
 from hepti_mqtt.runtime.device.executor import Outgoing, Step
+from hepti_mqtt.runtime.device.mesh_routes import MeshRoutes, Overdue
 from hepti_mqtt.runtime.device.resident import Resident, plan_key
 from hepti_mqtt.runtime.device.runs import Runs
 from hepti_mqtt.runtime.publish import Publish
@@ -31,6 +38,8 @@ from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Topics
+
+ASKED: Final = 32  # plans that wait to be studied
 
 
 class WorkerSession:
@@ -46,6 +55,7 @@ class WorkerSession:
         self.memory_bytes = memory_bytes
         self.counters: Counter[str] = Counter()
         self.epochs = Epochs(device, self.counters)
+        self._mesh = MeshRoutes()
         self._asked: dict[Key, messages.Prepare] = {}  # that are being studied; the last of each
         self.runs = Runs(device, self.topics, self.counters)
         self._illegal = 0  # steps that the log tells of
@@ -54,6 +64,11 @@ class WorkerSession:
     def open_sessions(self) -> int:
         """Return how many sessions have arrays here."""
         return self.runs.open_sessions
+
+    @property
+    def deadline(self) -> float:
+        """Return when the session wants to hear a `Tick`, infinity if never."""
+        return self._mesh.deadline()
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -69,15 +84,19 @@ class WorkerSession:
             out = self._studied(event, now)
         elif isinstance(event, Built):
             out = self._built(event, now)
+        elif isinstance(event, PeerJoined | PeerRefused | PeerLost | PeerBehind):
+            out = self._peer(event, now)
+        elif isinstance(event, Tick):
+            out = [c for late in self._mesh.overdue(now) for c in self._unheard(late, now)]
         elif isinstance(event, PlannerLost):
             out = self._forget(
                 [k for k in (*self.epochs, *self._asked) if k[1].boot != event.boot], "planner lost", now
             )
             self.runs.restart()
         else:
+            out = [c for key in self._asked for c in self._mesh.part(key)]
             self._asked.clear()  # a planner that still wants them asks again
             self.epochs.doubt(now, event.why)
-            out = []
         return [*out, *self._unload(), *self.runs.build(self.epochs.residents())]
 
     def _message(self, message: messages.Message, now: float) -> list[Command]:
@@ -107,8 +126,11 @@ class WorkerSession:
         if (known := self.epochs.get(*key)) is not None:
             known.txn = message.txn
             return self._ready_if_complete(known) or [self._at_it(message.txn, key)]
+        if key not in self._asked and len(self._asked) >= ASKED:
+            text = f"{self.device} has {ASKED} plans to study already"
+            return [self._failed(message.txn, key, PlanError.code, text, 0)]
         studied, self._asked[key] = key in self._asked, message
-        return [self._at_it(message.txn, key) if studied else Study(message)]
+        return [self._at_it(message.txn, key)] if studied else [*self._mesh.admit(key, message), Study(message)]
 
     def _at_it(self, txn: int, key: Key) -> Publish:
         """Say to a planner that asks again that this device is there, and has not got further."""
@@ -123,7 +145,8 @@ class WorkerSession:
         if isinstance(event.found, HeptiError):
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.found}"
-            return [Complain("event_errors", text), self._failed(message.txn, key, event.found.code, text, 0)]
+            failed = self._failed(message.txn, key, event.found.code, text, 0)
+            return [*self._mesh.part(key), Complain("event_errors", text), failed]
         resident = event.found
         resident.txn = message.txn
         plan = resident.plan
@@ -137,9 +160,10 @@ class WorkerSession:
                 f"{self.device} needs {needed / 2**20:.1f} MiB for plan {plan.epoch} of {plan.model} beside what it "
                 f"holds, its budget is {self.memory_bytes / 2**20:.1f} MiB"
             )
-            return [*out, self._failed(resident.txn, key, "memory", text, missing)]
+            return [*out, *self._mesh.part(key), self._failed(resident.txn, key, "memory", text, missing)]
         self.epochs.enter(resident, now)
         load = Load(message.txn, plan.model, plan.epoch, message.manifest, resident.refs, self._spare_bytes())
+        out += self._mesh.join(key, resident.heard, now)
         return [*out, Subscribe(plan.model, plan.epoch, resident.filters), load]
 
     def _preparation(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
@@ -155,6 +179,13 @@ class WorkerSession:
         if isinstance(event, Loaded):
             resident.weights = event.weights
             return self._loaded(resident, now)
+        resident.acknowledged = True
+        return self._connected(resident, now)
+
+    def _connected(self, resident: Resident, now: float) -> list[Command]:
+        """A plan is subscribed when the broker has acknowledged its filters and its peers are joined."""
+        if not resident.acknowledged or not self._mesh.complete(resident.key):
+            return []
         resident.subscribed = True
         self.epochs.step(resident, "subscribed", now)
         return self._ready_if_complete(resident)
@@ -177,8 +208,38 @@ class WorkerSession:
         ready = messages.Ready(resident.txn, *resident.key, weight_total(resident.refs), resident.digest)
         return [self._up(ready)]
 
-    def _failed(self, txn: int, key: Key, code: str, text: str, missing: int) -> Publish:
-        return self._up(messages.Failed(txn, *key, code, text, missing))
+    def _failed(self, txn: int, key: Key, code: str, text: str, missing: int, peers: tuple[str, ...] = ()) -> Publish:
+        return self._up(messages.Failed(txn, *key, code, text, missing, peers))
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def _peer(self, event: PeerJoined | PeerRefused | PeerLost | PeerBehind, now: float) -> list[Command]:
+        if isinstance(event, PeerRefused):
+            self._mesh.refused(event.peer, (event.model, event.epoch))
+            return []
+        if isinstance(event, PeerLost):
+            text = f"{self.device}: the connection to {event.peer} is lost ({event.reason})"
+            return self.runs.lost(event.peer, self._mesh.lost(event.peer, now), text)
+        if isinstance(event, PeerBehind):
+            text = f"{self.device}: {event.peer} does not take what it is sent; a frame of {event.nbytes} bytes is lost"
+            return self.runs.lost(None, self._mesh.sends_to(event.peer), text)
+        resident = self.epochs.get(event.model, event.epoch)
+        if resident is None or not self._mesh.joined(event.peer, resident.key):
+            return []
+        if not resident.subscribed:
+            return self._connected(resident, now)
+        # What the peer sent while the connection was away went nowhere.
+        return self.runs.lost(event.peer, [resident.key], f"{self.device}: the connection to {event.peer} was away")
+
+    def _unheard(self, late: Overdue, now: float) -> list[Command]:
+        """Tell the planner of peers that cannot be heard; a plan that was ready once goes on until it knows better."""
+        resident = self.epochs.get(*late.key)
+        if resident is None:
+            return []
+        text = f"{self.device} has no connection to {', '.join(late.peers)}"
+        out = [] if resident.subscribed else self._forget([late.key], "failed", now, text)
+        failed = self._failed(resident.txn, late.key, "mesh", text, 0, late.peers)
+        return [*out, Complain("mesh_unheard", text), failed]
 
     def _activate(self, message: messages.Activate, now: float) -> list[Command]:
         out = self._forget_doubted(self.epochs.doubted(message.model, message.epoch), "outlived", now)
@@ -194,10 +255,9 @@ class WorkerSession:
         return [*(Complain("epochs_forgotten", text) for text in texts), *self._forget(keys, event, now)]
 
     def _forget(self, keys: Collection[Key], event: EndEvent, now: float, why: str = "") -> list[Command]:
-        for key in keys:
-            self._asked.pop(key, None)
+        out = [c for key in keys if self._asked.pop(key, None) is not None for c in self._mesh.part(key)]
         self.epochs.end(keys, event, now, why)
-        return self._unload()
+        return [*out, *self._unload()]
 
     def _unload(self) -> list[Command]:
         """Give up what the epochs hold that have been released."""
@@ -206,7 +266,8 @@ class WorkerSession:
             return []
         for resident in released:
             self.runs.forget(resident.key)
-        out: list[Command] = [Unload(*resident.key, self._spare_bytes()) for resident in released]
+        out: list[Command] = [c for resident in released for c in self._mesh.part(resident.key)]
+        out += [Unload(*resident.key, self._spare_bytes()) for resident in released]
         filters = {f for resident in released for f in resident.filters} - self.epochs.filters()
         models = {resident.plan.model for resident in released} - self.epochs.models()
         if filters or models:

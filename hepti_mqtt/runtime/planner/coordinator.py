@@ -16,7 +16,6 @@ from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
 from hepti_mqtt.runtime.planner.events import (
@@ -29,10 +28,12 @@ from hepti_mqtt.runtime.planner.events import (
     Solved,
     Submit,
     Tick,
+    Unreadable,
     UpFrame,
     UpMessage,
 )
-from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, RETURN_S, Membership, believed
+from hepti_mqtt.runtime.planner.introductions import Introductions
+from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
 from hepti_mqtt.runtime.planner.question import question_of
@@ -44,14 +45,15 @@ from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
-AGAIN_S: Final = 1.0  # between searches while a device may be coming back
+COMING_S: Final = 5.0  # between two searches that find no plan while devices may come
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
+    which the tokens follow that peers let each other in with; without it nobody is asked to.
     """
 
     def __init__(
@@ -61,17 +63,19 @@ class CoordinatorSession:
         served: tuple[Served, ...],
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.site = site
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.membership = Membership(broker_bytes_per_s)
+        self.membership = Membership(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
         self._number = 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch)
+        introduce = Introductions(secret, self.membership).of
+        self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch, introduce)
         self._suspicion = Suspicion(self.slots, self.membership, self._rollout.probe)
         self._online = True
         self._begun = False
@@ -84,6 +88,7 @@ class CoordinatorSession:
             Submit: self._submit,
             Solved: self._solved,
             Pin: self._pin,
+            Unreadable: self._rollout.unreadable,
             Connection: self._connection,
             Tick: self._tick,
         }
@@ -183,6 +188,11 @@ class CoordinatorSession:
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
+        if change == "starting":
+            for model in self.slots:  # requests wait for it; those that have come before it were refused
+                if model.active is None and (not model.pinned or model.in_use(now)):
+                    model.plans.want(now + SETTLE_S, now, f"{device} is starting")
+            return [Note("starting", f"{device} is starting")]
         if change == "left":
             out = self._lost(device, "went offline", now)
             if device in self.membership.usable():  # it came back under a new boot counter at once
@@ -192,29 +202,26 @@ class CoordinatorSession:
 
     def _lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [Note("left", f"{device} {how}")]
-        self.membership.left(device, now)
-        again_at = now if self.membership.usable() else now + RETURN_S
+        died = self.membership.left(device, now)
         for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
-            preparing = plans.preparing
+            preparing, given = plans.preparing, [plans.preparing, plans.active] if died else []
+            for record in [r for r in given if r is not None and device in r.plan.devices]:
+                model.falls.fell(device, record.decision.chosen.price.needs.get(device, 0), record.heard_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
-                plans.want(again_at, now, why)
+                plans.want(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active = record is plans.active
                 plans.retire(record, "lost", now, why)
                 if was_active:
-                    plans.want(again_at, now, why, forced=True)
+                    plans.want(now, now, why, forced=True)
                     out.append(self._rollout.show(model))
                 for run in [r for r in model.runs.values() if r.epoch == record.epoch]:
                     out += self._requests.again(model, run)
         return out
 
     # -- planning -------------------------------------------------------------------------------------------------
-
-    def _question(self, model: ModelState, now: float) -> Question:
-        epoch = self._next_epoch()
-        return question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
 
     def _next_epoch(self) -> Epoch:
         self._number += 1
@@ -233,19 +240,8 @@ class CoordinatorSession:
         turned_away = self._requests.turned_away(job)
         if turned_away is not None:
             return turned_away
-        model, out = self.slots.find(job.key.model, job.pins), list[CoordinatorCommand]()
-        if model is None and job.pins is not None:
-            name, others = job.key.model, self.slots.pinned(job.key.model)
-            if len(others) >= PINNED:
-                oldest = next((slot for slot in others if slot.idle), None)
-                if oldest is None:
-                    text = f"{PINNED} ways of dividing {name} that requests have pinned are all in use"
-                    return self._requests.overloaded(job, f"{text}; try again later, or pin nothing")
-                out = self._rollout.close(oldest, now, f"for {job.pins}")
-            model = self.slots.add(name, job.pins)
-            model.plans.want(now, now, "a request has pinned it", forced=True)
-        assert model is not None
-        return out + self._requests.submit(model, job, now)
+        model, out = self._rollout.slot_for(job, now)
+        return out if model is None else out + self._requests.submit(model, job, now)
 
     def _search(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
@@ -257,11 +253,14 @@ class CoordinatorSession:
         alone = all(slot.plans.searching is None for slot in self.slots)
         if not (alone or hurried) or not self.slots.may_search(model, now):
             return []
+        if self.membership.awaited(plans.pins.devices or (), now):
+            return []
         if plans.searching is not None:
             plans.ended(plans.searching, "outdated", now, "requests wait")
         model.displaced = False
-        ticket, question = self._rollout.next_txn(), self._question(model, now)
-        plans.search(ticket, question.epoch, now)
+        ticket, epoch = self._rollout.next_txn(), self._next_epoch()
+        question = question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
+        plans.search(ticket, epoch, now)
         return [Solve(model.served.name, ticket, question, model.active, hurried)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
@@ -273,9 +272,9 @@ class CoordinatorSession:
             plans.ended(search, "outdated", now)
             return []
         if event.decision is None:
-            if self.membership.coming_back(now):  # a device that was there a moment ago may make it possible again
-                plans.ended(search, "outdated", now, "a device may be coming back")
-                plans.want(now + AGAIN_S, now, str(event.error), forced=search.forced)
+            if model.active is None and (awaited := self.membership.may_come(now)):
+                plans.want(now + COMING_S, now, f"there is no plan yet; {awaited} may come", forced=search.forced)
+                plans.ended(search, "no plan", now, str(event.error))
                 return []
             error = event.error or PlanError("no plan")
             if refused := self.membership.refused():
@@ -289,7 +288,7 @@ class CoordinatorSession:
             return []
         model.error, model.latest = None, event.decision
         running = model.active
-        model.drift.plan_made(self._observed(model, now, chosen), now)
+        model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
         if running is not None and (same_division(running, chosen) or self._not_worth(search, event)):
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
@@ -303,13 +302,6 @@ class CoordinatorSession:
         if search.forced or event.running_s is None:
             return False
         return event.decision.chosen.price.expected_s > WORTH * event.running_s
-
-    def _observed(self, model: ModelState, now: float, chosen: Plan | None = None) -> dict[str, float]:
-        """Return what a plan depends on: devices and links, and how far off the predictions of these plans were."""
-        observed = {k: v for m in self.membership.usable().values() for k, v in m.observed().items()}
-        learned = model.experience.learned(now)
-        plans = [p for p in (model.active, chosen) if p is not None]
-        return observed | {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -329,6 +321,9 @@ class CoordinatorSession:
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
+        if isinstance(message, messages.Failed) and message.code == "mesh":
+            self.membership.unheard(device, message.peers, now)
+            return self._rollout.unheard(message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []
@@ -369,11 +364,13 @@ class CoordinatorSession:
                     out.append(Note("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
                     out += [*self._rollout.suspect(model, run.plan, now), *self._requests.again(model, run)]
             out += self._requests.expire(model, now)
+            if rested := model.falls.rested(now):
+                model.plans.want(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 model.drift.disturbed(now)
             # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
             in_use = model.active is not None and model.in_use(now)
-            drifted = model.drift.observe(self._observed(model, now), now) if in_use else None
+            drifted = model.drift.observe(self.membership.observed() | model.times(now), now) if in_use else None
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
                 model.plans.want(now, now, drifted)

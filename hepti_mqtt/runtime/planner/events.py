@@ -83,6 +83,15 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A device has asked for weights that the planner cannot read any more."""
+
+    model: str
+    device: str
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
 class Connection:
     """The planner's own connection to the broker was lost, or stands (again).
 
@@ -98,5 +107,15 @@ class Tick:
 
 
 CoordinatorEvent = (
-    DeviceStatus | DeviceCaps | DeviceHeartbeat | UpMessage | UpFrame | Submit | Solved | Pin | Connection | Tick
+    DeviceStatus
+    | DeviceCaps
+    | DeviceHeartbeat
+    | UpMessage
+    | UpFrame
+    | Submit
+    | Solved
+    | Pin
+    | Unreadable
+    | Connection
+    | Tick
 )

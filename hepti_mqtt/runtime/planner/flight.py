@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan import Plan, Storage, WireDtype
+from hepti_mqtt.plan import Plan, Route, Storage, WireDtype
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire.frames import Session
 
@@ -46,6 +46,7 @@ class Pins:
     devices: tuple[str, ...] | None = None
     wire: WireDtype = "f32"
     storage: Storage = "f32"
+    route: Route | None = None
 
     @property
     def free(self) -> bool:
@@ -55,6 +56,7 @@ class Pins:
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
         words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
+        words += [f"route {self.route}" if self.route else ""]
         return ", ".join(word for word in words if word) or "auto"
 
 

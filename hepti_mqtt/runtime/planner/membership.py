@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import Any, Final
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, DeviceProfile, Link, cluster_of, plausible, profile_from_caps
+from hepti_mqtt.cluster import (
+    FAST_BYTES_PER_S,
+    Cluster,
+    DeviceProfile,
+    Link,
+    PeerLink,
+    cluster_of,
+    peer_links_of,
+    plausible,
+    profile_from_caps,
+)
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -20,6 +33,8 @@ MET_S: Final = 3.0  # in which the devices of a site meet a broker after the pla
 ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
 ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
+SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
+STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 
 
 # A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
@@ -29,6 +44,7 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
 MEMORY_BYTES: Final = 1 << 50  # no device has more
+RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -44,7 +60,15 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
             plausible(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
+    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    if len(peers) < len(heartbeat.peers):
+        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
     return replace(heartbeat, **instead), wrong
+
+
+def _link_believed(report: LinkReport) -> bool:
+    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
 
 @dataclass(slots=True)
@@ -53,7 +77,8 @@ class Member:
 
     calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
     loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
-    until it starts anew. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
+    until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s: when it was
+    last lost. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
     aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
     part.
     """
@@ -66,12 +91,16 @@ class Member:
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
-    left_s: float = float("-inf")
+    starting_s: float | None = None
+    left_s: float = -inf
     refused: str = ""
-    spoke_s: float = float("-inf")
+    spoke_s: float = -inf
     aside_until_s: float | None = None
     asides: int = 0
     mute: bool = False
+    unheard: dict[str, float] = field(
+        default_factory=dict
+    )  # peers that it could not connect to, until when that counts
     doubted: bool = False  # somebody was told of what it says that cannot be
 
     @property
@@ -79,6 +108,25 @@ class Member:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
         there = self.online and not self.refused and self.aside_until_s is None
         return there and self.caps is not None and self.caps.boot == self.boot
+
+    def coming(self, now: float) -> bool:
+        """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
+        if self.starting_s is not None:
+            return now - self.starting_s <= STARTING_S and now - self.seen_s <= SILENT_S
+        return not self.usable and not self.refused and now - self.left_s < RETURN_S
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Return where peers read from it directly, None where they cannot."""
+        return None if self.caps is None else self.caps.endpoint
+
+    def hears(self, source: Member, now: float) -> bool:
+        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+            return False
+        if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
+            return False  # one speaks TLS, the other does not
+        return self.endpoint.loopback or not source.endpoint.loopback
 
     def profile(self, memory_bytes: float) -> DeviceProfile:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
@@ -99,6 +147,16 @@ class Member:
         rate = max(rates, default=base.up_bytes_per_s)
         return Link(round_trip_s / 2, rate, rate)
 
+    def peer_links(self) -> dict[str, PeerLink]:
+        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        found = {}
+        for peer in {name for peers in told for name in peers}:
+            reports = [peers[peer] for peers in told if peer in peers]
+            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
+            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
+        return found
+
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
         return median(self.slowdowns) if self.slowdowns else 1.0
@@ -114,14 +172,15 @@ class Member:
 class Membership:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
+    introduced to each other.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None) -> None:
-        self._broker_bytes_per_s = broker_bytes_per_s
+    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
+        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
-        self._calm_from_s = float("-inf")
-        self._met_s = float("-inf")
+        self._calm_from_s = -inf
+        self._met_s = -inf
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
     def room(self, name: str) -> bool:
@@ -138,7 +197,10 @@ class Membership:
         return self.members.setdefault(name, Member(name))
 
     def status(self, name: str, status: Status, now: float) -> str | None:
-        """Take a status; return "joined", "left" or None. A late will of an earlier boot changes nothing."""
+        """Take a status; return "joined", "left", "starting" or None.
+
+        A late will of an earlier boot changes nothing.
+        """
         member = self.member(name)
         if status.boot < member.boot:
             return None
@@ -146,8 +208,14 @@ class Membership:
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
         if again or not member.online:
             member.aside_until_s = None
+        since = None if again else member.starting_s
+        member.starting_s = None if status.state != "starting" else now if since is None else since
+        if again:  # it may have another endpoint, and another way to those of others
+            self._forget_unheard(member)
         if was and (again or not member.online):
             return "left"
+        if member.starting_s is not None and since is None:
+            return "starting"
         return "joined" if member.usable and not was else None
 
     def caps(self, name: str, caps: Caps) -> str | None:
@@ -204,14 +272,11 @@ class Membership:
         member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
         member.asides += 1
 
-    def coming_back(self, now: float) -> bool:
-        """Return whether a device may be starting again, or has not met the broker yet that we have met just now."""
-        absent = [m for m in self.members.values() if not m.usable and not m.refused]
-        return now - self._met_s < MET_S or any(now - m.left_s < RETURN_S for m in absent)
-
-    def left(self, name: str, now: float) -> None:
-        """A device that plans used is gone."""
-        self.members[name].left_s = now
+    def left(self, name: str, now: float) -> bool:
+        """A device that plans used is lost; return whether it is gone, False if it was put aside."""
+        member = self.members[name]
+        member.left_s = now
+        return member.aside_until_s is None
 
     def loading(self, now: float) -> None:
         """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
@@ -234,12 +299,44 @@ class Membership:
             member.online = False
         return [m.name for m in lost]
 
+    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        known = [source for source in sources if source in self.members]
+        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
+
+    def relayed(self, now: float) -> frozenset[Pair]:
+        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        usable = self.usable().values()
+        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+
+    def _forget_unheard(self, member: Member) -> None:
+        member.unheard.clear()
+        for other in self.members.values():
+            other.unheard.pop(member.name, None)
+
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
         member = self.member(name)
         version = member.caps.version if member.caps is not None else "unknown"
         member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
         return member.refused
+
+    def coming(self, now: float) -> set[str]:
+        """Return the devices that are starting, or were there a moment ago and may be about to."""
+        return {m.name for m in self.members.values() if m.coming(now)}
+
+    def may_come(self, now: float) -> str:
+        """Return in words whom requests may wait for, "" if for nobody."""
+        unmet = "devices that have not met the broker again yet" if now - self._met_s < MET_S else ""
+        return ", ".join(sorted(self.coming(now))) or unmet
+
+    def awaited(self, names: Collection[str], now: float) -> bool:
+        """Return whether there is no plan before others come: all of these devices, of none named the first one."""
+        usable = set(self.usable())
+        if now - self._met_s < MET_S:
+            return not usable or not usable.issuperset(names)
+        coming = self.coming(now)
+        return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
 
     def refused(self) -> list[str]:
         """Return why devices that are there are not used."""
@@ -248,6 +345,10 @@ class Membership:
     def usable(self) -> dict[str, Member]:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
+
+    def observed(self) -> dict[str, float]:
+        """Return what drift is watched on, of every usable device."""
+        return {key: value for member in self.usable().values() for key, value in member.observed().items()}
 
     def packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
@@ -263,4 +364,11 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        return cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        if not self._mesh:
+            return cluster
+        return replace(
+            cluster,
+            endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
+            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
+        )

@@ -14,6 +14,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience
+from hepti_mqtt.runtime.planner.falls import Falls
 from hepti_mqtt.runtime.planner.flight import Item, Job, Run
 from hepti_mqtt.runtime.planner.packs import choose, packed
 from hepti_mqtt.runtime.planner.plans import Plans
@@ -47,6 +48,7 @@ class ModelState:
     error: HeptiError | None = None
     refusals: int = 0  # preparations in a row that failed
     spare: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
+    falls: Falls = field(default_factory=Falls)
     asked_s: float = float("-inf")  # when a request last came
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     late: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # shapes of late, the last one last
@@ -112,6 +114,11 @@ class ModelState:
                 yield packed([item.part for item in items]).shape
             elif items[0].job.computes:
                 yield from items[0].job.next_shapes(items[0].chunk)
+
+    def times(self, now: float, chosen: Plan | None = None) -> dict[str, float]:
+        """Return how far off the predictions were of the active plan, and of one that was chosen."""
+        learned, plans = self.experience.learned(now), [p for p in (self.active, chosen) if p is not None]
+        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
 
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.

@@ -26,6 +26,9 @@ def question_of(
             continue
         decision = other.held()
         held.update(decision.chosen.price.needs if decision else {})
+    for device, most_bytes in model.falls.most_bytes(now).items():
+        if (member := membership.usable().get(device)) is not None and member.caps is not None:
+            held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
     return Question(
         naming=Naming(site, served.name),
         spec=served.spec,
@@ -38,6 +41,8 @@ def question_of(
         devices=pins.devices,
         wire=pins.wire,
         storage=pins.storage,
+        route=pins.route,
+        relayed=membership.relayed(now),
         packet_bytes=membership.packet_bytes(),
         learned=model.experience.learned(now),
     )

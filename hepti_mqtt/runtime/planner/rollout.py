@@ -11,11 +11,14 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, ShowPlan
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
+from hepti_mqtt.runtime.planner.events import Unreadable
+from hepti_mqtt.runtime.planner.flight import Job
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.plans import PlanRecord
-from hepti_mqtt.runtime.planner.slots import Slots
+from hepti_mqtt.runtime.planner.slots import PINNED, Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
@@ -31,7 +34,8 @@ STORY: Final = 32  # transitions in a published record
 class Rollout:
     """Prepares, activates and releases the plans of all slots; which plan comes next is the coordinator's.
 
-    in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had.
+    in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had. introduce: returns the peers
+    of a device under a plan.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class Rollout:
         in_flight: int,
         requests: Dispatcher,
         next_epoch: Callable[[], Epoch],
+        introduce: Callable[[Plan, str], tuple[Peer, ...]],
     ) -> None:
         self._topics, self._slots, self._in_flight = topics, slots, in_flight
-        self._requests, self._next_epoch = requests, next_epoch
+        self._requests, self._next_epoch, self._introduce = requests, next_epoch, introduce
         self._txn = 0
 
     def next_txn(self) -> int:
@@ -106,13 +111,15 @@ class Rollout:
         spec = served.spec.to_dict()
         plan, foreseen = record.plan.to_dict(), model.foreseen()
         message = messages.Prepare(record.txn, plan, spec, served.manifest, self._in_flight, *foreseen)
-        return [self.tell(d, message) for d in record.plan.devices if d in record.waiting]
+        waiting = [d for d in record.plan.devices if d in record.waiting]
+        return [self.tell(d, replace(message, peers=self._introduce(record.plan, d))) for d in waiting]
 
     def probe(self, model: ModelState, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
         """Ask devices that have a plan for a word: who has it says so again."""
         served = model.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
-        return [self.tell(d, messages.Prepare(self.next_txn(), *parts)) for d in devices]
+        found = ((d, self._introduce(plan, d)) for d in devices)
+        return [self.tell(d, messages.Prepare(self.next_txn(), *parts, peers=peers)) for d, peers in found]
 
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:
         txn = self.next_txn()
@@ -140,6 +147,22 @@ class Rollout:
             record.waiting.discard(device)
             return [] if record.waiting else self._activate(model, record, now)
         return self._refused(model, record, device, message, now)
+
+    def unheard(self, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
+        """Give up the plan under which a device cannot hear others directly; the next one relays what they send."""
+        out: list[CoordinatorCommand] = [Note("relayed", f"{message.text}; the broker carries what they send it")]
+        for model in self._slots.of(message.model):
+            preparing, active = model.plans.preparing, model.plans.active
+            if preparing is not None and preparing.epoch == message.epoch:
+                out += self.abandon(model, preparing, "refused", now, message.text)
+            elif active is not None and active.epoch == message.epoch:
+                out += self.suspect(model, active.plan, now, message.text)
+                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
+                    out += self._requests.again(model, run)
+            else:
+                continue
+            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
+        return out
 
     def _activate(self, model: ModelState, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         model.plans.ready(record, now)
@@ -184,6 +207,16 @@ class Rollout:
         plans.want(now + SETTLE_S, now, f"{device} lacks memory", forced=True)
         return out
 
+    def unreadable(self, event: Unreadable, now: float) -> list[CoordinatorCommand]:
+        """Give up the plans that wait for weights which cannot be read: it makes no sense to try again at once."""
+        out: list[CoordinatorCommand] = []
+        for model in self._slots.of(event.model):
+            record = model.plans.preparing
+            if record is not None and record.state == "preparing" and event.device in record.plan.devices:
+                model.refusals = REFUSALS
+                out += self._failed(model, record, "refused", event.error, now)
+        return out
+
     def _swap(
         self, model: ModelState, record: PlanRecord, others: list[ModelState], now: float, why: str
     ) -> list[CoordinatorCommand]:
@@ -210,6 +243,23 @@ class Rollout:
         slot.displaced = True
         slot.plans.want(now, now, f"it made room {why}", forced=True)
         return self._release(coming.plan) if coming is not None else []
+
+    def slot_for(self, job: Job, now: float) -> tuple[ModelState | None, list[CoordinatorCommand]]:
+        """Return the slot of a request, a new one if it is the first with its pins; None if all are in use."""
+        name, pins = job.key.model, job.pins
+        model, out = self._slots.find(name, pins), list[CoordinatorCommand]()
+        if model is not None or pins is None:
+            return model, out
+        others = self._slots.pinned(name)
+        if len(others) >= PINNED:
+            oldest = next((slot for slot in others if slot.idle), None)
+            if oldest is None:
+                text = f"{PINNED} ways of dividing {name} that requests have pinned are all in use"
+                return None, self._requests.overloaded(job, f"{text}; try again later, or pin nothing")
+            out = self.close(oldest, now, f"for {pins}")
+        model = self._slots.add(name, pins)
+        model.plans.want(now, now, "a request has pinned it", forced=True)
+        return model, out
 
     def close(self, slot: ModelState, now: float, why: str) -> list[CoordinatorCommand]:
         """Release all plans of a slot of pins for which no request waits or runs, and forget it."""
@@ -260,7 +310,9 @@ class Rollout:
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.show(model)]
 
-    def suspect(self, model: ModelState, plan: Plan, now: float) -> list[CoordinatorCommand]:
+    def suspect(
+        self, model: ModelState, plan: Plan, now: float, why: str = "a run never ended"
+    ) -> list[CoordinatorCommand]:
         """Prepare a plan anew under which a run never ended.
 
         A device may have lost its part of it unnoticed (a broker that restarts swallows wills and subscriptions). The
@@ -269,6 +321,6 @@ class Rollout:
         record = model.plans.active
         if record is None or record.plan is not plan:
             return []
-        model.plans.suspect(record, now, "a run never ended")
-        model.plans.want(now, now, f"a run under {record.epoch} never ended", forced=True)
+        model.plans.suspect(record, now, why)
+        model.plans.want(now, now, f"under {record.epoch}: {why}", forced=True)
         return [self.show(model)]

@@ -1,0 +1,137 @@
+"""What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Final
+
+from device_agent.measure import narrow_measured, self_measurement
+from device_agent.meter import Meter
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.kernels import Workers, ahead
+from hepti_mqtt.kernels.machine import turns
+from hepti_mqtt.kernels.machine.jit import cache_directory
+
+LOOK_S: Final = 1.0
+CLOSE_S: Final = 1.0
+IDLE_S: Final = 5.0  # without an op for so long a device is idle
+WRONG: Final = 1.5  # requests take so many times as long as was measured, or as short
+WRONG_FOR_S: Final = 30.0  # of requests
+AGAIN_S: Final = 600.0  # after a measurement, and twice as long after each further one: what requests show may stay so
+
+
+class Doubts:
+    """Whether requests have told otherwise than the measurement for long; time is an argument."""
+
+    def __init__(self) -> None:
+        self._wrong_s = 0.0
+        self._last_s: float | None = None
+        self._not_before_s, self._pause_s = -inf, AGAIN_S
+
+    def look(self, slowdown: float, now: float) -> bool:
+        """Take what requests show now, 1.0 if there were none; return whether to measure again."""
+        passed_s, self._last_s = 0.0 if self._last_s is None else now - self._last_s, now
+        if max(slowdown, 1 / max(slowdown, 1e-9)) > WRONG:
+            self._wrong_s += passed_s
+        elif slowdown != 1.0:
+            self._wrong_s = 0.0
+        return self._wrong_s >= WRONG_FOR_S and now >= self._not_before_s
+
+    def measured(self, now: float) -> None:
+        """Take it that the device was measured again."""
+        self._wrong_s = 0.0
+        self._not_before_s, self._pause_s = now + self._pause_s, 2 * self._pause_s
+
+
+class Afterwards:
+    """A thread from `start` to `close`.
+
+    places: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
+    last run. announce: tells the site what `meter` has as curves now. steady: measure nothing again.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        threads: int,
+        memory_bytes: int,
+        meter: Meter,
+        stepped_s: Callable[[], float],
+        announce: Callable[[], None],
+        steady: bool,
+        log: logging.Logger,
+    ) -> None:
+        self._places, self._threads, self._memory_bytes = places, threads, memory_bytes
+        self._meter, self._stepped_s, self._announce, self._steady = meter, stepped_s, announce, steady
+        self._log = log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, the first time."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop soon."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            warm = ahead.load_rest(self._threads, lambda *_: self._give_up())
+            self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
+            if not self._steady:
+                self._watch()
+        except InterruptedError:
+            pass
+        except Exception:
+            self._log.exception("what goes on beside the work has ended; the agent works on")
+
+    def _watch(self) -> None:
+        doubts = Doubts()
+        while not self._closing.wait(LOOK_S):
+            doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
+            if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
+                self._measure(anew=doubted)
+                if doubted:
+                    doubts.measured(time.monotonic())
+
+    def _idle(self) -> bool:
+        return time.perf_counter() - self._stepped_s() > IDLE_S
+
+    def _measure(self, anew: bool) -> None:
+        """Measure, unless a request comes meanwhile: then what was measured does not count."""
+        workers = Workers(self._threads)
+
+        def undisturbed() -> bool:
+            return self._stepped_s() < begun_s
+
+        try:
+            with turns.measuring(cache_directory(), self._give_up):
+                begun_s = time.perf_counter()
+                curves, _ = self_measurement(
+                    self._places, workers, self._memory_bytes, narrow=True, anew=anew, keep=undisturbed
+                )
+        except InterruptedError:
+            return
+        finally:
+            workers.close()
+        if not undisturbed():
+            return
+        self._meter.measured(curves)
+        self._log.info("measured again" if anew else "measured with narrow weights too")
+        try:
+            self._announce()
+        except NetworkError as error:
+            self._log.warning("the new measurement cannot be told now: %s", error)
+
+    def _give_up(self) -> None:
+        if self._closing.is_set():
+            raise InterruptedError("the agent ends")

@@ -1,0 +1,101 @@
+"""What the system lets this process have: the memory and the cores of its control groups, not those of the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from hepti_mqtt.errors import ConfigError
+
+SYSTEM: Final = Path("/")
+PART_OF_FREE: Final = 0.8
+LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
+
+
+def free_memory(root: Path = SYSTEM) -> int:
+    """Return the bytes that are free for this process: of the machine, and in each control group that it is in."""
+    return min([int(psutil.virtual_memory().available), *(max(free, 0) for free in _free_in_groups(root))])
+
+
+def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
+    """Return the bytes for weights and live slots together, beside what the idle agent takes.
+
+    It is what was asked for, as far as that is free. The tiles under way while weights are loaded come out of the same
+    budget. Raises ConfigError if nothing is left.
+    """
+    whole = int(PART_OF_FREE * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
+    if whole <= LOADING_BYTES:
+        raise ConfigError(
+            f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
+            "are needed while they are loaded; raise --memory, or the container's limit"
+        )
+    return whole - LOADING_BYTES
+
+
+def cores(root: Path = SYSTEM) -> float:
+    """Return how many cores this process has, by what is allowed and by the quota of the control groups."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (_quota(group) for group in _groups(root, "cpu"))
+    return min([float(allowed), *(quota for quota in quotas if quota is not None)])
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Yield what is left in each control group: its limit less what it uses, but for files that can be let go."""
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for group in _groups(root, "memory"):
+        for limit_file, used_file in names:  # version 2, version 1
+            limit, used = _number(group / limit_file), _number(group / used_file)
+            if limit is not None and used is not None:
+                yield limit - used + _inactive_files(group / "memory.stat")
+
+
+def _inactive_files(stat: Path) -> int:
+    found = dict.fromkeys(("inactive_file", "total_inactive_file"), 0)
+    with suppress(OSError, ValueError):
+        for line in stat.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in found:
+                found[name] = int(value)
+    return max(found.values())
+
+
+def _quota(group: Path) -> float | None:
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us is not None and period_us and quota_us > 0 else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the directories of this process's control groups, from the innermost to the outermost."""
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    out: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = (
+            mount
+            if not controllers
+            else next((d for d in (mount / controllers, mount / controller) if d.is_dir()), mount)
+        )
+        inner = top / path.lstrip("/")
+        # In a container the path may be the host's: its own group is then the top of what is mounted.
+        out += [d for d in (inner, *inner.parents) if d.is_relative_to(top) and d.is_dir()]
+    return out
+
+
+def _number(path: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None

@@ -1,0 +1,157 @@
+"""This device's own endpoint and the peers that it hears directly, as the session thread uses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from device_agent.complaints import Complaints
+from device_agent.peer_probes import ANSWER, PeerProbes
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime.device.commands import Admit, Join, Part
+from hepti_mqtt.runtime.device.events import FrameIn, PeerBehind, PeerJoined, PeerLost, PeerRefused
+from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Place, Refused
+from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.frames import Frame
+from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
+from hepti_mqtt.wire.topics import Topics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LinkEvent = FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
+NOW_S: Final = 0.0
+
+
+class MeshLinks:
+    """Carries mesh commands out, and gives what has come as events of the session; for the session thread alone.
+
+    make: opens the endpoint with callbacks for messages and events. probes: measures the ways to peers. Frames are
+    views of the buffers that they came in.
+    """
+
+    def __init__(
+        self,
+        topics: Topics,
+        device: str,
+        make: Callable[[Callable[[str, str, memoryview], None], Callable[[MeshEvent], None]], Mesh],
+        complaints: Complaints,
+        probes: PeerProbes,
+    ) -> None:
+        self.probes = probes
+        self._topics, self._device, self._complaints = topics, device, complaints
+        self._arrived: list[LinkEvent] = []
+        self._admitted: dict[tuple[str, Epoch], set[str]] = {}
+        self._joined: dict[tuple[str, Epoch], set[str]] = {}
+        self.mesh = make(self._message, self._event)
+
+    @property
+    def open(self) -> bool:
+        """Return whether anything may come from a peer."""
+        return bool(self._joined)
+
+    def wait(self, timeout_s: float | None) -> list[LinkEvent]:
+        """Wait for what comes from peers, until woken or for `timeout_s`, and return it."""
+        self.mesh.wait(timeout_s)
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def publish(self, command: Publish) -> None:
+        """Send a message to those who read it, header and body as they lie."""
+        if not self.mesh.publish(command.topic, command.payload, command.body):
+            self._complaints.add("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
+
+    def admit(self, command: Admit) -> None:
+        """Let peers in."""
+        key = (command.model, command.epoch)
+        for peer in command.peers:
+            filters = self._topics.activations_from(command.model, self._device, peer.device)
+            self.mesh.admit(peer.device, key, peer.token_in, filters)
+        self._admitted.setdefault(key, set()).update(peer.device for peer in command.peers)
+
+    def join(self, command: Join) -> None:
+        """Hear peers."""
+        key = (command.model, command.epoch)
+        self._joined.setdefault(key, set()).update(peer.device for peer in command.peers)
+        for peer in command.peers:
+            filters = self._topics.activations_from(command.model, peer.device, self._device)
+            place = Place(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
+            self.mesh.join(peer.device, key, place, peer.token_out, filters)
+
+    def part(self, command: Part) -> None:
+        """End what an epoch was admitted and joined for."""
+        key = (command.model, command.epoch)
+        for peer in self._joined.pop(key, ()):
+            self.mesh.leave(peer, key)
+        for peer in self._admitted.pop(key, ()):
+            self.mesh.expel(peer, key)
+
+    def probe(self, now: float, busy: bool) -> None:
+        """Probe the peer whose turn it is, of those that this device hears and that hear it."""
+        models = {
+            peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())
+        }
+        due = self.probes.due(now, models, busy)
+        if due is not None:
+            peer, payloads = due
+            for payload in payloads:
+                self.mesh.publish(self._topics.activation(models[peer], 0, self._device, peer), payload)
+
+    def edges(self) -> Mapping[str, Edge]:
+        """Return what went to and came from each peer; from any thread."""
+        return {
+            name: Edge(
+                e.frames_in,
+                e.bytes_in,
+                e.frames_out,
+                e.bytes_out,
+                e.queued_bytes,
+                e.dropped,
+                e.reconnections,
+                int(e.joined),
+                e.trouble[:MAX_TROUBLE],
+            )
+            for name, e in self.mesh.edges().items()
+        }
+
+    def close(self) -> None:
+        """Close the endpoint and every connection."""
+        self.mesh.close()
+
+    # -- called by the mesh, in `wait` and `publish` ---------------------------------------------------------------
+
+    def _message(self, peer: str, topic: str, payload: memoryview) -> None:
+        try:
+            parsed, frame = self._topics.parse(topic), frames.decode(payload)
+            if frame.kind == "probe" and parsed.kind == "activation" and (frame.source, parsed.source) == (peer, peer):
+                self._probed(peer, parsed.model, frame)
+                return
+            # What a peer may publish is its own: neither topic nor frame may name another source.
+            said = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
+            if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
+                raise WireError(f"the frame says {said}, which is not what its topic and its sender say")
+        except WireError as exc:
+            self._complaints.add("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
+            return
+        self._arrived.append(FrameIn(frame))
+
+    def _probed(self, peer: str, model: str, frame: Frame) -> None:
+        if frame.numbers == ANSWER:
+            self.probes.received(peer, frame, time.perf_counter())
+            return
+        answer = frames.encode(self.probes.answer(frame))
+        self.mesh.publish(self._topics.activation(model, 0, self._device, peer), answer)
+
+    def _event(self, event: MeshEvent) -> None:
+        match event:
+            case Joined(peer, (str(model), Epoch() as epoch)):
+                self._arrived.append(PeerJoined(peer, model, epoch))
+            case Refused(peer, (str(model), Epoch() as epoch), reason):
+                self._arrived.append(PeerRefused(peer, model, epoch, reason))
+            case Lost(peer, reason):
+                self._arrived.append(PeerLost(peer, reason))
+            case Dropped(peer, nbytes):
+                self._arrived.append(PeerBehind(peer, nbytes))

@@ -1,0 +1,46 @@
+"""What a plan would take by the other route, or with narrower numbers on the wire, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.plan import Plan, Route
+from hepti_mqtt.planner import Question
+from hepti_mqtt.planner.routes import on_route, relayed
+from hepti_mqtt.program import Program
+from hepti_mqtt.simulate import Naming, Simulation, simulate
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import programs
+
+
+def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
+    """Return a line on the routes and one on f16, for the same division; none for one device, which sends nothing."""
+    if len(plan.devices) == 1:
+        return []
+    question = Question(Naming(site, plan.model), spec, cluster, shape, plan.epoch, relayed=frozenset(plan.relayed))
+
+    def played(other: Plan) -> Simulation:
+        parts: dict[str, Program] = programs(spec, other, shape)
+        return simulate(question.naming, spec, shape, parts, cluster)
+
+    apart = relayed(question, plan.devices)
+    pairs = len(plan.devices) * (len(plan.devices) - 1)
+    words = []
+    for route in get_args(Route):
+        if route == "mesh" and len(apart) == pairs:
+            words.append("over mesh: no two of these devices can connect")
+            continue
+        beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
+        words.append(f"over {route} {_costs(played(on_route(question, plan, route)))}{beside}")
+    lines = [f"routes of {plan.method}: " + "; ".join(words)]
+    if plan.wire == "f32":
+        now, narrow = played(plan), played(replace(plan, wire="f16"))
+        gain = now.seconds / narrow.seconds
+        lines.append(f"with f16 on the wire: {_costs(narrow)} instead of {_costs(now)}, {gain:.2f} times as fast")
+    return lines
+
+
+def _costs(played: Simulation) -> str:
+    return f"{played.seconds * 1e3:.1f} ms ({played.nbytes / 1e6:.1f} MB)"

@@ -1,0 +1,223 @@
+"""One device's endpoint and its subscriptions at its peers' endpoints, driven by the thread that computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from hepti_mqtt.transport.mesh.buffers import Buffers
+from hepti_mqtt.transport.mesh.endpoint import Endpoint
+from hepti_mqtt.transport.mesh.events import Dropped, Edge, MeshEvent, Place
+from hepti_mqtt.transport.mesh.lines import Buffer
+from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
+from hepti_mqtt.transport.mesh.tls import MeshTls
+
+QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
+PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless the plan says less
+TICK_S: Final = 1.0
+_MAX_EDGES: Final = 1024
+
+OnMessage = Callable[[str, str, memoryview], None]
+OnEvent = Callable[[MeshEvent], None]
+
+
+class Mesh:
+    """Tensors from device to device over MQTT, without a broker between.
+
+    One thread, the session's, calls everything but `wake`; `wait` calls on_message(peer, topic, payload) and on_event
+    on it. A payload is aligned to 64 bytes, and its memory is used again when nobody refers to it any more. A helper
+    thread accepts subscribers and sends what the kernel did not take at once. user: this device's name, with which it
+    introduces itself. limit_bytes: what may wait for one subscriber. tls: everything is encrypted, both ways. Raises
+    OSError if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        user: str,
+        on_message: OnMessage,
+        on_event: OnEvent,
+        limit_bytes: int = QUEUE_BYTES,
+        tls: MeshTls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
+        self._edges: dict[str, Edge] = {}
+        # First, because it may fail and leaves nothing behind then.
+        self._endpoint = Endpoint(
+            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
+        )
+        self.port = self._endpoint.port
+        self._peers: dict[str, Peer] = {}
+        self._by_fd: dict[int, Peer] = {}
+        self._eager: list[Peer] = []  # have read some of what came, and not all
+        # What is told on this thread in `wait`, in the order in which it came.
+        self._told: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
+        self._epoll = select.epoll()
+        self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._clock = clock
+        self._around = Surroundings(
+            user=user,
+            clock=clock,
+            watch=self._watch,
+            tell=self._told.append,
+            hear=self._told.append,
+            again=self._eager.append,
+            buffers=Buffers(),
+            secure=tls.ask if tls else None,
+        )
+        self._stopping = False
+        self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
+        self._helper.start()
+
+    def admit(
+        self, user: str, key: Hashable, token: str, filters: Sequence[str], limit_bytes: int | None = None
+    ) -> None:
+        """Grant: `user` may come in with this token and read what these filters take in, until `expel` of this key.
+
+        limit_bytes: what may wait for this user.
+        """
+        self._endpoint.admit(user, key, token, filters, limit_bytes or self._limit_bytes)
+
+    def expel(self, user: str, key: Hashable) -> None:
+        """End a grant: what no other grant covers is sent no more; without any grant the user is disconnected."""
+        self._endpoint.expel(user, key)
+
+    def join(
+        self,
+        peer: str,
+        key: Hashable,
+        place: Place,
+        token: str,
+        filters: Sequence[str],
+        limit_bytes: int = PACKET_BYTES,
+    ) -> None:
+        """Subscribe at a peer's endpoint, until `leave` of this key; `Joined` says when, and again after a loss.
+
+        All keys share one connection. limit_bytes: the largest packet that may come.
+        """
+        there = self._peers.get(peer)
+        if there is None:
+            there = self._peers[peer] = Peer(peer, place, self._edge(peer), self._around)
+        there.join(key, place, token, filters, limit_bytes)
+
+    def leave(self, peer: str, key: Hashable) -> None:
+        """End the subscriptions of this key at a peer, and the connection with the last one."""
+        there = self._peers.get(peer)
+        if there is not None and not there.leave(key):
+            del self._peers[peer]
+
+    def publish(self, topic: str, *parts: Buffer) -> int:
+        """Send one message, its payload in C-contiguous parts; return to how many subscribers it went.
+
+        It never waits; the parts are the caller's again on return. `Dropped` tells who did not get it.
+        """
+        return self._endpoint.publish(topic, parts)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until something has come, `wake` was called or the time is over; tell what has come."""
+        if self._told or self._eager:
+            timeout_s = 0.0
+        due = min([peer.due for peer in self._peers.values()], default=NEVER)
+        if due < NEVER:
+            timeout_s = self._until(due, timeout_s)
+        for fd, _ in self._epoll.poll(timeout_s):
+            peer = self._by_fd.get(fd)
+            if peer is not None:
+                peer.ready()
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+        if self._eager:
+            eager, self._eager[:] = list(self._eager), []
+            for peer in eager:
+                peer.ready()
+        while self._told:
+            self._tell()
+
+    def wake(self) -> None:
+        """Let `wait` return at once; from any thread, also after `close`."""
+        with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def edges(self) -> Mapping[str, Edge]:
+        """Return what went to and from each peer so far, and what waits."""
+        queued = self._endpoint.queued_bytes()
+        return {
+            name: dataclasses.replace(edge, queued_bytes=queued.get(name, 0))
+            for name, edge in list(self._edges.items())
+        }
+
+    @property
+    def sent_away(self) -> int:
+        """Return how many connections to this endpoint were closed because they broke a rule."""
+        return self._endpoint.sent_away
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._stopping = True
+        self._endpoint.stop()
+        self._helper.join()
+        for peer in self._peers.values():
+            peer.close()
+        self._endpoint.close()
+        self._epoll.close()
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _tell(self) -> None:
+        told = self._told.popleft()
+        if isinstance(told, tuple):
+            self._on_message(*told)
+        else:
+            self._on_event(told)
+
+    def _until(self, due: float, timeout_s: float | None) -> float:
+        """Run the timers that are due, and return how long to wait for the next one."""
+        now = self._clock()
+        if due <= now:
+            for peer in self._peers.values():
+                peer.timer()
+            due = min(peer.due for peer in self._peers.values())
+        if self._told:
+            return 0.0
+        left = max(due - now, 0.0)
+        return left if timeout_s is None else min(left, timeout_s)
+
+    def _watch(self, fd: int, events: int, peer: Peer) -> None:
+        if not events:
+            del self._by_fd[fd]
+            with suppress(OSError):  # closed already, by a TLS handshake that failed
+                self._epoll.unregister(fd)
+        elif fd in self._by_fd:
+            self._epoll.modify(fd, events)
+        else:
+            self._by_fd[fd] = peer
+            self._epoll.register(fd, events)
+
+    def _edge(self, name: str) -> Edge:
+        """Return the counts of a peer, which outlive its connections."""
+        if name not in self._edges and len(self._edges) >= _MAX_EDGES:
+            self._edges.pop(next(iter(self._edges)))
+        return self._edges.setdefault(name, Edge())
+
+    def _dropped(self, user: str, nbytes: int) -> None:
+        self._told.append(Dropped(user, nbytes))
+        self.wake()
+
+    def _help(self) -> None:
+        while not self._stopping:
+            self._endpoint.turn(TICK_S if self._endpoint.busy() else None)
+            self._endpoint.tick(self._clock())

@@ -1,0 +1,199 @@
+"""Two devices with real sockets in one process: what is sent comes, as a view, and nothing in the name of others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from device_agent.complaints import Complaints
+from device_agent.config import AgentConfig
+from device_agent.endpoint import checked_address, listening_address, own_address
+from device_agent.mesh_links import MeshLinks
+from device_agent.own_endpoint import OwnEndpoint
+from device_agent.peer_probes import PeerProbes
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime.device.commands import Admit, Join, Part
+from hepti_mqtt.runtime.device.events import FrameIn, PeerJoined, PeerLost, PeerRefused
+from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.mesh import Mesh, mesh_possible
+from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.frames import Frame
+from hepti_mqtt.wire.peers import Endpoint, Peer
+from hepti_mqtt.wire.topics import Topics
+
+pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
+
+TOPICS, EPOCH = Topics("home"), Epoch(1, 1)
+PATIENCE_S = 30.0
+ARRAY = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+class Device:
+    """One device's links, with what came of them."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.events = name, []
+        self.complaints = Complaints(logging.getLogger("test"))
+        probes = PeerProbes(name, 1)
+
+        def make(on_message, on_event):
+            return Mesh("127.0.0.1", 0, user=name, on_message=on_message, on_event=on_event)
+
+        self.links = MeshLinks(TOPICS, name, make, self.complaints, probes)
+
+    def peer(self, token_out: str, token_in: str) -> Peer:
+        """Return this device as another one is told of it."""
+        return Peer(self.name, Endpoint("127.0.0.1", self.links.mesh.port), token_out, token_in)
+
+
+class Pair:
+    """Two devices that are driven in turn."""
+
+    def __init__(self) -> None:
+        self.a, self.b = Device("a"), Device("b")
+
+    def until(self, holds, what: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < end, what
+            for device in (self.a, self.b):
+                device.events += device.links.wait(0.005)
+
+    def introduce(self) -> None:
+        for one, other, out, back in ((self.a, self.b, "1", "2"), (self.b, self.a, "2", "1")):
+            one.links.admit(Admit("m", EPOCH, (other.peer(out, back),)))
+            one.links.join(Join("m", EPOCH, (other.peer(out, back),)))
+        joined = [PeerJoined(d.name, "m", EPOCH) for d in (self.b, self.a)]
+        self.until(lambda: joined[0] in self.a.events and joined[1] in self.b.events, "both are joined")
+
+    def frames(self, device: Device) -> list[Frame]:
+        return [event.frame for event in device.events if isinstance(event, FrameIn)]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.a.links.close()
+    made.b.links.close()
+
+
+def tensor(source: str, kind: str = "tensor") -> tuple[bytes, memoryview]:
+    return frames.encode_parts(
+        Frame(kind, "m", EPOCH, 7, layer=2, node=3, source=source, dtype="f32", shape=ARRAY.shape, body=ARRAY)
+    )
+
+
+def test_a_frame_comes_as_a_view_of_aligned_memory_and_is_counted_at_both_ends(pair: Pair) -> None:
+    pair.introduce()
+    head, body = tensor("a")
+    command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
+    pair.a.links.publish(command)
+    pair.until(lambda: pair.frames(pair.b), "the frame has come")
+    (frame,) = pair.frames(pair.b)
+    array = frame.array()
+    np.testing.assert_array_equal(array, ARRAY)
+    assert (frame.source, frame.layer, frame.node) == ("a", 2, 3)
+    assert not array.flags.owndata
+    assert array.ctypes.data % 64 == 0
+    sent, came = pair.a.links.edges()["b"], pair.b.links.edges()["a"]
+    assert (sent.frames_out, sent.bytes_out) == (came.frames_in, came.bytes_in) == (1, command.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("source", "topic"),
+    [("c", TOPICS.activation("m", 2, "a", "b")), ("a", TOPICS.activation("m", 1, "a", "b"))],
+    ids=["another's name", "another layer"],
+)
+def test_what_contradicts_its_topic_or_its_sender_is_dropped(pair: Pair, source: str, topic: str) -> None:
+    pair.introduce()
+    for claimed, where in ((source, topic), ("a", TOPICS.activation("m", 2, "a", "b"))):
+        head, body = tensor(claimed)
+        pair.a.links.publish(Publish(where, head, 0, "mesh", body=body))
+    pair.until(lambda: pair.frames(pair.b), "the right frame has come")
+    assert len(pair.frames(pair.b)) == 1
+    assert pair.b.complaints.counters["bad_payload"] == 1
+
+
+def test_a_wrong_token_is_refused_and_the_end_of_an_epoch_ends_the_connection(pair: Pair) -> None:
+    pair.b.links.join(Join("m", EPOCH, (pair.a.peer("wrong", ""),)))
+    pair.a.links.admit(Admit("m", EPOCH, (pair.b.peer("", "right"),)))
+    pair.until(lambda: any(isinstance(e, PeerRefused) for e in pair.b.events), "b is refused")
+    pair.b.links.part(Part("m", EPOCH))
+    assert not pair.b.links.open
+    pair.b.links.join(Join("m", EPOCH, (pair.a.peer("right", ""),)))
+    pair.until(lambda: PeerJoined("a", "m", EPOCH) in pair.b.events, "b is in")
+    pair.a.links.part(Part("m", EPOCH))
+    pair.until(lambda: any(isinstance(e, PeerLost) for e in pair.b.events), "b is out")
+
+
+def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
+    pair.introduce()
+    now = 0.0
+
+    def measured() -> bool:
+        nonlocal now
+        now += 1.0
+        pair.a.links.probe(time.perf_counter(), busy=False)
+        return "b" in pair.a.links.probes.reports()
+
+    pair.until(measured, "a has measured its way to b")
+    assert pair.a.links.probes.reports()["b"].round_trip_s > 0
+    assert not pair.frames(pair.a) + pair.frames(pair.b), "probes are no frames of a request"
+    pair.a.links.part(Part("m", EPOCH))
+    pair.a.links.probe(time.perf_counter(), busy=False)
+    assert not pair.a.links.probes.reports()
+
+
+def test_probes_take_turns() -> None:
+    probes = PeerProbes("a", 1)
+    seen = [probes.due(float(second), {"b", "c", "d"}, busy=True) for second in range(6)]
+    assert sorted(peer for peer, _ in seen) == ["b", "b", "c", "c", "d", "d"]
+    assert all(len(payloads) == 1 for _, payloads in seen), "no large ones while it computes"
+    assert probes.due(7.0, (), busy=False) is None
+
+
+def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
+    assert own_address(BrokerUrl("127.0.0.1", 1883)) == "127.0.0.1"
+    assert listening_address("127.0.0.1") == "127.0.0.1", "nobody else reaches it"
+    assert listening_address("192.0.2.7") == "0.0.0.0"
+    assert listening_address("2001:db8::1") == "::"
+    assert checked_address("192.0.2.7") == "192.0.2.7"
+    with pytest.raises(ConfigError, match="--mesh-host"):
+        checked_address("pi.local")
+
+
+def opened(**options) -> OwnEndpoint:
+    url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
+    config = AgentConfig(url, "home", "a", **options)
+    return OwnEndpoint(config, TOPICS, 1, Complaints(logging.getLogger("test")))
+
+
+def test_an_endpoint_is_told_where_it_listens() -> None:
+    endpoint = opened()
+    try:
+        told = endpoint.told()
+        assert (told.host, told.fingerprint) == ("127.0.0.1", "")
+        with pytest.raises(ConfigError, match="--mesh-port"):
+            opened(mesh_port=told.port)
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": False}, {"url": BrokerUrl("127.0.0.1", 8883, tls=True)}],
+    ids=["--no-mesh", "an encrypted broker and no certificate"],
+)
+def test_where_peers_are_not_to_connect_there_is_none(options: dict) -> None:
+    endpoint = opened(**options)
+    assert endpoint.links is None
+    assert endpoint.told() is None
+    assert endpoint.watch(lambda: None) is None
+    endpoint.close()

@@ -1,0 +1,315 @@
+"""A program: hostile messages to a real site while requests go on, and what became of it, as JSON.
+
+Captured messages of every topic are mutated and published again, N of them from a seed; then come the messages that
+once stopped a site, each by name. Arguments: N, and optionally the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import psutil
+from site_processes import PATIENCE_S, SITE, Site, poll
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
+from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.topics import Topics
+
+TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
+TOLERANCE = 5e-5
+CAPTURED = 40  # messages kept of each kind of topic
+AT_ONCE = 20  # hostile messages between two looks at the clock
+INVENTED = 40_000
+KINDS = {
+    "status", "caps", "heartbeat", "up", "command", "request", "response", "planner_status", "plan", "work", "weights",
+    "activation", "event",
+}  # fmt: skip
+TOPICS = Topics(SITE)
+
+
+@dataclass
+class Asked:
+    """What became of the requests that went on meanwhile."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, url: str, expected: dict[str, np.ndarray], client: str) -> None:
+        """Ask one thing after the other until the end."""
+        with Hepti.connect(url, site=SITE, client_id=client) as hepti:
+            for number in range(1 << 30):
+                if self.stop.is_set():
+                    return
+                text = TEXTS[number % len(TEXTS)]
+                begun = time.monotonic()
+                try:
+                    found = hepti.infer("tiny", text=text, timeout_s=PATIENCE_S).embedding
+                except HeptiError as error:
+                    outcome = "no end" if isinstance(error, TimeoutError) else f"error {error.code}"
+                else:
+                    right = np.allclose(found, expected[text], atol=TOLERANCE)
+                    outcome = "right" if right else "wrong"
+                self.outcomes[outcome] += 1
+                self.longest_s = max(self.longest_s, time.monotonic() - begun)
+
+
+class Attacker:
+    """Someone who may publish and read everything: an open broker, or a login that was stolen."""
+
+    def __init__(self, url: str, random_: random.Random) -> None:
+        self.random = random_
+        self.capturing, self.pause = True, threading.Event()
+        self.captured: dict[str, list[tuple[str, bytes]]] = {}
+        self.answers: Counter[str] = Counter()
+        self.waiting: set[str] = set()  # ids of our own requests, valid ones, that have no answer
+        self.sent: Counter[str] = Counter()
+        self._states: queue.SimpleQueue[State] = queue.SimpleQueue()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url),
+            f"attacker-{uuid.uuid4().hex[:8]}",
+            on_message=self._heard,
+            on_state=self._states.put,
+            max_queued_bytes=256 << 20,
+        )
+        self.transport.subscribe([("hepti/v1/" + SITE + "/#", 0)])
+        self.transport.connect(PATIENCE_S)
+        while not isinstance(self._states.get(timeout=PATIENCE_S), Subscribed):
+            pass
+
+    def _heard(self, topic: str, payload: bytes) -> None:
+        try:
+            parsed = TOPICS.parse(topic)
+        except WireError:
+            return
+        if parsed.kind == "response" and parsed.client == "attacker":
+            data = json.loads(payload)
+            self.waiting.discard(parsed.request)
+            self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
+            return
+        if payload and self.capturing:
+            kept = self.captured.setdefault(parsed.kind, [])
+            if len(kept) < CAPTURED:
+                kept.append((topic, payload))
+
+    def say(self, kind: str, topic: str, payload: bytes, retain: bool = False) -> None:
+        """Publish, and wait while too much waits to be sent."""
+        self.sent[kind] += 1
+        while True:
+            try:
+                self.transport.publish(topic, payload, 1, retain)
+            except PacketLimitError:
+                self.answers["over the broker's limit"] += 1
+            except NetworkError:
+                self.pause.wait(0.02)
+                continue
+            return
+
+    def takes_over(self, topic: str, payload: bytes) -> bool:
+        """Return whether a message says that there is a newer planner or agent: by design the one before ends then."""
+        own = [boot_of(t, p) for said in self.captured.values() for t, p in said if t == topic]
+        return boot_of(topic, payload) > max(own, default=0)
+
+    def mutated(self) -> tuple[str, str, bytes]:
+        """Return kind, topic and payload of a captured message that was changed."""
+        pick = self.random
+        kind = pick.choice(sorted(self.captured))
+        topic, payload = pick.choice(self.captured[kind])
+        if kind == "request":
+            topic = TOPICS.request("tiny", "attacker")
+        if pick.random() < 0.1:  # another topic's payload
+            payload = pick.choice(self.captured[pick.choice(sorted(self.captured))])[1]
+        return kind, topic, pick.choice(MUTATIONS)(bytearray(payload), pick)
+
+
+def _flip(data: bytearray, pick: random.Random) -> bytes:
+    for _ in range(pick.choice((1, 1, 2, 8))):
+        if data:
+            data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+    return bytes(data)
+
+
+def _cut(data: bytearray, pick: random.Random) -> bytes:
+    return bytes(data[: pick.randrange(len(data) + 1)])
+
+
+def _longer(data: bytearray, pick: random.Random) -> bytes:
+    at = pick.randrange(len(data) + 1)
+    return bytes(data[:at]) + pick.randbytes(pick.choice((1, 4, 64, 4096))) + bytes(data[at:])
+
+
+def _extreme(data: bytearray, pick: random.Random) -> bytes:
+    """Put the largest and smallest numbers where others were."""
+    number = pick.choice((b"\xff" * 8, b"\x00" * 8, b"\x7f" + b"\xff" * 7, b"9" * 8, b"-1"))
+    at = pick.randrange(len(data) + 1)
+    return bytes(data[:at]) + number + bytes(data[at + len(number) :])
+
+
+def _again(data: bytearray, _pick: random.Random) -> bytes:
+    return bytes(data)
+
+
+MUTATIONS: tuple[Callable[[bytearray, random.Random], bytes], ...] = (_flip, _flip, _cut, _longer, _extreme, _again)
+
+
+def boot_of(topic: str, payload: bytes) -> int:
+    """Return the boot counter that a status names, 0 for what is none."""
+    try:
+        return messages.decode_status(payload).boot if "status" in TOPICS.parse(topic).kind else 0
+    except WireError:
+        return 0
+
+
+def named(attacker: Attacker) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the messages that stopped a site once."""
+    request, say = TOPICS.request("tiny", "attacker"), attacker.say
+
+    def ask(name: str, **data: object) -> None:
+        own = uuid.uuid4().hex
+        attacker.waiting.add(own)
+        say(name, request, json.dumps({"id": own, **data}).encode())
+
+    yield "text of 32 MB, cut", lambda: ask("text of 32 MB, cut", text="warm " * 6_000_000, truncate=True)
+    yield "text of 15 MB, cut", lambda: ask("text of 15 MB, cut", text="warm " * 3_000_000, truncate=True)
+    yield "list of 8 million", lambda: say("list of 8 million", request, b'{"text": [' + b"0," * 7_900_000 + b"0]}")
+    yield "nested lists", lambda: say("nested lists", request, b"[" * 1_000_000)
+    forged = json.dumps({"state": "online", "boot": 2**62}).encode()
+    yield "boot 2^62 of the planner", lambda: say("boot 2^62", TOPICS.planner_status(), forged, retain=True)
+    yield "boot 2^62 of an agent", lambda: say("boot 2^62", TOPICS.status("a"), forged, retain=True)
+    for field_, value in (("layers", 10**9), ("max_tokens", 2**40), ("hidden", 2**31)):
+        name = f"Prepare with {field_} {value:.0e}"
+        yield name, lambda name=name, field_=field_, value=value: _prepare(attacker, name, field_, value)
+    yield "40,000 devices", lambda: _invent(attacker)
+    yield "500 requests at once", lambda: [ask("500 requests at once", text="warm " * 500) for _ in range(500)] and None
+
+
+def _prepare(attacker: Attacker, name: str, field_: str, value: int) -> None:
+    found = [m for m in attacker.captured["command"] if m[1][:2] and msgpack.unpackb(m[1])[0] == 1]
+    topic, payload = found[0]
+    values = msgpack.unpackb(payload)
+    values[2]["epoch"] = [values[2]["epoch"][0], 1_000_000 + attacker.random.randrange(1_000_000)]
+    values[3][field_] = value
+    attacker.say(name, topic, msgpack.packb(values))
+
+
+def _invent(attacker: Attacker) -> None:
+    online = json.dumps({"state": "online", "boot": 1}).encode()
+    for number in range(INVENTED):
+        attacker.say("40,000 devices", TOPICS.status(f"invented-{number}"), online)
+
+
+def memory_mb(site: Site) -> dict[str, int]:
+    """Return what each process has in memory."""
+    return {name: psutil.Process(p.pid).memory_info().rss >> 20 for name, p in site.running.items()}
+
+
+def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.ndarray]) -> dict[str, object]:
+    """Send everything; return what was sent, how it was answered, and how the site did."""
+    asked = Asked()
+    clients = [threading.Thread(target=asked.run, args=(site.url, expected, name)) for name in ("one", "two")]
+    try:
+        for thread in clients:
+            thread.start()
+        poll(lambda: set(attacker.captured) >= KINDS, f"a message of each of {KINDS}")
+        attacker.capturing = False  # from now on much of what is heard is our own
+        before = memory_mb(site)
+        _mutations(attacker, count)
+        after_mutations, steps = memory_mb(site), {}
+        for name, act in named(attacker):
+            act()
+            until = time.monotonic() + PATIENCE_S
+            while attacker.waiting and time.monotonic() < until:
+                attacker.pause.wait(0.05)
+            _answers(site, expected)
+            steps[name] = memory_mb(site)
+    finally:
+        asked.stop.set()
+        for thread in clients:
+            thread.join(2 * PATIENCE_S)
+    return {
+        "sent": dict(sorted(attacker.sent.items())),
+        "mutated": count,
+        "answers": dict(sorted(attacker.answers.items())),
+        "unanswered": len(attacker.waiting),
+        "requests": dict(asked.outcomes),
+        "longest_s": round(asked.longest_s, 2),
+        "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
+        "ended": [name for name, process in site.running.items() if process.poll() is not None],
+        "tracebacks": sum(site.log(name).count("Traceback") for name in site.running),
+    }
+
+
+def _mutations(attacker: Attacker, count: int) -> None:
+    left = count
+    while left:
+        kind, topic, payload = attacker.mutated()
+        if attacker.takes_over(topic, payload):
+            continue
+        attacker.say(kind, topic, payload)
+        left -= 1
+        if left % AT_ONCE == 0:
+            attacker.pause.wait(0.02)
+
+
+def _answers(site: Site, expected: dict[str, np.ndarray]) -> None:
+    """Return when the site answers rightly again; raises if it does not."""
+    with Hepti.connect(site.url, site=SITE) as hepti:
+        found = hepti.infer("tiny", text=TEXTS[0], timeout_s=2 * PATIENCE_S).embedding
+    assert np.allclose(found, expected[TEXTS[0]], atol=TOLERANCE), "a wrong answer"
+
+
+def main(count: int, seed: int) -> dict[str, object]:
+    """Build a site, attack it, and return what became of it."""
+    directory = Path(tempfile.mkdtemp(prefix="hepti-hostile-"))
+    try:
+        path = make_model("tiny-bert", directory / "tiny", seed=3)
+        with Checkpoint.open(path, "tiny") as checkpoint:
+            expected = {}
+            for text in TEXTS:
+                made = prepare(checkpoint, {"text": text})
+                expected[text] = models.reference(checkpoint.spec, checkpoint.tensors(), made.inputs, made.shape)[1][0]
+        with start_broker() as broker:
+            site = Site(directory, broker, {"tiny": path})
+            attacker = Attacker(broker.url, random.Random(seed))  # before the plans are told
+            try:
+                site.planner("--strategy", "row", "--devices", "a,b", "--route", "broker")
+                for name in ("a", "b"):
+                    site.agent(name, "100MiB")
+                with Hepti.connect(site.url, site=SITE) as hepti:
+                    hepti.wait_ready(
+                        "tiny", PATIENCE_S, lambda r: set((r["active"] or {}).get("devices", ())) == {"a", "b"}
+                    )
+                return {"broker": broker.kind, "seed": seed, **attack(site, attacker, count, expected)}
+            finally:
+                site.close()
+                attacker.transport.close()
+                if (kept := os.environ.get("HEPTI_HOSTILE_LOGS")) is not None:
+                    for log in directory.glob("*.log"):
+                        shutil.copy(log, kept)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0), indent=2))

@@ -1,0 +1,42 @@
+"""A Mosquitto with lines of its own in mosquitto.conf."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from site_processes import poll
+
+
+@contextlib.contextmanager
+def mosquitto_with(directory: Path, *lines: str) -> Iterator[SimpleNamespace]:
+    """Run Mosquitto with the project's settings and these lines; skips the test where it is not installed."""
+    program = shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if program is None:
+        pytest.skip("Mosquitto is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = directory / "mosquitto.conf"
+    head = [f"listener {port} 127.0.0.1", "allow_anonymous true", f"user {getpass.getuser()}", "set_tcp_nodelay true"]
+    file.write_text("\n".join([*head, *lines, ""]))
+    with (directory / "mosquitto.log").open("wb") as log:
+        process = subprocess.Popen([program, "-c", file], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        poll(lambda: _listens(port), "the broker")
+        yield SimpleNamespace(url=f"mqtt://127.0.0.1:{port}", kind="mosquitto")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as knock:
+        return knock.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,87 @@
+"""Long texts: what is read of them, and that it gives the tokens of the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.service import limits, texts
+from hepti_mqtt.service.limits import Characters
+from hepti_mqtt.service.requests import prepare
+
+WORDS = st.sampled_from(
+    ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]"]
+)
+
+
+@pytest.fixture(scope="module", params=["tiny-minilm", "tiny-roberta", "tiny-albert"])
+def checkpoint(request, tmp_path_factory):
+    with Checkpoint.open(make_model(request.param, tmp_path_factory.mktemp("models") / "m", seed=1)) as opened:
+        yield opened
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=400).map("".join).filter(str.strip))
+def test_a_long_text_gives_the_first_tokens_of_the_whole(checkpoint, text):
+    longest = checkpoint.spec.reads.longest
+    room = longest - checkpoint.tokenizer.num_special_tokens_to_add(False)
+    whole = checkpoint.tokenizer.encode(text, add_special_tokens=False)
+    whole.truncate(room)
+    ids = checkpoint.tokenizer.post_process(whole).ids
+    if not ids:
+        return
+    assert prepare(checkpoint, {"text": text, "truncate": True}).inputs.tolist() == ids
+
+
+@pytest.mark.parametrize("shift", range(16))
+def test_a_special_token_across_the_border_is_not_taken_apart(checkpoint, shift, monkeypatch):
+    """Cut in two it would be several words."""
+    longest = checkpoint.spec.reads.longest
+    special = "<|the|door|>"
+    checkpoint.tokenizer.add_special_tokens([special])
+    monkeypatch.setattr(texts, "CHARACTERS_PER_TOKEN", 2)
+    text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
+    ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+    found = texts._beginning(checkpoint.tokenizer, "text", text, longest, Characters()).ids
+    assert len(found) > longest
+    assert found[:longest] == ids[:longest]
+
+
+def read_of(checkpoint, text, monkeypatch):
+    """Return how many characters of a text the tokenizer is given."""
+    given = []
+    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
+    prepare(checkpoint, {"text": text, "truncate": True})
+    return sum(given)
+
+
+def test_of_a_text_of_megabytes_little_is_read(checkpoint, monkeypatch):
+    text = "the sensor is warm, " * 500_000
+    assert read_of(checkpoint, text, monkeypatch) < 100 * checkpoint.spec.reads.longest
+
+
+def test_a_text_too_long_without_truncation_is_hardly_read(checkpoint, monkeypatch):
+    given = []
+    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
+    with pytest.raises(RequestError, match=r'more than \d+ tokens.*"truncate": true'):
+        prepare(checkpoint, {"text": "the sensor is warm, " * 500_000})
+    assert sum(given) < 100 * checkpoint.spec.reads.longest
+
+
+def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(checkpoint):
+    """One word without an end: it has no tokens until all of it is read."""
+    fits = "x" * (limits.MAX_CHARACTERS // 4)
+    assert prepare(checkpoint, {"text": fits, "truncate": True}).shape.tokens > 0
+    with pytest.raises(RequestError, match="characters of one request"):
+        prepare(checkpoint, {"text": "x" * limits.MAX_CHARACTERS, "truncate": True})
+
+
+def test_the_limit_is_that_of_all_texts_together(checkpoint):
+    one = "x" * (limits.MAX_CHARACTERS // 8)
+    assert texts.CHARACTERS_PER_TOKEN * checkpoint.spec.reads.longest < len(one)
+    prepare(checkpoint, {"text": one, "truncate": True})
+    with pytest.raises(RequestError, match="characters of one request"):
+        prepare(checkpoint, {"texts": [one] * 10, "truncate": True})

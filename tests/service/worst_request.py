@@ -1,0 +1,99 @@
+"""A program: read the worst request of a kind, and print what became of it, the seconds, and the most MB in use.
+
+Arguments: the kind, and a directory for the model. Its own process, since what was in use at the most is a process's.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from hepti_mqtt.checkpoint import Checkpoint, make, make_model
+from hepti_mqtt.runtime.planner.flight import Job, Pins
+from hepti_mqtt.service.desk import Desk, Model
+from hepti_mqtt.service.forecast import Forecasts
+from hepti_mqtt.service.limits import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
+
+ROOM = 1000  # bytes for the rest of the JSON
+
+
+def body(**request: object) -> bytes:
+    return json.dumps({"id": "worst", **request}, ensure_ascii=False).encode()
+
+
+def picture(pixels: int, mode: str, form: str, **options: object) -> str:
+    side = int(pixels**0.5)
+    image = Image.frombytes(
+        mode, (side, side), np.random.default_rng(0).bytes(16) * (side * side * len(mode) // 16 + 1)
+    )
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def tokens() -> bytes:
+    """Sequences as long as they are read, of which every character is a token: nothing is worse to tokenise."""
+    words = "word" * 500 + " " + "," * (MAX_CHARACTERS // 64)
+    return body(texts=[words[: MAX_CHARACTERS // 64]] * 64, truncate=True)
+
+
+WORST: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "megabytes-of-words": ("text", lambda: body(text="warm sensor " * (MAX_REQUEST_BYTES // 12 - 20), truncate=True)),
+    "one-word": ("text", lambda: body(text="x" * (MAX_REQUEST_BYTES - ROOM), truncate=True)),
+    "commas": ("text", lambda: body(text="," * (MAX_ITEMS - 10), truncate=True)),
+    "tokens": ("text", tokens),
+    "wide-characters": ("text", lambda: body(text="\U0001f600 a" * (MAX_REQUEST_BYTES // 6 - ROOM), truncate=True)),
+    "objects": ("text", lambda: b'{"id": "worst", "text": [' + b"{}," * (MAX_ITEMS // 2 - 9) + b"0]}"),
+    "ids": ("text", lambda: body(ids=[7] * (MAX_ITEMS - 10), truncate=True)),
+    "png": ("image", lambda: body(image=picture(MAX_PIXELS, "RGB", "PNG"))),
+    "transparent": ("image", lambda: body(image=picture(MAX_PIXELS, "P", "PNG", transparency=bytes(256)))),
+    "progressive": ("image", lambda: body(image=picture(MAX_PIXELS, "RGB", "JPEG", progressive=True, quality=20))),
+    "webp": ("image", lambda: body(image=picture(MAX_PIXELS // 2, "RGBA", "WEBP"))),
+}  # fmt: skip
+
+
+def opened(directory: Path, reads: str) -> Checkpoint:
+    """Return a model with few weights that reads as long texts as common ones do."""
+    kind = "tiny-bert" if reads == "text" else "tiny-vit-classifier"
+    if reads == "text":
+        known = make.KINDS[kind]
+        kind = "worst"
+        make.KINDS[kind] = replace(known, config={**known.config, "max_position_embeddings": 512})  # type: ignore[index]
+    return Checkpoint.open(make_model(kind, directory), "worst")
+
+
+def in_use_mb(name: str) -> int:
+    """Return what the process has in memory now (VmRSS), or had at the most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) >> 10
+
+
+def main() -> None:
+    reads, made = WORST[sys.argv[1]]
+    payload = made()
+    with opened(Path(sys.argv[2]), reads) as checkpoint:
+        desk = Desk(
+            "home", {"worst": Model("worst", checkpoint, Pins())}, Forecasts("home", {"worst": checkpoint.spec})
+        )
+        usual = body(text="warm") if reads == "text" else body(image=picture(100, "RGB", "PNG"))
+        assert isinstance(desk.request("worst", "me", usual, 0.0), Job)
+        Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
+        before, begun = in_use_mb("VmRSS"), time.perf_counter()
+        found = desk.request("worst", "me", payload, 0.0)
+        seconds = time.perf_counter() - begun
+        said = f"job of {found.chunks[0].shape.tokens} tokens" if isinstance(found, Job) else found.payload.decode()
+        mb = in_use_mb("VmHWM") - before
+        print(json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload)}))
+
+
+if __name__ == "__main__":
+    main()

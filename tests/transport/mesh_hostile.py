@@ -1,0 +1,247 @@
+"""Hostile bytes for both parsers of the mesh, against slow parsers and against paho: `python mesh_hostile.py --help`.
+
+Every case is a stream of packets, most of them damaged, handed over in pieces. Whatever comes, a parser must say the
+same as the slow one that has all bytes at once, raise nothing but Malformed, and keep no more than its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import re
+import socket
+import time
+
+from mesh_bytes import Anybody, connect, plain_parse, publish, subscribe, unsubscribe
+
+from hepti_mqtt.transport.mesh.buffers import Buffers
+from hepti_mqtt.transport.mesh.guest import MAX_ASKED, MAX_FILTERS, Guest
+from hepti_mqtt.transport.mesh.intake import STAGE, Intake
+from hepti_mqtt.transport.mesh.packets import Malformed
+
+GIVEN_NAME = re.compile(rb"guest-[0-9a-f]{8}")
+LIMIT = 20_000  # above the stage, and small enough that a lie about a length costs nothing
+LENGTHS = (
+    b"\0",
+    b"\x7f",
+    b"\x80\x01",
+    b"\xff\x7f",
+    b"\xff\xff\x7f",
+    b"\xff\xff\xff\x7f",
+    b"\x80\x80\x80\x80\x01",
+    b"\x80",
+)
+
+SENT = [
+    *(publish("x/m/a", bytes(n)) for n in (0, 1, 7, 118, 119, 120, 121, 300)),
+    *(publish("x/é" + "t" * n, b"payload") for n in (0, 100, 1018, 1019, 1020)),
+    *(publish("x/m/a", b"p" * n) for n in (STAGE - 10, STAGE - 9, STAGE, 2 * STAGE + 1, LIMIT - 7, LIMIT - 6)),
+    publish("", b"x"),
+    publish("x/#", b"x"),
+    publish("x/m/a", b"xyz", version=5),
+    b"\x20\x02\0\0",
+    b"\x90\x04\0\x01\0\x80",
+    b"\xb0\x02\0\x02",
+    b"\xd0\0",
+    b"\x32\x07\0\x03x/a\0\x01h",
+    b"\x90\x81\x08" + bytes(1025),
+]
+SMALL = [data for data in SENT if len(data) < 400]
+ASKED = [
+    *(subscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"), ("x/a#",), ("",))),
+    *(unsubscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"))),
+    subscribe(*(f"x/{i}" for i in range(40))),
+    subscribe(*(f"x/{i}" for i in range(40, 80))),
+    subscribe("x/a", options=2),
+    subscribe("x/a", options=3),
+    subscribe("x/a", packet_id=0),
+    subscribe("x/a", version=5, properties=b"\x0b\x81\x01\x26\0\x01a\0\x01b"),
+    b"\xc0\0",
+    b"\xe0\0",
+    b"\x30\x05\0\x03x/a",
+    b"\x40\x02\0\x01",
+    b"\xf0\0",
+]
+CONNECTS = [
+    connect(),
+    connect(version=5),
+    connect(client=""),
+    connect(client="", version=5),
+    connect(flags=0xC6, will=b"\0\x01w\0\x02hi"),
+    connect(version=5, flags=0xC6, will=b"\x05\x18\0\0\0\x01\0\x01w\0\x02hi", properties=b"\x27\0\0\x10\0\x21\0\x05"),
+    connect(token="wrong"),
+    connect(user=None, token=None),
+    connect(version=3),
+    connect(keepalive_s=60),
+]
+
+
+def damage(rng, data):
+    """Return a packet with one thing wrong with it, or none."""
+    kind, data = rng.randrange(8), bytearray(data)
+    at = rng.randrange(len(data))
+    if kind == 0:
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data[1:2] = rng.choice(LENGTHS)
+    elif kind == 2:
+        del data[at:]
+    elif kind == 3:
+        data[at:at] = rng.randbytes(rng.randrange(1, 4))
+    elif kind == 4 and len(data) > 3:
+        data[2:4] = rng.choice((b"\0\0", b"\xff\xff", b"\0\xff", b"\x04\0"))
+    return bytes(data)
+
+
+def pieces(rng, data):
+    """Cut a stream: whole, in two, byte by byte or anywhere."""
+    kind = rng.randrange(4)
+    if kind == 0 or len(data) < 2:
+        return [data]
+    if kind == 1:
+        at = rng.randrange(len(data))
+        return [data[:at], data[at:]]
+    if kind == 2 and len(data) < 80:
+        return [data[i : i + 1] for i in range(len(data))]
+    found, at = [], 0
+    while at < len(data):
+        nbytes = rng.choice((1, 2, 5, 100, STAGE, 3 * STAGE))
+        found.append(data[at : at + nbytes])
+        at += nbytes
+    return found
+
+
+class Hearing:
+    """An intake, and what it has heard until it broke."""
+
+    def __init__(self, buffers):
+        self.heard, self.broken = [], False
+        self.intake = Intake(buffers, self.publish, self.control, LIMIT)
+
+    def publish(self, topic, payload):
+        self.heard.append((topic, bytes(payload)))
+
+    def control(self, first, body):
+        self.heard.append((first, body))
+
+    def put(self, parts):
+        intake = self.intake
+        try:
+            for part in parts:
+                view = memoryview(part)
+                while view.nbytes:
+                    room = intake.room()
+                    nbytes = min(room.nbytes, view.nbytes)
+                    assert nbytes, "no room for more"
+                    room[:nbytes] = view[:nbytes]
+                    intake.took(nbytes)
+                    assert intake.missing <= LIMIT
+                    view = view[nbytes:]
+        except Malformed:
+            self.broken = True
+        return self.heard, self.broken
+
+
+def intake_case(rng, buffers):
+    """Compare what a subscriber hears with the slow parser's word."""
+    pool = SENT if rng.random() < 0.2 else SMALL
+    data = b"".join(damage(rng, rng.choice(pool)) for _ in range(rng.randrange(1, 5)))
+    assert Hearing(buffers).put(pieces(rng, data)) == plain_parse(data, LIMIT), data
+
+
+def guest_case(rng):
+    """Compare the answers to a stream in pieces with those to all of it."""
+    first = rng.choice(CONNECTS)
+    parts = [first if rng.random() < 0.7 else damage(rng, first)]
+    parts += [damage(rng, rng.choice(ASKED)) for _ in range(rng.randrange(4))]
+    data = b"".join(parts)
+    told = [converse(cut) for cut in ([data], pieces(rng, data))]
+    (whole, state), (cut, cut_state) = told
+    # What was answered before the stream broke may be more where it came in pieces; nothing else may differ.
+    assert state == cut_state, data
+    assert cut.startswith(whole), data
+    if not state[0]:
+        assert cut == whole, data
+
+
+def converse(parts):
+    """Return a guest's answers, and (whether it broke a rule, was let in, is to go, reads this)."""
+    made, answers, broken = Guest(Anybody()), bytearray(), False
+    try:
+        for part in parts:
+            if made.over:
+                break
+            answers += made.feed(part)
+            assert len(made._asked) <= MAX_ASKED + 5
+    except Malformed:
+        broken = True
+    assert len(made.filters) <= MAX_FILTERS
+    assert all(name.startswith("x/") for name in made.filters)
+    assert made.version or not made.filters
+    return GIVEN_NAME.sub(b"guest-N", bytes(answers)), (broken, made.version, made.over, frozenset(made.filters))
+
+
+def paho_case(rng, buffers):
+    """Compare with paho as the subscriber: what the intake hears before it breaks, paho hears too, and first."""
+    pool = SMALL if rng.random() < 0.9 else SENT
+    data = b"".join(damage(rng, rng.choice(pool)) for _ in range(rng.randrange(1, 5)))
+    heard, broken = Hearing(buffers).put(pieces(rng, data))
+    mine = [item for item in heard if isinstance(item[0], str)]
+    theirs = by_paho(data)
+    if any(not isinstance(item[0], str) for item in heard):
+        return  # a control packet, at which paho has rules of its own
+    assert theirs[: len(mine)] == mine, data
+    if not broken:
+        assert theirs == mine, data
+
+
+def by_paho(data):
+    """Return the messages at QoS 0, not retained, that paho hears in these bytes before it gives up."""
+    from paho.mqtt.client import Client
+    from paho.mqtt.enums import CallbackAPIVersion
+
+    near, far = socket.socketpair()
+    heard = []
+    client = Client(CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: heard.append((message.topic, message.payload))
+    client._sock = near
+    near.setblocking(False)
+    with near, far:
+        far.sendall(data)
+        # On some bytes paho stops with an exception of its own: it has given up, which is all that counts here.
+        with contextlib.suppress(Exception):
+            while client._sock is not None and near.recv(1, socket.MSG_PEEK) and client.loop_read() == 0:
+                continue
+        client._sock = None
+    return heard
+
+
+def run(cases, seed, seconds=None):
+    """Try so many cases of each parser, and a hundredth of it against paho; return how many were tried."""
+    rng, buffers, tried, paho = random.Random(seed), Buffers(), 0, max(cases // 100, 1)
+    until = time.monotonic() + seconds if seconds else float("inf")
+    for i in range(cases):
+        intake_case(rng, buffers)
+        guest_case(rng)
+        tried += 2
+        if i % (cases // paho) == 0:
+            paho_case(rng, buffers)
+            tried += 1
+        if i % 1000 == 0 and time.monotonic() > until:
+            break
+    return tried
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1_000_000, help="of each of both parsers")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--seconds", type=float, help="stop after so long")
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    print(f"{run(options.cases, options.seed, options.seconds)} cases")
+
+
+if __name__ == "__main__":
+    main()

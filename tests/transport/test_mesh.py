@@ -1,0 +1,296 @@
+"""Devices exchange tensors directly, and any MQTT client with a token reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from mesh_bytes import connect
+from mesh_bytes import subscribe as mqtt_subscribe
+from mesh_nodes import HOST, PATIENCE_S, Dropped, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.transport.mesh import Joined, Place, mesh_possible
+
+KEY = ("bert", 1)
+
+
+@pytest.fixture
+def nodes():
+    """Make devices by name; all are closed when the test ends."""
+    made = []
+
+    def make(*users, **options):
+        new = [Node(user, **options) for user in users]
+        made.extend(new)
+        return new
+
+    yield make
+    for node in made:
+        node.mesh.close()
+
+
+@pytest.fixture
+def pair(nodes):
+    """Two devices that have joined each other."""
+    a, b = nodes("a", "b")
+    subscribe(a, b)
+    subscribe(b, a)
+    pump((a, b), lambda: joined(a)() and joined(b)())
+    return a, b
+
+
+def test_two_devices_exchange_tensors(pair):
+    a, b = pair
+    array = np.arange(300_000, dtype=np.float32).reshape(300, 1000)
+    assert a.mesh.publish(topic("a"), b"header", array) == 1
+    assert b.mesh.publish(topic("b", "a"), b"back") == 1
+    pump(pair, lambda: a.messages and b.messages)
+    assert b.messages == [("a", topic("a"), b"header" + array.tobytes())]
+    assert a.messages == [("b", topic("b", "a"), b"back")]
+
+
+def test_messages_of_every_size_arrive_in_order(pair):
+    a, b = pair
+    sizes = [0, 1, 63, 126, 127, 128, 4000, 4096, 5000, 16_384, 100_000, 3_000_000, 7]
+    sent = [bytes([i]) * nbytes for i, nbytes in enumerate(sizes)]
+    for data in sent:
+        assert a.mesh.publish(topic("a", "b"), data) == 1
+    pump(pair, lambda: len(b.messages) == len(sent))
+    assert [data for _, _, data in b.messages] == sent
+    edge = a.mesh.edges()["b"]
+    assert (edge.frames_out, edge.bytes_out, edge.queued_bytes) == (len(sent), sum(sizes), 0)
+    edge = b.mesh.edges()["a"]
+    assert (edge.frames_in, edge.bytes_in, edge.joined) == (len(sent), sum(sizes), True)
+
+
+def test_two_threads_play_ping_pong():
+    """As it is in use: each mesh on a thread of its own."""
+    rounds, results = 50, {}
+
+    def play(name, other, places, ready):
+        node = Node(name)
+        try:
+            places[name] = node.place
+            node.mesh.admit(other, KEY, "secret", filters(name, other))
+            ready.wait(PATIENCE_S)
+            node.mesh.join(other, KEY, places[other], "secret", filters(other, name))
+            while not node.told(Joined):
+                node.mesh.wait(None)
+            ready.wait(PATIENCE_S)
+            for turn in range(rounds):
+                if name == "a":
+                    node.mesh.publish(topic(name), turn.to_bytes(4, "big"))
+                while len(node.messages) <= turn:
+                    node.mesh.wait(None)
+                if name == "b":
+                    node.mesh.publish(topic(name), node.messages[turn][2])
+            results[name] = [int.from_bytes(data, "big") for _, _, data in node.messages]
+            ready.wait(PATIENCE_S)
+        finally:
+            node.mesh.close()
+
+    places, ready = {}, threading.Barrier(2)
+    threads = [threading.Thread(target=play, args=(*names, places, ready)) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert results == {"a": list(range(rounds)), "b": list(range(rounds))}
+
+
+@pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
+@pytest.mark.parametrize("version", ["311", "5"])
+def test_anybody_with_a_token_reads_along(nodes, version):
+    (a,) = nodes("a")
+    a.mesh.admit("person", "watch", "ticket", ["hepti/v1/home/x/#"])
+    words = ["mosquitto_sub", "-h", HOST, "-p", str(a.mesh.port), "-V", version, "-u", "person", "-P", "ticket"]
+    words += ["-t", "hepti/v1/home/x/bert/+/a/#", "-C", "2", "-F", "%t %l"]
+    reader = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        pump((a,), lambda: a.mesh.publish(topic("a"), np.zeros(1000, np.float32)) == 1)
+        a.mesh.publish(topic("a", layer=7), b"header", bytes(100_000))
+        said, _ = reader.communicate(timeout=PATIENCE_S)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert said.splitlines() == [f"{topic('a')} 4000", f"{topic('a', layer=7)} 100006"]
+
+
+def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
+    a, b = nodes("a", "b")
+    b.mesh.join("a", KEY, a.place, "secret", filters("a", "b"))
+    pump((a, b), lambda: b.told(Refused))
+    assert b.told(Refused)[0].key == KEY
+    assert "let us in" in b.mesh.edges()["a"].trouble
+    assert a.mesh.publish(topic("a"), b"early") == 0
+    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
+    pump((a, b), joined(b))
+    assert a.mesh.publish(topic("a"), b"now") == 1
+    pump((a, b), lambda: b.messages)
+    assert [data for _, _, data in b.messages] == [b"now"]
+    assert b.told(Lost) == []
+    assert b.mesh.edges()["a"].trouble == ""
+
+
+def test_wake_ends_a_wait_of_another_thread(nodes):
+    (a,) = nodes("a")
+    thread = threading.Timer(0.0, a.mesh.wake)
+    thread.start()
+    a.mesh.wait(None)
+    thread.join()
+
+
+def test_a_closed_mesh_wakes_nobody_else():
+    a = Node("a")
+    a.mesh.close()
+    read, write = os.pipe()  # may have the numbers of what was closed
+    a.mesh.wake()
+    os.set_blocking(read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read, 8)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_place_is_an_address():
+    with pytest.raises(WireError, match="no IP address"):
+        Place("pi.local", 1883)
+    with pytest.raises(WireError, match="port 0"):
+        Place(HOST, 0)
+
+
+def test_a_subscriber_that_stops_is_told_of_by_name(nodes):
+    (a,) = nodes("a", limit_bytes=1 << 20)
+    a.mesh.admit("b", KEY, "secret", ["hepti/v1/#"])
+    with socket.create_connection((HOST, a.mesh.port), PATIENCE_S) as sock:
+        sock.sendall(connect() + mqtt_subscribe("hepti/v1/#"))
+        pump((a,), lambda: a.mesh.publish(topic("a"), bytes(200_000)) == 1)
+        while not a.told(Dropped):
+            a.mesh.publish(topic("a"), bytes(200_000))
+            a.mesh.wait(0)
+        assert a.told(Dropped)[0].peer == "b"
+        assert a.told(Dropped)[0].nbytes > 200_000
+        edge = a.mesh.edges()["b"]
+        assert edge.dropped == len(a.told(Dropped))
+        assert 1 << 19 < edge.queued_bytes <= 1 << 20
+        a.mesh.expel("b", KEY)
+        assert a.mesh.edges()["b"].queued_bytes == 0
+        pump((a,), lambda: a.told(Dropped)[-1].nbytes == edge.queued_bytes)
+
+
+def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
+    a, b = pair
+    a.mesh.expel("b", KEY)
+    assert a.mesh.publish(topic("a"), b"x") == 0
+    pump(pair, lambda: b.told(Lost))
+    pump(pair, lambda: b.told(Refused))
+    b.mesh.leave("a", KEY)
+    subscribe(b, a, ("bert", 2), "other")
+    pump(pair, joined(b, 2))
+    assert b.told(Joined)[-1] == Joined("a", ("bert", 2))
+    assert a.told(Lost) == [], "the other direction is a connection of its own"
+
+
+def test_sixteen_devices_hear_each_other(nodes):
+    crew = nodes(*(f"d{i}" for i in range(16)))
+    for reader in crew:
+        for sender in crew:
+            if reader is not sender:
+                subscribe(reader, sender)
+    pump(crew, lambda: all(joined(node, 15)() for node in crew))
+    for node in crew:
+        assert node.mesh.publish(topic(node.user), node.user.encode() * 3000) == 15
+    pump(crew, lambda: all(len(node.messages) == 15 for node in crew))
+    for node in crew:
+        assert {(peer, data) for peer, _, data in node.messages} == {
+            (other.user, other.user.encode() * 3000) for other in crew if other is not node
+        }
+
+
+def test_payloads_may_be_kept(nodes):
+    """A payload that somebody refers to is never written over by those that come after it."""
+    (a, b), kept = nodes("a", "b"), []
+    b.mesh._on_message = lambda _peer, _topic, payload: kept.append(np.frombuffer(payload, np.uint8))
+    subscribe(b, a)
+    pump((a, b), joined(b))
+    for i in range(30):
+        a.mesh.publish(topic("a"), bytes([i]) * 50_000)
+    pump((a, b), lambda: len(kept) == 30)
+    assert [set(array.tolist()) for array in kept] == [{i} for i in range(30)]
+    assert {array.ctypes.data % 64 for array in kept} == {0}
+
+
+def test_counts_of_peers_are_bounded(nodes, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.mesh._MAX_EDGES", 3)
+    (a,) = nodes("a")
+    for i in range(9):
+        a.mesh._edge(f"d{i}").frames_in = i
+    assert {name: edge.frames_in for name, edge in a.mesh.edges().items()} == {"d6": 6, "d7": 7, "d8": 8}
+
+
+def test_this_machine_can():
+    assert mesh_possible()
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_of_connections_and_meshes():
+    """Descriptors and threads after many plans and restarts are those from before."""
+    before = descriptors(), threading.active_count()
+    a = Node("a")
+    held = None
+    for epoch in range(20):
+        b = Node("b")
+        try:
+            for key in range(3):
+                subscribe(b, a, ("bert", key), f"token {epoch} {key}")
+            pump((a, b), joined(b, 3))
+            a.mesh.publish(topic("a"), bytes(10_000))
+            pump((a, b), lambda b=b: b.messages)
+            for key in range(3):
+                b.mesh.leave("a", ("bert", key))
+                a.mesh.expel("b", ("bert", key))
+            pump((a,), lambda: not a.mesh._endpoint.busy())
+        finally:
+            b.mesh.close()
+        held = held or descriptors()
+    assert descriptors() == held
+    a.mesh.close()
+    assert (descriptors(), threading.active_count()) == before
+
+
+def test_a_port_that_is_taken_leaves_nothing_behind():
+    with socket.create_server((HOST, 0)) as taken:
+        before = descriptors()
+        with pytest.raises(OSError, match="in use"):
+            Node("a", port=taken.getsockname()[1])
+        assert descriptors() == before
+
+
+def has_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback interface")
+def test_devices_may_have_addresses_of_ipv6():
+    a, b = Node("a", host="::1"), Node("b", host="::1")
+    try:
+        subscribe(b, a)
+        pump((a, b), joined(b))
+        a.mesh.publish(topic("a"), b"six")
+        pump((a, b), lambda: b.messages)
+    finally:
+        a.mesh.close()
+        b.mesh.close()

@@ -1,0 +1,376 @@
+"""Subscriptions that mend themselves, and endpoints that say what they should not."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+
+import pytest
+from mesh_bytes import publish
+from mesh_nodes import HOST, PATIENCE_S, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+
+from hepti_mqtt.transport.mesh import Joined, Place
+from hepti_mqtt.transport.mesh.lines import listen
+from hepti_mqtt.transport.mesh.peer import ANSWER_S, BACKOFF_S, LOW_WATER, MAX_TOPICS
+
+KEY, OTHER = ("bert", 1), ("bert", 2)
+IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"
+TOKEN = "secret"
+
+
+class Clock:
+    """Time that only the test moves."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Played:
+    """An endpoint whose bytes the test writes itself."""
+
+    def __init__(self):
+        self.listener = listen(HOST, 0)
+        self.place = Place(HOST, self.listener.getsockname()[1])
+        self.sock = None
+
+    def accept(self, node):
+        """Drive the node until it knocks and has introduced itself; return what it said."""
+        pump((node,), lambda: readable(self.listener))
+        self.hang_up()
+        self.sock, _ = self.listener.accept()
+        self.sock.settimeout(PATIENCE_S)
+        pump((node,), lambda: readable(self.sock))
+        return self.sock.recv(4096)
+
+    def say(self, node, data):
+        self.sock.sendall(data)
+        node.mesh.wait(PATIENCE_S)
+
+    def hang_up(self):
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+    def close(self):
+        self.hang_up()
+        self.listener.close()
+
+
+def readable(sock):
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def node(clock):
+    made = Node("b", clock=clock)
+    yield made
+    made.mesh.close()
+
+
+@pytest.fixture
+def played():
+    made = Played()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def nodes():
+    made = []
+
+    def make(*users, **options):
+        new = [Node(user, **options) for user in users]
+        made.extend(new)
+        return new
+
+    yield make
+    for node in made:
+        node.mesh.close()
+
+
+def join(node, played, key=KEY, token=TOKEN, names=None):
+    node.mesh.join("a", key, played.place, token, names or filters("a", "b"))
+
+
+def up(node, played):
+    join(node, played)
+    said = played.accept(node)
+    played.say(node, IN + GRANTED)
+    assert node.events == [Joined("a", KEY)]
+    return said
+
+
+def test_connect_and_subscribe_leave_together(node, played):
+    said = up(node, played)
+    assert said.startswith(b"\x10\x18\0\x04MQTT\x04\xc2\0\0\0\x01b\0\x01b\0\x06secret")
+    assert said.endswith(b"hepti/v1/home/x/bert/+/a/all\0")
+    assert node.mesh.edges()["a"].joined
+
+
+MALFORMED = {
+    "PUBLISH QoS 1": b"\x32\x07\0\x03x/a\0\x01h",
+    "retained PUBLISH": b"\x31\x06\0\x03x/ah",
+    "CONNECT": b"\x10\0",
+    "second CONNACK": IN,
+    "long CONNACK": b"\x20\x03\0\0\0",
+    "PINGREQ": b"\xc0\0",
+    "SUBACK of nothing": b"\x90\x02\0\x01",
+    "DISCONNECT": b"\xe0\0",
+    "packet above the limit": b"\x30\xff\xff\xff\x7f",
+    "5-byte length": b"\x30\x80\x80\x80\x80\x01",
+    "topic with a wildcard": publish("x/+", b""),
+}
+
+
+@pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
+def test_an_endpoint_that_breaks_the_rules_is_left_and_asked_again(node, played, clock, said):
+    up(node, played)
+    played.say(node, said)
+    assert [type(event) for event in node.events] == [Joined, Lost]
+    assert node.events[1].reason == node.mesh.edges()["a"].trouble != ""
+    assert played.sock.recv(1) == b""
+    clock.now += BACKOFF_S[0]
+    played.accept(node)
+    played.say(node, IN + b"\x90\x04\0\x02\0\0")
+    assert node.events[2:] == [Joined("a", KEY)]
+    assert node.mesh.edges()["a"].reconnections == 1
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x90\x04\0\x01\0\0", publish(topic("a"), b""), b"\x30\x80\x80\x80\x80\x01", b"HTTP/1.1 400" + bytes(99)]
+)
+def test_what_is_no_endpoint_is_left(node, played, said):
+    join(node, played)
+    played.accept(node)
+    played.say(node, said)
+    assert node.events == []
+    assert node.messages == []
+    assert node.mesh.edges()["a"].trouble
+
+
+def test_wrong_number_of_answers(node, played):
+    join(node, played)
+    played.accept(node)
+    played.say(node, IN + b"\x90\x03\0\x01\0")
+    assert node.told(Joined) == []
+    assert node.mesh.edges()["a"].trouble == "1 answers to 2 filters"
+
+
+def test_who_does_not_answer_is_asked_again_later_and_later(node, played, clock):
+    join(node, played)
+    waits = []
+    for _ in range(9):
+        played.accept(node)
+        node.mesh.wait(0)
+        clock.now += ANSWER_S
+        node.mesh.wait(0)
+        start = clock.now
+        while not readable(played.listener):
+            clock.now += 0.01
+            node.mesh.wait(0)
+        waits.append(clock.now - start)
+    assert BACKOFF_S[0] / 2 <= waits[0] <= BACKOFF_S[0] + 0.02
+    assert BACKOFF_S[1] / 2 <= waits[-1] <= BACKOFF_S[1] + 0.02
+    assert sum(waits) > 4 * BACKOFF_S[1] / 2
+    assert "no answer from 127.0.0.1" in node.mesh.edges()["a"].trouble
+    assert node.events == []
+
+
+def test_a_late_suback_is_a_lost_connection(node, played, clock):
+    join(node, played)
+    played.accept(node)
+    played.say(node, IN)
+    clock.now += ANSWER_S
+    node.mesh.wait(0)
+    assert node.events == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
+
+
+def test_a_refused_filter_is_asked_for_again_on_the_same_connection(node, played, clock):
+    join(node, played)
+    played.accept(node)
+    played.say(node, IN + b"\x90\x04\0\x01\0\x80")
+    reason = "it does not let us read hepti/v1/home/x/bert/+/a/all"
+    assert node.events == [Refused("a", KEY, reason)]
+    for again, code in ((2, 0x80), (3, 0)):
+        clock.now += 2 * BACKOFF_S[0]
+        node.mesh.wait(0)
+        said = played.sock.recv(4096)
+        assert said[0] == 0x82
+        assert said[2 + (said[1] > 127) :][:2] == bytes((0, again))
+        played.say(node, b"\x90\x04" + bytes((0, again, 0, code)))
+    assert node.events == [Refused("a", KEY, reason), Joined("a", KEY)]
+    assert node.mesh.edges()["a"].trouble == ""
+
+
+def test_every_token_has_its_turn(node, played, clock):
+    join(node, played, KEY, "first")
+    join(node, played, OTHER, "second")
+    seen = []
+    for _ in range(3):
+        said = played.accept(node)
+        seen.append(b"first" if b"first" in said else b"second" if b"second" in said else b"")
+        played.say(node, b"\x20\x02\0\x04")
+        clock.now += BACKOFF_S[1]
+    assert seen == [b"second", b"first", b"second"]
+    assert {event.key for event in node.told(Refused)} == {KEY, OTHER}
+
+
+def test_a_key_that_joins_later_uses_the_same_connection(node, played):
+    up(node, played)
+    join(node, played, OTHER, "second", ["hepti/v1/home/x/vit/+/a/all"])
+    said = played.sock.recv(4096)
+    assert said == b"\x82\x20\0\x02\0\x1bhepti/v1/home/x/vit/+/a/all\0"
+    assert not node.mesh.edges()["a"].joined
+    played.say(node, b"\x90\x03\0\x02\0")
+    assert node.mesh.edges()["a"].joined
+    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
+
+
+def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
+    up(node, played)
+    join(node, played, OTHER, TOKEN, ["hepti/v1/home/x/bert/+/a/b", "x/own"])
+    played.sock.recv(4096)
+    played.say(node, b"\x90\x04\0\x02\0\0")
+    node.mesh.leave("a", OTHER)
+    assert played.sock.recv(4096) == b"\xa2\x09\0\x03\0\x05x/own"
+    played.say(node, b"\xb0\x02\0\x03" + publish("x/own", b"too late") + publish(topic("a"), b"still"))
+    assert node.messages == [("a", topic("a"), b"still")]
+    assert node.mesh.edges()["a"].unwanted == 1
+    node.mesh.leave("a", KEY)
+    assert played.sock.recv(4096) == b"\xe0\0"
+    assert played.sock.recv(4096) == b""
+    node.mesh.leave("a", KEY)
+    assert node.told(Lost) == []
+
+
+def test_a_key_that_leaves_before_anything_stands(node, played):
+    join(node, played)
+    join(node, played, OTHER)
+    node.mesh.leave("a", OTHER)
+    node.mesh.leave("a", KEY)
+    node.mesh.wait(0)
+    assert node.events == []
+    assert node.mesh._peers == {}
+    assert node.mesh._by_fd == {}
+
+
+def test_an_answer_to_a_key_that_has_left_is_no_matter(node, played):
+    up(node, played)
+    join(node, played, OTHER)
+    node.mesh.leave("a", OTHER)
+    played.say(node, b"\x90\x04\0\x02\0\0" + b"\x90\x04\0\x01\x80\x80")
+    assert node.events == [Joined("a", KEY)]
+
+
+def test_a_peer_that_listens_elsewhere_is_followed(nodes):
+    (b,) = nodes("b")
+    first, second = nodes("a", "a")
+    subscribe(b, first)
+    pump((b, first), joined(b))
+    subscribe(b, second)
+    pump((b, first, second), joined(b, 2))
+    assert [event.reason for event in b.told(Lost)] == ["it listens elsewhere now"]
+    assert second.mesh.publish(topic("a"), b"here") == 1
+    pump((b,), lambda: b.messages)
+
+
+def test_a_half_received_frame_is_dropped(node, played, clock):
+    up(node, played)
+    whole = publish(topic("a"), bytes(100_000))
+    played.say(node, publish(topic("a"), b"whole") + whole[:50_000])
+    played.hang_up()
+    pump((node,), lambda: node.told(Lost))
+    assert node.messages == [("a", topic("a"), b"whole")]
+    clock.now += BACKOFF_S[0]
+    played.accept(node)
+    played.say(node, IN + b"\x90\x04\0\x02\0\0" + publish(topic("a"), b"new"))
+    assert node.messages[1:] == [("a", topic("a"), b"new")]
+
+
+def test_what_came_before_a_loss_is_told_before_it(played, clock):
+    order = []
+    node = Node("b", clock=clock)
+    node.mesh._on_message = lambda *_: order.append("message")
+    node.mesh._on_event = lambda event: order.append(type(event).__name__)
+    try:
+        join(node, played)
+        played.accept(node)
+        played.say(node, IN + GRANTED + publish(topic("a"), b"last") + b"\xe0\0")
+    finally:
+        node.mesh.close()
+    assert order == ["Joined", "message", "Lost"]
+
+
+def test_a_large_payload_wakes_once_for_all_that_is_missing(node, played):
+    up(node, played)
+    sock = node.mesh._peers["a"]._sock
+    whole = publish(topic("a"), bytes(3_000_000))
+
+    def low():
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    played.say(node, whole[:10_000])
+    assert low() == LOW_WATER
+    sent = 10_000
+    while sent < len(whole):
+        sent += played.sock.send(whole[sent : sent + 400_000])
+        node.mesh.wait(0.001)
+    pump((node,), lambda: node.messages)
+    assert low() == 1
+    assert node.messages == [("a", topic("a"), bytes(3_000_000))]
+
+
+def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
+    (b,) = nodes("b")
+    with socket.create_server((HOST, 0)) as reserved:
+        port = reserved.getsockname()[1]
+    b.mesh.join("a", KEY, Place(HOST, port), TOKEN, filters("a", "b"))
+    pump((b,), lambda: b.mesh.edges()["a"].trouble)
+    assert "refused" in b.mesh.edges()["a"].trouble
+    assert b.events == []
+    a = Node("a", port=port)
+    try:
+        a.mesh.admit("b", KEY, TOKEN, filters("a", "b"))
+        pump((a, b), joined(b))
+    finally:
+        a.mesh.close()
+    pump((b,), lambda: b.told(Lost))
+
+
+def test_topics_that_nobody_asked_for_are_not_remembered_for_ever(node, played):
+    up(node, played)
+    peer = node.mesh._peers["a"]
+    for i in range(MAX_TOPICS + 5):
+        peer._on_publish(f"y/{i}", memoryview(b""))
+    assert len(peer._topics) == 5
+    assert node.mesh.edges()["a"].unwanted == MAX_TOPICS + 5
+
+
+def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
+    up(node, played)
+    hear, node.mesh._on_message = node.mesh._on_message, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        played.say(node, publish(topic("a"), b"1") + publish(topic("a"), b"2"))
+    node.mesh._on_message = hear
+    node.mesh.wait(None)
+    assert node.messages == [("a", topic("a"), b"2")]
+
+
+def test_an_endpoint_that_does_not_listen_is_left(node, played):
+    up(node, played)
+    with contextlib.suppress(BlockingIOError):
+        while node.mesh._peers["a"]._sock.send(bytes(1 << 20)):
+            continue
+    join(node, played, OTHER)
+    assert node.mesh.edges()["a"].trouble == "it does not take what we ask for"
+    node.mesh.wait(0)
+    assert node.told(Lost) == [Lost("a", "it does not take what we ask for")]

@@ -1,0 +1,193 @@
+"""The mesh with TLS: peers know each other by fingerprint, and no token leaves without it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import socket
+import ssl
+import subprocess
+
+import pytest
+from mesh_nodes import HOST, PATIENCE_S, Joined, Node, Refused, filters, joined, pump, subscribe, topic
+
+from hepti_mqtt.closed_site.certificates import make_own_certificate
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.transport.mesh import MeshTls, Place
+from hepti_mqtt.transport.mesh.tls import has_aes
+
+KEY = ("bert", 1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return the paths of certificate and key of two devices."""
+    folder, made = tmp_path_factory.mktemp("keys"), {}
+    for name in ("a", "b"):
+        pair = make_own_certificate(name, datetime.datetime.now(datetime.UTC))
+        made[name] = folder / f"{name}.crt", folder / f"{name}.key"
+        made[name][0].write_bytes(pair.certificate)
+        made[name][1].write_bytes(pair.key)
+    return made
+
+
+@pytest.fixture
+def device(files):
+    """Make devices with TLS, or without; all are closed when the test ends."""
+    made = []
+
+    def make(name, **options):
+        tls = MeshTls.load(*files[name], **options)
+        made.append(Node(name, tls=tls))
+        made[-1].fingerprint = tls.fingerprint
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.mesh.close()
+
+
+@pytest.mark.parametrize("aes", [True, False])
+def test_tensors_travel_encrypted(device, aes):
+    a, b = device("a"), device("b", aes=aes)
+    subscribe(a, b)
+    subscribe(b, a)
+    pump((a, b), lambda: joined(a)() and joined(b)())
+    sizes = [0, 5, 16_000, 16_384, 16_385, 100_000, 3_000_000, 9]
+    sent = [bytes([i + 1]) * nbytes for i, nbytes in enumerate(sizes)]
+    for data in sent:
+        assert a.mesh.publish(topic("a"), b"header", data) == 1
+    b.mesh.publish(topic("b"), b"back")
+    pump((a, b), lambda: len(b.messages) == len(sent) and a.messages)
+    assert [data for _, _, data in b.messages] == [b"header" + data for data in sent]
+    line = b.mesh._peers["a"]._line
+    assert line._sock.version() == ("TLSv1.3" if aes else "TLSv1.2")
+    assert ("CHACHA20" in line._sock.cipher()[0]) is not aes
+
+
+def test_what_does_not_fit_waits_whole_records(device):
+    a, b = device("a"), device("b")
+    subscribe(b, a)
+    pump((a, b), joined(b))
+    count = 0
+    while a.mesh.edges()["b"].queued_bytes < 4 << 20:
+        assert a.mesh.publish(topic("a"), count.to_bytes(4, "big"), bytes(300_000)) == 1
+        count += 1
+    (subscriber,) = a.mesh._endpoint._subscribers.values()
+    with a.mesh._endpoint._lock, pytest.raises(BlockingIOError):
+        subscriber.line.send(subscriber.out[0])
+    pump((b,), lambda: len(b.messages) == count)
+    assert [int.from_bytes(data[:4], "big") for _, _, data in b.messages] == list(range(count))
+    assert {len(data) for _, _, data in b.messages} == {300_004}
+
+
+def test_another_certificate_gets_no_token(device, files):
+    a, b = device("a"), device("b")
+    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
+    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, b.fingerprint), "secret", filters("a", "b"))
+    pump((a, b), lambda: b.mesh.edges()["a"].trouble)
+    assert "another certificate" in b.mesh.edges()["a"].trouble
+    assert b.events == []
+    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+    pump((a, b), joined(b))
+
+
+def test_never_plain_where_one_side_wants_tls(device):
+    a, plain = device("a"), Node("b")
+    try:
+        a.mesh.admit("b", KEY, "secret", filters("a", "b"))
+        plain.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+        a.mesh.join("b", KEY, Place(HOST, plain.mesh.port), "secret", filters("b", "a"))
+        pump((a, plain), lambda: a.told(Refused) and plain.told(Refused))
+        assert plain.told(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
+        assert a.told(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
+        assert plain.mesh._by_fd == a.mesh._by_fd == {}
+        assert a.told(Joined) == []
+    finally:
+        plain.mesh.close()
+
+
+def test_who_speaks_no_tls_is_sent_away(device):
+    a = device("a")
+    with socket.create_connection((HOST, a.mesh.port), PATIENCE_S) as sock:
+        sock.sendall(b"\x10\x18\0\x04MQTT\x04\xc2\0\0\0\x01b\0\x01b\0\x06secret")
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(100):  # an alert
+                continue
+    pump((a,), lambda: a.mesh.sent_away == 1)
+
+
+def test_an_endpoint_that_speaks_no_tls_is_given_up(device):
+    b = device("b")
+    with socket.create_server((HOST, 0)) as listener:
+        b.mesh.join("a", KEY, Place(HOST, listener.getsockname()[1], "00"), "secret", filters("a", "b"))
+        pump((b,), lambda: b.mesh._peers["a"]._secured is not None)
+        sock, _ = listener.accept()
+        with sock:
+            said = sock.recv(1000)
+            sock.sendall(b"\x20\x02\0\0\x90\x03\0\x01\0")
+            pump((b,), lambda: b.mesh.edges()["a"].trouble)
+    assert b"secret" not in said
+    assert "no TLS" in b.mesh.edges()["a"].trouble
+
+
+def test_broken_records_end_a_connection(device):
+    a, b = device("a"), device("b")
+    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
+    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+    pump((a, b), joined(b))
+    line = b.mesh._peers["a"]._line
+    with socket.socket(fileno=line.fileno()) as below:
+        below.send(b"\x17\x03\x03\0\x20" + bytes(32))
+        below.detach()
+    pump((a, b), lambda: a.mesh.sent_away == 1)
+
+
+@pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
+def test_anybody_with_token_and_certificate_reads_along(device, files):
+    a = device("a")
+    a.mesh.admit("person", "watch", "ticket", ["hepti/v1/home/x/#"])
+    words = ["mosquitto_sub", "-h", HOST, "-p", str(a.mesh.port), "-u", "person", "-P", "ticket"]
+    words += ["--cafile", str(files["a"][0]), "--insecure", "-t", "hepti/v1/home/x/#", "-C", "1", "-F", "%t %l"]
+    reader = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        pump((a,), lambda: a.mesh.publish(topic("a"), bytes(50_000)) == 1)
+        said, _ = reader.communicate(timeout=PATIENCE_S)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert said == f"{topic('a')} 50000\n"
+
+
+def test_files_that_are_no_key_are_named(files, tmp_path):
+    with pytest.raises(ConfigError, match="are not this device's certificate"):
+        MeshTls.load(files["a"][0], files["b"][1])
+    with pytest.raises(ConfigError, match="nothing here"):
+        MeshTls.load(tmp_path / "nothing here", files["a"][1])
+
+
+def test_aes_is_looked_for(monkeypatch, tmp_path):
+    for text, found in (("flags\t\t: fpu aes sse\n", True), ("Features\t: fp asimd\n", False), ("", False)):
+        monkeypatch.setattr("pathlib.Path.read_text", lambda *_, text=text, **__: text)
+        assert has_aes() is found
+    monkeypatch.undo()
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.tls.Path", lambda _: tmp_path / "none")
+    assert has_aes() is True
+
+
+def test_contexts_do_not_renegotiate(files):
+    tls = MeshTls.load(*files["a"])
+    assert tls.serving.options & tls.asking.options & ssl.OP_NO_RENEGOTIATION
+
+
+def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.mesh.peer.MAX_READS", 1)
+    a, b = device("a"), device("b")
+    subscribe(b, a)
+    pump((a, b), joined(b))
+    for i in range(200):
+        assert a.mesh.publish(topic("a"), i.to_bytes(2, "big"), bytes(300)) == 1
+    assert a.mesh.publish(topic("a"), bytes(100_000)) == 1
+    pump((b,), lambda: len(b.messages) == 201)
+    assert [int.from_bytes(data[:2], "big") for _, _, data in b.messages[:-1]] == list(range(200))
