@@ -373,7 +373,7 @@ def test_any_mix_of_requests_gives_each_its_own_answer_under_every_method(family
     rng = np.random.default_rng(len(family))
     asked = {}
     for i in range(14):
-        lengths = rng.integers(1, 8, rng.integers(1, 3)).tolist()
+        lengths = rng.integers(1, 8, rng.integers(1, 3) if spec.text is not None else 1).tolist()
         asked[f"r{i}"] = request(spec, lengths, ("task", "hidden")[int(i % 5 == 4)], seed=i)
         swarm.submit(f"r{i}", *asked[f"r{i}"])
     swarm.run(60, until=lambda: len(swarm.answers) == len(asked))
@@ -401,9 +401,9 @@ def test_lost_devices_and_exchanges_cost_no_answer_of_a_batch() -> None:
         np.testing.assert_allclose(output, models.reference(spec, swarm.tensors, inputs, shape)[1], atol=TOLERANCE)
 
 
-# The other methods add up partial results of rows that several devices hold: which ones decides the order of a sum.
-SAME_BITS = ("single", "row-heads", "column", "block", "megatron-direct", "two_d-1", "galaxy", "pipeline")
-QUICK = ("single", "row-heads", "galaxy")
+# Under the other methods the place where rows are cut between devices decides the order of some sums.
+SAME_BITS = ("single", "column", "block", "megatron-direct", "two_d-1", "galaxy", "pipeline")
+QUICK = ("single", "galaxy")
 
 
 @pytest.mark.parametrize(

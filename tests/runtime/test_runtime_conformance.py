@@ -19,7 +19,7 @@ from hepti_mqtt import models
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, Workers
-from hepti_mqtt.models.reads import Decoding
+from hepti_mqtt.models.reads import Decoding, Pictures
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Study
@@ -86,7 +86,7 @@ def questions(draw):
     devices = min(devices, method.most_devices or devices)
     weights = draw(st.lists(st.sampled_from((0.5, 1.0, 2.0)), min_size=devices, max_size=devices), label="weights")
     fixed = plan(spec, (name, draw(st.sampled_from(method.choices(devices)), label="options")), weights)
-    batches = ((1,), (2,)) if models.largest_shape(spec).tokens == 1 else ((5,), (4, 3), (1,), (2, 6, 1))
+    batches = ((1,),) if isinstance(spec.reads, Pictures) else ((5,), (4, 3), (1,), (2, 6, 1))  # a run has one picture
     lengths = draw(st.lists(st.sampled_from(batches), min_size=2, max_size=3), label="lengths")
     if draw(st.booleans(), label="over mesh"):
         pairs = tuple(permutations(fixed.devices, 2))

@@ -87,6 +87,8 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(family
     asked = {}
     for turn, (batch, lengths) in enumerate(BATCHES.items()):
         shape, inputs = request(spec, lengths, "hidden" if turn % 2 else "task")
+        if shape.tokens > models.largest_shape(spec).tokens:
+            continue  # a device refuses it: a run has one picture
         asked[batch] = shape, models.reference(spec, tensors(spec), inputs, shape)[0 if turn % 2 else 1]
         swarm.submit(batch, shape, inputs)
     swarm.run(60, until=lambda: set(asked) <= set(swarm.answers) or bool(swarm.errors))
