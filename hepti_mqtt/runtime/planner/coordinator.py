@@ -16,6 +16,7 @@ from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
 from hepti_mqtt.runtime.planner.events import (
@@ -223,6 +224,10 @@ class CoordinatorSession:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
+    def _question(self, model: ModelState, now: float) -> Question:
+        epoch = self._next_epoch()
+        return question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
+
     def _next_epoch(self) -> Epoch:
         self._number += 1
         return Epoch(self.boot, self._number)
@@ -258,9 +263,8 @@ class CoordinatorSession:
         if plans.searching is not None:
             plans.ended(plans.searching, "outdated", now, "requests wait")
         model.displaced = False
-        ticket, epoch = self._rollout.next_txn(), self._next_epoch()
-        question = question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
-        plans.search(ticket, epoch, now)
+        ticket, question = self._rollout.next_txn(), self._question(model, now)
+        plans.search(ticket, question.epoch, now)
         return [Solve(model.served.name, ticket, question, model.active, hurried)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
