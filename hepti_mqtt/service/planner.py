@@ -36,7 +36,7 @@ from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, Pla
 from hepti_mqtt.service.models import open_models
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
-from hepti_mqtt.service.solver import solve
+from hepti_mqtt.service.solver import begin_loading, solve
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
     Connected,
@@ -73,6 +73,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
+    begin_loading()
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         require_alone(config.url, config.site)
@@ -182,10 +183,8 @@ class _Planner:
             self.inbox.post(lambda: self._refused(state))
 
     def _asked(self, asked: Asked) -> None:
-        now = time.monotonic()
-        self.reading.offer(
-            asked.client, partial(self._read, asked, now), len(asked.payload), partial(self._no_room, asked)
-        )
+        read, refuse = partial(self._read, asked, time.monotonic()), partial(self._no_room, asked)
+        self.reading.offer(asked.client, read, len(asked.payload), refuse)
 
     def _no_room(self, asked: Asked) -> None:
         error = OverloadedError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
+from importlib import import_module
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.planner import decide, decide_soon, price
@@ -11,6 +13,11 @@ from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
 
 _log = logging.getLogger(__name__)
+
+
+def begin_loading() -> None:
+    """Import what searches need while the planner asks its broker; Numba takes longer than all the rest of it."""
+    threading.Thread(target=import_module, args=("hepti_mqtt.kernels",), name="planner-loads", daemon=True).start()
 
 
 def solve(command: Solve) -> Solved:

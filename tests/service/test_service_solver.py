@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 from scripted_site import Site
 
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.service.solver import solve
+from hepti_mqtt.service.solver import begin_loading, solve
 
 
 def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_follows() -> None:
@@ -67,3 +71,15 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     assert used not in site.session.plan("m").devices
     site.event(events.Solved("m", running.ticket, None, None))
     assert not site.errors, "what the outdated one says changes nothing"
+
+
+def test_a_planner_begins_without_numba_and_loads_it_beside_its_first_steps() -> None:
+    told = "import sys, {0}; print('numba' in sys.modules)"
+    for module in ("hepti_mqtt.service.planner", "hepti_mqtt.cli"):
+        run = subprocess.run([sys.executable, "-c", told.format(module)], capture_output=True, text=True, check=True)
+        assert run.stdout == "False\n", module
+    begin_loading()
+    (loads,) = [thread for thread in threading.enumerate() if thread.name == "planner-loads"] or [None]
+    if loads is not None:
+        loads.join()
+    assert "hepti_mqtt.kernels" in sys.modules

@@ -256,9 +256,8 @@ class CoordinatorSession:
         hurried = plans.pins.free and model.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.slots)
-        if not (alone or hurried) or not self.slots.may_search(model, now):
-            return []
-        if self.membership.awaited(plans.pins.devices or (), now):
+        awaited = self.membership.awaited(plans.pins.devices or (), now)
+        if awaited or not (alone or hurried) or not self.slots.may_search(model, now):
             return []
         if plans.searching is not None:
             plans.ended(plans.searching, "outdated", now, "requests wait")
