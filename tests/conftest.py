@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
+
+import pytest
 
 pytest_plugins = ["stories"]
 
@@ -12,3 +15,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+MEASURED = (
+    2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Measure the coverage of the first cases of each test alone: tracing doubles the time of what computes a lot."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            name = f"{item.path}::{item.originalname}"
+            seen[name] += 1
+            if seen[name] > MEASURED:
+                item.add_marker(pytest.mark.no_cover)

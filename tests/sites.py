@@ -92,6 +92,11 @@ def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 
     return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
 
 
+def served(spec: Spec, lengths: Sequence[int]) -> Sequence[int]:
+    """Return those lengths of which a device takes a request: a run has one picture."""
+    return lengths[:1] if isinstance(spec.reads, Pictures) else lengths
+
+
 def plan(spec: Spec, method: tuple[str, Mapping[str, str]], weights: Sequence[float], head: int = 0) -> Plan:
     """Return a plan of devices d0, d1, ... with shares by `weights`."""
     devices = tuple(f"d{i}" for i in range(len(weights)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sites import FAMILIES, METHODS, always, plan, request, tensors
+from sites import FAMILIES, METHODS, always, plan, request, served, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
@@ -27,7 +27,7 @@ def test_stays_near_the_reference(family, method, wire):
     spec = FAMILIES[family]
     fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)), wire=wire)
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(3)}, decider=always(fixed))
-    shape, inputs = request(spec, (13, 4), "hidden")
+    shape, inputs = request(spec, served(spec, (13, 4)), "hidden")
     hidden, _ = models.reference(spec, tensors(spec), inputs, shape)
     swarm.submit("r", shape, inputs)
     swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sites import FAMILIES, METHODS, always, plan, request, tensors
+from sites import FAMILIES, METHODS, always, plan, request, served, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
@@ -25,7 +25,7 @@ def test_stays_near_the_reference(family, method, storage):
     devices = 1 if STRATEGIES[method[0]].most_devices == 1 else 3
     fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), storage=storage)
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=always(fixed))
-    shape, inputs = request(spec, (13, 4), "hidden")
+    shape, inputs = request(spec, served(spec, (13, 4)), "hidden")
     hidden, _ = models.reference(spec, tensors(spec), inputs, shape)
     swarm.submit("r", shape, inputs)
     swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))
