@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all kernels check lint types imports format pictures parity test-outside test-hostile \
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside test-hostile \
 	bench-overhead bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -41,6 +41,14 @@ imports: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Kills, stops, restarts and cuts over real processes and a real Mosquitto: docs/reliability.md.
+MINUTES ?= 10
+SEED ?= 1
+FAULTS ?=
+
+test-faults: $(VENV)/.dev kernels
+	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(FAULTS)
 
 # The layouts in docs/methods; a test compares them with what the methods do.
 pictures: $(VENV)/.dev

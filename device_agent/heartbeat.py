@@ -54,21 +54,26 @@ class HeartbeatThread:
         self._peers = peers
         self._seq = 0
         self._closing = threading.Event()
+        self._soon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, the first time."""
+        """Start the thread, the first time; later beat at once, since somebody waits to hear that we are back."""
+        self._soon.set()
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
         self._closing.set()
+        self._soon.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def beat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
+        if not self._network.stands():
+            return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()
         self._seq += 1
         heartbeat = Heartbeat(
@@ -93,7 +98,11 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         due_s = time.monotonic()
-        while not self._closing.wait(max(due_s - time.monotonic(), 0.0)):
+        while True:
+            self._soon.wait(max(due_s - time.monotonic(), 0.0))
+            if self._closing.is_set():
+                return
+            self._soon.clear()
             due_s = max(due_s + EVERY_S, time.monotonic())
             try:
                 self.beat(time.perf_counter())

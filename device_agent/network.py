@@ -102,6 +102,10 @@ class Network:
         """Leave filters."""
         self._transports[plane].unsubscribe(filters)
 
+    def stands(self) -> bool:
+        """Return whether all planes are connected at this moment."""
+        return all(transport.connected for transport in self._transports.values())
+
     def counts(self) -> dict[Plane, Counts]:
         """Return the counters of both planes."""
         return {plane: transport.counts() for plane, transport in self._transports.items()}

@@ -101,6 +101,8 @@ class Site:
         self.answers: dict[str, commands.Answer] = {}
         self.errors: dict[str, HeptiError] = {}
         self.solves: list[commands.Solve] = []
+        self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
+        self.probes: list[tuple[str, messages.Prepare]] = []
 
     def event(self, event: events.CoordinatorEvent) -> list[commands.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
@@ -111,7 +113,15 @@ class Site:
         for command in out:
             if isinstance(command, commands.Solve) and self.searches:
                 self.solve(command)
+        while self.probes:
+            self._speak(*self.probes.pop())
         return out
+
+    def _speak(self, device: str, probe: messages.Prepare) -> None:
+        if device in self.mute or device not in self.boots:
+            return
+        plan = Plan.from_dict(probe.plan)
+        self.event(events.UpMessage(device, messages.Ready(probe.txn, plan.model, plan.epoch, 1000, bytes(8))))
 
     def _note(self, command: commands.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
@@ -119,7 +129,11 @@ class Site:
             decode_work(frame)
             self.work[frame.admission] = frame
         elif isinstance(command, Publish):
-            self.told.append((command.topic.split("/")[-2], messages.decode(command.payload)))
+            device, message = command.topic.split("/")[-2], messages.decode(command.payload)
+            if isinstance(message, messages.Prepare) and not message.shapes:
+                self.probes.append((device, message))
+            else:
+                self.told.append((device, message))
         elif isinstance(command, commands.Solve):
             self.solves.append(command)
         elif isinstance(command, commands.Answer | commands.Refuse):

@@ -38,6 +38,7 @@ from hepti_mqtt.simulate import (
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import lowered, programs
 from hepti_mqtt.wire.messages import Heartbeat
+from hepti_mqtt.wire.peers import LinkReport
 
 
 def devices(args: argparse.Namespace) -> int:
@@ -147,7 +148,10 @@ def _refused(device: Mapping[str, Any]) -> str | None:
 def _doubted(device: Mapping[str, Any]) -> str | None:
     """Return what the planner does not believe of a device that it uses; None if there is nothing."""
     heartbeat = device.get("heartbeat")
-    return None if heartbeat is None else believed(Heartbeat(**heartbeat))[1]
+    if heartbeat is None:
+        return None
+    peers = {name: LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
+    return believed(Heartbeat(**{**heartbeat, "peers": peers}))[1]
 
 
 def _gflops(device: Mapping[str, Any]) -> float:

@@ -107,7 +107,8 @@ class Answer:
 def _tree(cls: type[HeptiError]) -> dict[str, type[HeptiError]]:
     found: dict[str, type[HeptiError]] = {}
     for child in cls.__subclasses__():
-        found.update(_tree(child))
+        if child.__module__ == HeptiError.__module__:  # others borrow their code from those
+            found.update(_tree(child))
     return {**found, cls.code: cls}  # a subclass without a code of its own is not what the code means
 
 

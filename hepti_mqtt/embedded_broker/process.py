@@ -108,7 +108,7 @@ class EmbeddedBroker:
             process.wait()
 
     def restart(self) -> None:
-        """Stop it and start it on the same port; sessions and retained messages are gone."""
+        """Stop it and start it on the same port; sessions and retained messages of Mosquitto are there again."""
         self.stop()
         self.start()
 
@@ -154,13 +154,18 @@ class EmbeddedBroker:
                 str(port),
                 *([self._private("users", json.dumps(self._users))] if self._users else []),
             ]
-        user = getpass.getuser()
+        user, stored = getpass.getuser(), f"{self._directory}/"
         if self._closed is not None:
-            text = closed_configuration(str(self._closed.resolve()), port, self.address, user)
+            text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
         else:
             passwords = None if self._users is None else self._private("passwd", password_lines(self._users))
             text = configuration(
-                self.address, port, user=user, password_file=passwords, max_packet_bytes=self._max_packet_bytes
+                self.address,
+                port,
+                user=user,
+                stored_in=stored,
+                password_file=passwords,
+                max_packet_bytes=self._max_packet_bytes,
             )
         return [*program, "-c", self._private("mosquitto.conf", text)]
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import ConfigError
 
+STORED_IN: Final = "/var/lib/mosquitto/"  # by the packages of distributions; it ends with a slash
 _ITERATIONS: Final = 20_000
 _SALT_BYTES: Final = 12
 CLOSED_PORT: Final = 8883
@@ -36,35 +37,44 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     ),
     Setting("max_queued_messages", "256", "the only bound of what waits at QoS 0 for a device that does not read"),
     Setting("max_queued_bytes", "134217728", "bounds what waits at QoS 1 (tiles of weights) for one device"),
-    Setting("max_inflight_messages", "20", "tiles of weights on their way to one device before the first is answered"),
+    Setting(
+        "max_inflight_messages",
+        "512",
+        "requests that wait for their answers: the planner acknowledges each when it is answered",
+    ),
     Setting("queue_qos0_messages", "false", "an activation that comes late is worth nothing"),
-    Setting("persistence", "false", "agents and planner publish what is retained again when they reconnect"),
+    Setting("persistence", "true", "requests and answers at QoS 1 outlive a restart; activations are never stored"),
+    Setting("autosave_interval", "60", "seconds between two saves, besides that at the end: what a power cut may cost"),
+    Setting("persistent_client_expiration", "1d", "sessions of clients that never come back do not stay for ever"),
     Setting("sys_interval", "60", "statistics once a minute are enough; a small computer has other work"),
 )
 
 
 def configuration(
-    address: str, port: int, *, user: str, password_file: str | None, max_packet_bytes: int | None
+    address: str, port: int, *, user: str, stored_in: str, password_file: str | None, max_packet_bytes: int | None
 ) -> str:
     """Return a mosquitto.conf for one listener.
 
-    user: the account to run as (Mosquitto started by root would change to another). password_file: None lets everyone
-    in who reaches the address.
+    user: the account to run as (Mosquitto started by root would change to another). stored_in: the directory of what
+    outlives a restart. password_file: None lets everyone in who reaches the address.
     """
     lines = [f"listener {port} {address}", f"user {user}", "log_dest stderr", "log_type error", "log_type warning"]
     lines.append("allow_anonymous true" if password_file is None else "allow_anonymous false")
     if password_file is not None:
         lines.append(f"password_file {password_file}")
     own = {} if max_packet_bytes is None else {"max_packet_size": str(max_packet_bytes)}
+    lines.append(f"persistence_location {stored_in}")
     lines += [f"{s.name} {own.get(s.name, s.value)}" for s in SETTINGS]
     return "\n".join(lines) + "\n"
 
 
-def closed_configuration(files: str, port: int = CLOSED_PORT, address: str = "", user: str = "") -> str:
+def closed_configuration(
+    files: str, port: int = CLOSED_PORT, address: str = "", user: str = "", stored_in: str = STORED_IN
+) -> str:
     """Return the mosquitto.conf of a closed site, with the reasons: encrypted, with passwords and an access list.
 
     files: the directory of passwd, acl, broker.crt and broker.key. address: "" for all of the machine's. user: the
-    account to run as, "" for Mosquitto's own.
+    account to run as, "" for Mosquitto's own. stored_in: the directory of what outlives a restart.
     """
     lines = [
         *_CLOSED_HEAD,
@@ -79,6 +89,9 @@ def closed_configuration(files: str, port: int = CLOSED_PORT, address: str = "",
         f"acl_file {files}/acl",
         "",
         *("log_dest stderr", "log_type error", "log_type warning", "log_type notice"),
+        "",
+        "# The file mosquitto.db of what outlives a restart goes here.",
+        f"persistence_location {stored_in}",
         "",
         "# The embedded broker of `hepti` uses exactly the lines below.",
     ]

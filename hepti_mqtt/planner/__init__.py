@@ -5,6 +5,17 @@ from __future__ import annotations
 from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
 from hepti_mqtt.planner.price import Price, Question, price
-from hepti_mqtt.planner.search import Candidate, Decision, decide
+from hepti_mqtt.planner.search import Candidate, Decision, decide, decide_soon
 
-__all__ = ["Candidate", "Decision", "DriftRule", "Experience", "Learned", "Price", "Question", "decide", "price"]
+__all__ = [
+    "Candidate",
+    "Decision",
+    "DriftRule",
+    "Experience",
+    "Learned",
+    "Price",
+    "Question",
+    "decide",
+    "decide_soon",
+    "price",
+]

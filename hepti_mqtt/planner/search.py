@@ -86,6 +86,15 @@ def decide(question: Question) -> Decision:
     )
 
 
+def decide_soon(question: Question) -> Decision:
+    """Return the best device alone, in a fraction of the time of `decide`: for requests that wait and have no plan.
+
+    Raises as `decide` does, if no device can.
+    """
+    alone = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
+    return decide(replace(question, strategy=alone, options={}))
+
+
 def _check_pins(question: Question) -> None:
     if question.strategy is not None and question.strategy not in STRATEGIES:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")

@@ -11,12 +11,17 @@ from hepti_mqtt.config import state
 from hepti_mqtt.errors import ConfigError
 
 
+def state_of(site: str, directory: Path | None = None) -> Path:
+    """Return where the planner of a site keeps what must outlive it; directory: instead of the user's."""
+    return (directory or user_state_path("hepti")) / "planner" / site
+
+
 def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
     """Return max(stored + 1, unix_s) for the planner of `site`, and store it; two starts never get the same.
 
     directory: instead of the user's state directory. Raises ConfigError if nothing can be stored there.
     """
-    place = (directory or user_state_path("hepti")) / "planner" / site
+    place = state_of(site, directory)
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = (place / "lock").open("w")

@@ -35,10 +35,11 @@ KEPT_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user."""
+    """What to publish to a user; request: the name under which it was asked, or one that was made for it."""
 
     topic: str
     payload: bytes
+    request: str
 
 
 class _Answered(NamedTuple):
@@ -86,19 +87,20 @@ class Desk:
         self._answered: OrderedDict[RequestKey, _Answered] = OrderedDict()
         self._answered_bytes = 0
 
-    def request(self, model: str, client: str, payload: bytes, now: float) -> Job | Reply:
+    def request(self, model: str, client: str, payload: bytes, now: float, made: str = "") -> Job | Reply:
         """Return the job of a user's request, or the answer if there is one already: an error, or what it was told.
 
-        now: on the session's clock; deadlines count from it.
+        now: on the session's clock; deadlines count from it. made: the name of a request that brings none.
         """
-        generated = uuid.uuid4().hex
+        generated = made or uuid.uuid4().hex
         name: str | None = None
         try:
             data = parse(payload)
             name = request_id(data)
             return self._job(model, client, name or generated, data, now)
         except HeptiError as error:
-            return Reply(self._topics.response(model, client, name or generated), _failure(name, error))
+            asked = name or generated
+            return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
     def _job(self, model: str, client: str, name: str, data: Mapping[str, Any], now: float) -> Job | Reply:
         served = self._models.get(model)
@@ -120,7 +122,7 @@ class Desk:
         if known is not None and known.digest != asked:
             raise IdInUseError.of(name)
         if known is not None:
-            return Reply(topic, known.payload)
+            return Reply(topic, known.payload, name)
         prepared = requests.prepare(served.checkpoint, parts.body)
         chunks = cut(prepared, largest_shape(served.checkpoint.spec).tokens)
         generation = None
@@ -133,12 +135,13 @@ class Desk:
         self._room.take(prepared.inputs.nbytes, ticket)
         return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation, digest=asked)
 
-    def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError) -> Reply:
+    def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
         name = None
         with contextlib.suppress(RequestError):
             name = request_id(parse(payload))
-        return Reply(self._topics.response(model, client, name or uuid.uuid4().hex), _failure(name, error))
+        asked = name or made or uuid.uuid4().hex
+        return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
     def foresee(self, job: Job) -> None:
         """Begin to work out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
@@ -155,7 +158,7 @@ class Desk:
             "text": results.piece(self._models[job.key.model].checkpoint, command.tokens),
             "final": False,
         }
-        return Reply(ticket.topic, json.dumps(told).encode())
+        return Reply(ticket.topic, json.dumps(told).encode(), ticket.request)
 
     def answer(self, command: Answer, now: float) -> Reply:
         """Return the JSON of a result; a result that cannot be told becomes an error."""
@@ -206,17 +209,17 @@ class Desk:
             told["final"] = True
         payload = json.dumps(told, allow_nan=False).encode()
         self._keep(job, payload)
-        return Reply(ticket.topic, payload)
+        return Reply(ticket.topic, payload, ticket.request)
 
     def too_large(self, reply: Reply, error: PacketLimitError) -> Reply:
         """Return the error that takes the place of an answer which the broker does not take; callable on any thread."""
-        return Reply(reply.topic, _failure(json.loads(reply.payload)["id"], error))
+        return reply._replace(payload=_failure(json.loads(reply.payload)["id"], error))
 
     def refuse(self, command: Refuse) -> Reply:
         """Return the JSON of an error; the same request may be sent again."""
         ticket = command.job.token
         assert isinstance(ticket, _Ticket)
-        return Reply(ticket.topic, _failure(ticket.request, command.error))
+        return Reply(ticket.topic, _failure(ticket.request, command.error), ticket.request)
 
     def _known(self, key: RequestKey) -> _Answered | None:
         with self._lock:
@@ -234,6 +237,11 @@ class Desk:
             while len(self._answered) > KEPT or self._answered_bytes > KEPT_BYTES:
                 _, old = self._answered.popitem(last=False)
                 self._answered_bytes -= len(old.payload)
+
+
+def repeated(reply: Reply) -> Reply:
+    """Return a reply that says that there may have been one before."""
+    return reply._replace(payload=b'{"repeated": true, ' + reply.payload.removeprefix(b"{"))
 
 
 def _failure(name: str | None, error: HeptiError) -> bytes:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.runtime.planner import events
+from hepti_mqtt.transport import Delivery
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Parsed, Topics
 
+DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A user's request, unread."""
+    """A user's request, unread; delivery: how it came, None where nobody keeps it for us."""
 
     model: str
     client: str
     payload: bytes
+    delivery: Delivery | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,26 @@ class Implausible:
     topic: str
     kind: str
     boot: int
+
+
+class Disbelief:
+    """Tells the log once of each topic with an impossible boot counter, of a bounded number of topics."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._told: set[str] = set()
+
+    def tell(self, arrival: Implausible) -> None:
+        """Tell of what was ignored."""
+        if arrival.topic in self._told or len(self._told) >= DISBELIEVED:
+            return
+        self._told.add(arrival.topic)
+        self._log.warning(
+            "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was forged, "
+            "or set the clock there and remove the file `boot` of its state",
+            arrival.topic,
+            arrival.boot,
+        )
 
 
 Arrival = (
@@ -92,17 +118,20 @@ class Decoder:
         }
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what the planner subscribes to, with the QoS of each."""
+        """Return what the planner subscribes to beside requests, with the QoS of each."""
         t = self.topics
         return [
             (t.all_status(), 1),
             (t.all_caps(), 1),
             (t.all_heartbeats(), 0),
             (t.all_up(), 1),
-            (t.all_requests(), 1),
             (t.planner_status(), 1),
             (t.all_plans(), 1),
         ]
+
+    def requests(self) -> list[tuple[str, int]]:
+        """Return what brings the planner requests."""
+        return [(self.topics.all_requests(), 1)]
 
     def decode(self, topic: str, payload: bytes) -> Arrival | None:
         """Return what a message says, None if it is empty (a retained one that was cleared) or not valid."""

@@ -20,29 +20,23 @@ from secrets import token_bytes
 from typing import Final
 
 from hepti_mqtt.config.state import latest_boot
-from hepti_mqtt.errors import (
-    ConfigError,
-    HeptiError,
-    NetworkError,
-    OverloadedError,
-    PacketLimitError,
-    RefusedError,
-    RemoteError,
-)
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
+from hepti_mqtt.runtime.planner.wills import Wills
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.service.alone import require_alone, warn_of_low_limit
-from hepti_mqtt.service.boot import next_boot
+from hepti_mqtt.service.boot import next_boot, state_of
 from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.crew import Crew
 from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen, may_be_lost
+from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.models import open_models
+from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
-from hepti_mqtt.service.solver import solve
+from hepti_mqtt.service.solver import begin_loading, solve
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
     Connected,
@@ -56,7 +50,7 @@ from hepti_mqtt.transport import (
 )
 from hepti_mqtt.wire.messages import Status, encode_status
 
-TICK_S: Final = 0.25
+TICK_S: Final = 0.1
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 UNREAD: Final = 256  # requests that wait for the desk
@@ -66,7 +60,6 @@ UNTOLD_BYTES: Final = 32 << 20
 READERS: Final = 2  # threads: what one client asks is read by one of them at a time
 TELLERS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
-DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
@@ -80,6 +73,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
+    begin_loading()
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         require_alone(config.url, config.site)
@@ -95,7 +89,7 @@ class _Planner:
         self.config, self.boot, self.models = config, boot, models
         self.log = config.log
         self.decoder = Decoder(config.site, lambda: latest_boot(boot, time.time()))
-        self.implausible: set[str] = set()  # topics with boot counters of which somebody was told
+        self.disbelief = Disbelief(self.log)
         self.topics = self.decoder.topics
         served = tuple(
             Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
@@ -105,6 +99,7 @@ class _Planner:
         self.session = coordinator.CoordinatorSession(
             config.site, boot, served, config.in_flight, broker, token_bytes(32)
         )
+        self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
@@ -113,6 +108,7 @@ class _Planner:
         self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
+        self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -124,6 +120,9 @@ class _Planner:
             clean=False,
             name="planner-control",
         )
+        place, changed = state_of(config.site, config.state_dir) / "requests", self.requests_connection
+        self.post = Post(config.url, name, place, self.control, self.desk, self.decoder, self._asked, changed, self.log)
+        self.away = {"control", "requests"}  # connections that do not stand; the session thread's
         self.bulk = PahoTransport(  # so that requests need not queue behind weights
             config.url,
             f"{name}-weights",
@@ -167,17 +166,25 @@ class _Planner:
             self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
+            self.inbox.post(lambda: self.away.add("control"))
             self.inbox.post(events.Connection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
+    def requests_connection(self, state: State) -> None:
+        """Take what happened to the connection that brings requests."""
+        if isinstance(state, Connected):
+            self.inbox.post(lambda: self._here("requests"))
+        elif isinstance(state, Disconnected):
+            self.inbox.post(lambda: self.away.add("requests"))
+        elif isinstance(state, Refused):
+            self.inbox.post(lambda: self._refused(state))
+
     def _asked(self, asked: Asked) -> None:
-        now = time.monotonic()
-        self.reading.offer(
-            asked.client, partial(self._read, asked, now), len(asked.payload), partial(self._no_room, asked)
-        )
+        read, refuse = partial(self._read, asked, time.monotonic()), partial(self._no_room, asked)
+        self.reading.offer(asked.client, read, len(asked.payload), refuse)
 
     def _no_room(self, asked: Asked) -> None:
         error = OverloadedError(
@@ -185,7 +192,7 @@ class _Planner:
             f"{asked.client}; try again later"
         )
         # To find a request's id all of it is parsed, which is no work for this thread either.
-        if not self.refusals.offer(partial(self._turn_away, asked, error), len(asked.payload)):
+        if not self.refusals.offer(partial(self.post.turn_away, asked, error), len(asked.payload)):
             self._dropped("untold", f"a request of {asked.client}, unanswered")
 
     def _dropped(self, kind: str, what: str) -> None:
@@ -194,11 +201,6 @@ class _Planner:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..., so that a peer cannot flood the log
             self.log.warning("too much waits; dropped %s (%d so far)", what, count)
 
-    # -- refusal thread ---------------------------------------------------------------------------------------------
-
-    def _turn_away(self, asked: Asked, error: HeptiError) -> None:
-        self._reply(self.desk.refuse_unread(asked.model, asked.client, asked.payload, error))
-
     # -- desk threads -----------------------------------------------------------------------------------------------
 
     def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
@@ -206,41 +208,41 @@ class _Planner:
             self._guarded(errand)
 
     def _read(self, asked: Asked, now: float) -> None:
-        try:
-            job = self.desk.request(asked.model, asked.client, asked.payload, now)
-        except Exception as error:
-            job = self.desk.refuse_unread(asked.model, asked.client, asked.payload, self._mistake(error))
-        if isinstance(job, Reply):
-            self._reply(job)
+        if (why := self.post.lives(asked)) is not None:
+            self.post.turn_away(asked, RemoteError(why))
             return
+        try:
+            job = self.desk.request(asked.model, asked.client, asked.payload, now, self.post.name(asked))
+        except Exception as error:
+            self.post.turn_away(asked, self._mistake(error))
+            return
+        if isinstance(job, Reply):
+            self.post.reply(asked, job)
+            return
+        self.post.wait(asked, job)
         self.desk.foresee(job)
         if not self.inbox.offer(events.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._reply(self.desk.refuse(commands.Refuse(job, full)))
+            self._refuse(commands.Refuse(job, full))
 
     def _tell(self, command: commands.Answer) -> None:
         try:
             reply = self.desk.answer(command, time.monotonic())
         except Exception as error:
             reply = self.desk.refuse(commands.Refuse(command.job, self._mistake(error)))
-        self._reply(reply)
+        self.post.answer(command.job, reply)
+
+    def _refuse(self, command: commands.Refuse) -> None:
+        self.post.answer(command.job, self.desk.refuse(command))
 
     def _mistake(self, error: Exception) -> RemoteError:
         self.log.exception("a request could not be dealt with; the planner goes on")
         return RemoteError(f"the planner made a mistake ({error!r}); its log says where")
 
-    def _reply(self, reply: Reply) -> None:
-        try:
-            self.control.publish(reply.topic, reply.payload, 1)
-        except PacketLimitError as error:
-            self._publish(*self.desk.too_large(reply, error))
-        except NetworkError as error:
-            self._unpublished(reply.topic, error)
-
     # -- search thread ----------------------------------------------------------------------------------------------
 
-    def _search_work(self) -> None:
-        while (command := self.searches.get()) is not None:
+    def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
+        while (command := searches.get()) is not None:
             self.inbox.post(solve(command))
 
     # -- session thread ---------------------------------------------------------------------------------------------
@@ -252,11 +254,13 @@ class _Planner:
         threads = [
             threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
-            threading.Thread(target=self._search_work, name="planner-search", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.searches,), name="planner-search", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.hurried,), name="planner-hurried", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
         try:
             self.bulk.connect()
+            self.post.connect()
             self.control.connect()
             for thread in threads:
                 thread.start()
@@ -268,6 +272,7 @@ class _Planner:
             self.telling.close()
             self.refusals.post(None)
             self.searches.put(None)
+            self.hurried.put(None)
             self.forecasts.close()
             self.tiles.close()
             self._leave()
@@ -284,6 +289,7 @@ class _Planner:
                 item = events.Tick()
             if isinstance(item, events.Tick):
                 tick_at = time.monotonic() + TICK_S
+                self.post.again(time.monotonic())
             if callable(item):
                 self._guarded(item)
             else:
@@ -297,7 +303,7 @@ class _Planner:
 
     def _handle(self, event: events.CoordinatorEvent) -> None:
         try:
-            wanted: Sequence[commands.CoordinatorCommand] = self.session.handle(event, time.monotonic())
+            wanted: Sequence[commands.CoordinatorCommand] = self.wills.handle(event, time.monotonic())
         except Exception as error:
             if not isinstance(event, events.Submit):
                 raise
@@ -318,11 +324,11 @@ class _Planner:
             tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
             self.forecasts.then(command.stats, tell)
         elif isinstance(command, commands.Token):
-            self.telling.post(command.job.key.client, lambda: self._reply(self.desk.token(command)))
+            self.telling.post(command.job.key.client, lambda: self.post.part(command.job, self.desk.token(command)))
         elif isinstance(command, commands.Refuse):
-            self.telling.post(command.job.key.client, lambda: self._reply(self.desk.refuse(command)))
+            self.telling.post(command.job.key.client, partial(self._refuse, command))
         elif isinstance(command, commands.Solve):
-            self.searches.put(command)
+            (self.hurried if command.hurried else self.searches).put(command)
         elif isinstance(command, commands.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
         elif isinstance(command, commands.ShowPlan):
@@ -339,10 +345,16 @@ class _Planner:
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:
-        """Say who we are: after every connection, as the broker may have lost what it retained."""
+        """Say what we have planned: after every connection, as the broker may have lost what it retained."""
         self._handle(events.Connection(online=True))
-        self._publish(*self._status("online"))
+        self._here("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
+
+    def _here(self, connection: str) -> None:
+        """Say that we are there, once requests reach us: clients then send again what nobody may have heard."""
+        self.away.discard(connection)
+        if not self.away:
+            self._publish(*self._status("online"))
 
     def _planner_seen(self, status: Status) -> None:
         if status.boot > self.boot and status.state == "online":
@@ -353,14 +365,7 @@ class _Planner:
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
 
     def _disbelieved(self, arrival: Implausible) -> None:
-        if arrival.topic not in self.implausible and len(self.implausible) < DISBELIEVED:
-            self.implausible.add(arrival.topic)
-            self.log.warning(
-                "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was "
-                "forged, or set the clock there and remove the file `boot` of its state",
-                arrival.topic,
-                arrival.boot,
-            )
+        self.disbelief.tell(arrival)
         if arrival.kind == "planner_status":
             self._publish(*self._status("online"))  # others who read it must not take it for ours
 
@@ -378,6 +383,7 @@ class _Planner:
                 self._publish(self.topics.plan(name), b"", retain=True)
         self.bulk.close()
         self.control.close(None if replaced else self._status("offline"))
+        self.post.close()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -385,11 +391,8 @@ class _Planner:
         try:
             self.control.publish(topic, payload, qos, retain)
         except NetworkError as error:
-            self._unpublished(topic, error)
-
-    def _unpublished(self, topic: str, error: NetworkError) -> None:
-        self.decoder.counters["unpublished"] += 1
-        self.log.warning("not published to %s: %s", topic, error)
+            self.decoder.counters["unpublished"] += 1
+            self.log.warning("not published to %s: %s", topic, error)
 
     def _status(self, state: str) -> Will:
         status = Status("online" if state == "online" else "offline", self.boot)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import suppress
+from importlib import import_module
 
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.planner import decide, price
+from hepti_mqtt.planner import decide, decide_soon, price
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
 
 _log = logging.getLogger(__name__)
 
 
+def begin_loading() -> None:
+    """Import what searches need while the planner asks its broker; Numba takes longer than all the rest of it."""
+    threading.Thread(target=import_module, args=("hepti_mqtt.kernels",), name="planner-loads", daemon=True).start()
+
+
 def solve(command: Solve) -> Solved:
     """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
     question, running = command.question, command.running
+    if command.hurried:
+        with suppress(Exception):  # whatever stands in the way: the whole search says it
+            return Solved(command.model, command.ticket, decide_soon(question), None, hurried=True)
     try:
         decision = decide(question)
         running_s = None

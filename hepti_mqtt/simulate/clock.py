@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster, DeviceProfile
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
 from hepti_mqtt.schedule import ProgramRun, RunMachine, template
@@ -40,6 +39,8 @@ class _Part:
     def __init__(
         self, naming: Naming, device: str, profile: DeviceProfile, program: Program, layer: int | None
     ) -> None:
+        from hepti_mqtt.kernels import KERNELS  # here, since Numba takes longer to import than the rest of a planner
+
         self.program, self.template = program, template(program)
         self.costs: list[float] = []
         self.sizes: list[tuple[int, ...]] = []

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from hepti_mqtt.kernels import loading_bytes, weight_bytes
-from hepti_mqtt.kernels.weights import BLOCK, PANELS
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.plan import Plan
@@ -29,6 +27,8 @@ COLUMN_BYTES: Final = 8
 
 def weight_total(refs: Iterable[WeightRef]) -> int:
     """Return the resident bytes of distinct weight ranges, as the kernels pack them."""
+    from hepti_mqtt.kernels import weight_bytes  # here: see clock.py
+
     return sum(weight_bytes(ref) for ref in set(refs))
 
 
@@ -39,6 +39,9 @@ def loading_total(refs: Iterable[WeightRef]) -> int:
     panels of its width and one more; all before the oldest missing one leave one panel of a matrix, or one row of
     blocks. Equal tiles of several matrices, which come at once, are not reckoned with.
     """
+    from hepti_mqtt.kernels import loading_bytes
+    from hepti_mqtt.kernels.weights import BLOCK, PANELS
+
     staged, ahead, begun = 0, 0, 0
     for ref in refs:
         if not (nbytes := loading_bytes(ref)):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import PLANNER_PLACE, Lowered
 from hepti_mqtt.lowering.graph import TEMPLATE
 from hepti_mqtt.lowering.ops import Op
@@ -77,6 +76,8 @@ def volumes(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
 
 def flops(made: Lowered) -> float:
     """Return the FLOPs of all devices, equal blocks counted from one of them."""
+    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+
     total = 0.0
     for device in made.names:
         draft = made.draft(device)

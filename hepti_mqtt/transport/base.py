@@ -43,8 +43,29 @@ class Refused:
     reason: str
 
 
+class Receipt(NamedTuple):
+    """By what a message is acknowledged: the connection on which it came, by number, and its packet id."""
+
+    connection: int
+    packet: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message that the broker keeps until it is acknowledged; it comes again on the next connection otherwise.
+
+    receipt: None for a message of QoS 0, which nobody keeps. repeated: the broker has sent it before.
+    """
+
+    topic: str
+    payload: bytes
+    receipt: Receipt | None
+    repeated: bool
+
+
 State = Connected | Disconnected | Subscribed | Refused
 OnMessage = Callable[[str, bytes], None]
+OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
 
 
@@ -77,12 +98,24 @@ class Counts:
 class Transport(Protocol):
     """A connection to one broker that mends itself. All methods may be called from any thread."""
 
+    @property
+    def connected(self) -> bool:
+        """Return whether the connection stands at this moment."""
+        ...
+
     def connect(self, timeout_s: float = 5.0) -> None:
         """Connect once; later losses are mended. Raises NetworkError, RefusedError or ConfigError."""
         ...
 
-    def publish(self, topic: str, payload: bytes, qos: int = 0, retain: bool = False) -> None:
-        """Hand a message over; QoS 0 without a connection is counted as lost."""
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        qos: int = 0,
+        retain: bool = False,
+        taken: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `PahoTransport.publish`."""
         ...
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
@@ -91,6 +124,10 @@ class Transport(Protocol):
 
     def unsubscribe(self, filters: Sequence[str]) -> None:
         """Leave and forget filters."""
+        ...
+
+    def acknowledge(self, receipt: Receipt) -> None:
+        """Let the broker forget a delivery; one of an earlier connection comes again instead."""
         ...
 
     def counts(self) -> Counts:

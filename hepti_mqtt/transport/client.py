@@ -16,9 +16,12 @@ from hepti_mqtt.errors import HeptiError, NetworkError
 from hepti_mqtt.transport.base import (
     Connected,
     Counts,
+    Delivery,
     Disconnected,
+    OnDelivery,
     OnMessage,
     OnState,
+    Receipt,
     Refused,
     State,
     Subscribed,
@@ -31,11 +34,14 @@ from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
 BACKOFF_S: Final = (0.1, 5.0)
+SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is met within ...
+SOON_DELAY_S: Final = 0.5  # ... so long
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3
 RECONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
+SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
@@ -59,6 +65,8 @@ class PahoTransport:
     client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
     5 and fall back where the broker refuses the version. clean: forget the session of the last connection.
     on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: of the thread.
+    on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
+    many may wait for that is the broker's affair (`max_inflight_messages` of Mosquitto).
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
     that is taken when nothing else waits.
 
@@ -78,9 +86,11 @@ class PahoTransport:
         clean: bool = True,
         name: str = "mqtt",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        on_delivery: OnDelivery | None = None,
     ) -> None:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
-        self._hear, self._tell = on_message, on_state
+        self._hear, self._tell, self._deliver = on_message, on_state, on_delivery
+        self._connection = 0  # number of the last one that was tried
         self._protocols: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)
         self._will, self._clean = will, clean
         self._outbox = Outbox(name, url.place, max_queued_bytes)
@@ -112,15 +122,25 @@ class PahoTransport:
             self._thread = None
             raise
 
-    def publish(self, topic: str, payload: bytes, qos: int = 0, retain: bool = False) -> None:
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        qos: int = 0,
+        retain: bool = False,
+        taken: Callable[[bool], None] | None = None,
+    ) -> None:
         """Queue a message; the payload must not change afterwards.
+
+        taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good; with
+        False if the broker says that nobody was subscribed to its topic (MQTT 5 only).
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
         what the broker says it does not take (it would end the connection, and at QoS 1 get the same again, for ever);
         TypeError for a payload that is not bytes; ValueError for a topic with a wildcard or a payload that no packet
         can carry.
         """
-        self._outbox.publish(topic, payload, qos, retain)
+        self._outbox.publish(topic, payload, qos, retain, taken)
         self._wake.set()
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
@@ -135,6 +155,11 @@ class PahoTransport:
     def unsubscribe(self, filters: Sequence[str]) -> None:
         """Leave filters and forget them."""
         self._outbox.unsubscribe(filters)
+        self._wake.set()
+
+    def acknowledge(self, receipt: Receipt) -> None:
+        """Let the broker forget a delivery; what came on an earlier connection comes again instead."""
+        self._outbox.acknowledge(receipt)
         self._wake.set()
 
     def counts(self) -> Counts:
@@ -171,17 +196,19 @@ class PahoTransport:
             first.set_exception(error)
             return
         first.set_result(None)
-        delay_s = BACKOFF_S[0]
+        delay_s, lost_at = BACKOFF_S[0], float("-inf")
         try:
             while True:
                 since = time.monotonic()
                 self._serve(link)
                 if time.monotonic() - since > BACKOFF_S[1]:
-                    delay_s = BACKOFF_S[0]  # not sooner: two clients of one name would throw each other out for ever
+                    # Not sooner: two clients of one name would throw each other out for ever.
+                    delay_s, lost_at = BACKOFF_S[0], time.monotonic()
                 while not self._stopping():
                     # Jitter, so that the devices of a site do not come back all at once.
                     self._pause(delay_s * random.uniform(0.5, 1.0))
-                    delay_s = min(2 * delay_s, BACKOFF_S[1])
+                    soon = time.monotonic() - lost_at < SOON_S
+                    delay_s = min(2 * delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
                     try:
                         link = self._open(RECONNECT_TIMEOUT_S)
                         break
@@ -208,12 +235,14 @@ class PahoTransport:
         until = time.monotonic() + timeout_s
         for protocol in self._protocols:
             last = protocol == self._protocols[-1]
+            self._connection += 1
             link = Link(
                 self.url,
                 self.client_id,
                 protocol=protocol,
                 will=self._will,
                 clean=self._clean,
+                manual=self._deliver is not None,
                 listener=self,
                 wake=self._wake,
             )
@@ -233,10 +262,13 @@ class PahoTransport:
         reason = "closed"
         try:
             self._begin(link)
+            acknowledged_by = time.monotonic() + SUBACK_S
             while not self._stopping():
                 more = not self._outbox.empty() and not link.busy
                 link.turn(0.0 if more else TURN_S)
                 self._feed(link)
+                if self._session.awaited and time.monotonic() > acknowledged_by:
+                    raise LinkLost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
             self._drain(link)
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
@@ -291,6 +323,9 @@ class PahoTransport:
                 session.waiting.append(op)
             elif isinstance(op, Message):
                 self._send(link, op)
+            elif isinstance(op, Receipt):
+                if op.connection == self._connection:
+                    link.acknowledge(op.packet)
             elif isinstance(op, Unsubscription):
                 link.unsubscribe(op.filters)
             elif op.filters:
@@ -307,21 +342,27 @@ class PahoTransport:
 
     # -- what arrives; called by the link on the network thread ------------------------------------------------------
 
-    def on_message(self, topic: str, payload: bytes, qos: int) -> None:
+    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
         """Count a message and hand it over."""
         self._outbox.received(publish_bytes(topic, len(payload), qos))
-        self._call(lambda: self._hear(topic, payload))
+        if (deliver := self._deliver) is None:
+            self._call(lambda: self._hear(topic, payload))
+            return
+        receipt = Receipt(self._connection, mid) if qos else None
+        self._call(lambda: deliver(Delivery(topic, payload, receipt, repeated)))
 
     def on_bad_topic(self) -> None:
         """Count a message whose topic is not UTF-8."""
         self._outbox.bad()
 
-    def on_acknowledged(self, mid: int, refusal: str | None) -> None:
+    def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
         """Forget a QoS 1 message that the broker has taken or refused."""
         op = self._session.inflight.pop(mid, None)
         if op is None:
             return
         self._outbox.acknowledged(op)
+        if (taken := op.taken) is not None:
+            self._call(lambda: taken(heard))
         if refusal is not None:
             self._emit(Refused(None, (op.topic,), refusal))
 

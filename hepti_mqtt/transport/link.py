@@ -35,6 +35,7 @@ _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _WRONG_VERSION: Final = 132
 _UNAVAILABLE: Final = frozenset({136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
 _FAILURE: Final = 128
+_NOBODY: Final = 16  # no matching subscribers
 
 
 class LinkLost(Exception):
@@ -48,16 +49,16 @@ class VersionRefused(NetworkError):
 class Listener(Protocol):
     """Who hears what arrives; called on the thread that drives the link."""
 
-    def on_message(self, topic: str, payload: bytes, qos: int) -> None:
-        """A message arrived."""
+    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
+        """A message arrived; mid: its packet id. repeated: the broker has sent it before."""
         ...
 
     def on_bad_topic(self) -> None:
         """A message arrived whose topic is not UTF-8."""
         ...
 
-    def on_acknowledged(self, mid: int, refusal: str | None) -> None:
-        """A QoS 1 publish was taken, or refused for a reason (MQTT 5)."""
+    def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
+        """A QoS 1 publish was taken, or refused for a reason (MQTT 5); heard: False where nobody is subscribed."""
         ...
 
     def on_subscribed(self, mid: int, refusals: tuple[str | None, ...]) -> None:
@@ -66,7 +67,10 @@ class Listener(Protocol):
 
 
 class Link:
-    """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread."""
+    """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread.
+
+    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Link:
         clean: bool,
         listener: Listener,
         wake: Wake,
+        manual: bool = False,
     ) -> None:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None
@@ -96,6 +101,7 @@ class Link:
             clean_session=clean if protocol == 4 else None,
             protocol=MQTTProtocolVersion(protocol),
             reconnect_on_failure=False,
+            manual_ack=manual,
         )
         client.max_inflight_messages_set(0)  # our caller keeps the window; paho ignores the broker's word
         if url.user is not None:
@@ -204,6 +210,11 @@ class Link:
         self._client.unsubscribe(list(filters))
         self.flush()
 
+    def acknowledge(self, mid: int) -> None:
+        """Send the PUBACK of a message that has arrived at QoS 1."""
+        self._client.ack(mid, 1)
+        self.flush()
+
     def flush(self) -> None:
         """Write what the socket takes. Raises `LinkLost`."""
         if self._client.want_write():
@@ -310,16 +321,20 @@ class Link:
         try:
             topic = message.topic
         except UnicodeDecodeError:
+            self._client.ack(message.mid, message.qos)  # or it would come again for ever, where we acknowledge
             self._listener.on_bad_topic()
             return
-        self._listener.on_message(topic, bytes(message.payload), message.qos)  # bytes already: no copy
+        self._listener.on_message(
+            topic, bytes(message.payload), message.qos, message.mid, message.dup
+        )  # bytes: no copy
 
     def _on_publish(
         self, _client: Client, _data: Any, mid: int, reason: ReasonCode, _properties: Properties | None
     ) -> None:
         # paho also calls this when a QoS 0 packet is written; packet ids of those may repeat one that still waits.
         if self._reading:
-            self._listener.on_acknowledged(mid, str(reason) if reason.value >= _FAILURE else None)
+            refusal = str(reason) if reason.value >= _FAILURE else None
+            self._listener.on_acknowledged(mid, refusal, reason.value != _NOBODY)
 
     def _on_subscribe(
         self, _client: Client, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Properties | None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport.base import Counts, Will
+from hepti_mqtt.transport.base import Counts, Receipt, Will
 from hepti_mqtt.wire.limits import packet_limit_error
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -20,13 +20,14 @@ Filters = tuple[tuple[str, int], ...]
 
 
 class Message(NamedTuple):
-    """A message to be published; packet_bytes: of its PUBLISH packet."""
+    """A message to be published; packet_bytes: of its PUBLISH packet. taken: see `PahoTransport.publish`."""
 
     topic: str
     payload: bytes
     qos: int
     retain: bool
     packet_bytes: int
+    taken: Callable[[bool], None] | None = None
 
 
 class Subscription(NamedTuple):
@@ -42,6 +43,9 @@ class Unsubscription(NamedTuple):
     filters: tuple[str, ...]
 
 
+Operation = Message | Subscription | Unsubscription | Receipt
+
+
 class Outbox:
     """A bounded queue of what is to be sent, the filters that are wanted, and the counters of one transport.
 
@@ -52,7 +56,7 @@ class Outbox:
     def __init__(self, name: str, place: str, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._name, self._place, self._max_queued_bytes = name, place, max_queued_bytes
         self._lock = threading.Lock()  # guards all that follows
-        self._queue: deque[Message | Subscription | Unsubscription] = deque()
+        self._queue: deque[Operation] = deque()
         self._queued_bytes = 0
         self._filters: dict[int, Filters] = {}
         self._token = 0
@@ -63,7 +67,9 @@ class Outbox:
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> None:
+    def publish(
+        self, topic: str, payload: bytes, qos: int, retain: bool, taken: Callable[[bool], None] | None = None
+    ) -> None:
         """Queue a message, or count it as lost; raises as `PahoTransport.publish` does."""
         if not isinstance(payload, (bytes, bytearray)):
             raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
@@ -88,7 +94,7 @@ class Outbox:
                     f"{self._queued_bytes} bytes wait for the broker at {self._place}, which is too slow or away; "
                     "send less, or try again later"
                 )
-            self._queue.append(Message(topic, payload, qos, retain, packet_bytes))
+            self._queue.append(Message(topic, payload, qos, retain, packet_bytes, taken))
             self._queued_bytes += packet_bytes
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
@@ -116,6 +122,12 @@ class Outbox:
             if self.up and gone:
                 self._queue.append(Unsubscription(tuple(sorted(gone))))
 
+    def acknowledge(self, receipt: Receipt) -> None:
+        """Queue an acknowledgement if a connection stands."""
+        with self._lock:
+            if self.up:
+                self._queue.append(receipt)
+
     def close(self, last: Will | None, stop_at: float) -> bool:
         """Take nothing after `last`; return False if the outbox is closed already."""
         with self._lock:
@@ -137,7 +149,7 @@ class Outbox:
         """Return whether nothing is queued."""
         return not self._queue
 
-    def take(self) -> Message | Subscription | Unsubscription | None:
+    def take(self) -> Operation | None:
         """Return what comes next, None if nothing is queued."""
         with self._lock:
             if not self._queue:

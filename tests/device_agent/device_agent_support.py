@@ -115,6 +115,8 @@ def sha(data):
 class ListTransport:
     """A transport that remembers; acknowledgements and messages come when the test says so."""
 
+    connected = True
+
     def __init__(self, on_message, on_state):
         self.hear, self.tell = on_message, on_state
         self.published = []

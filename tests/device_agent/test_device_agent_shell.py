@@ -262,7 +262,7 @@ def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device
     d.run(MessageIn(messages.Prepare(4, {}, {}, bytes(32), 1)))
     d.run(MessageIn(messages.Prepare(5, {"model": 7, "epoch": "x"}, {}, bytes(32), 1)))
     (failed,) = d.ups()
-    assert (failed.txn, failed.model, failed.epoch, failed.code) == (3, PLAN.model, PLAN.epoch, "wire")
+    assert (failed.txn, failed.model, failed.epoch, failed.code) == (3, PLAN.model, PLAN.epoch, "no_plan")
     assert d.complaints.counters["event_errors"] == 3
 
 

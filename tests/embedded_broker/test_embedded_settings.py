@@ -24,16 +24,15 @@ def test_the_file_and_the_embedded_broker_agree():
     assert text == closed_configuration("/etc/mosquitto")
     settings = [f"{s.name} {s.value}" for s in SETTINGS]
     assert lines(text)[-len(settings) :] == settings
-    assert (
-        lines(configuration("127.0.0.1", 1, user="me", password_file=None, max_packet_bytes=None))[-len(settings) :]
-        == settings
-    )
+    embedded = configuration("127.0.0.1", 1, user="me", stored_in="/s/", password_file=None, max_packet_bytes=None)
+    assert lines(embedded)[-len(settings) :] == settings
+    assert "persistence_location /s/" in lines(embedded)
     for setting in SETTINGS:
         assert f"# {setting.why[0].upper()}{setting.why[1:]}.\n{setting.name} {setting.value}\n" in text
 
 
 def test_a_limit_replaces_the_packet_size():
-    text = configuration("127.0.0.1", 1, user="me", password_file="p", max_packet_bytes=1234)
+    text = configuration("127.0.0.1", 1, user="me", stored_in="/s/", password_file="p", max_packet_bytes=1234)
     assert "max_packet_size 1234" in lines(text)
     assert "allow_anonymous false" in lines(text)
     assert "allow_anonymous true" not in text

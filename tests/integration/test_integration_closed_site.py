@@ -80,6 +80,7 @@ RUNS = [
     *((user, "plan tiny --explain", 0) for user in ("planner", "a", "alice", "hall")),
     *((user, "devices --wait 5", 0) for user in ("planner", "a", "alice", "hall")),
     *((user, "doctor", 0) for user in ("planner", "c", "alice", "hall")),
+    *((user, "health planner", 0) for user in ("planner", "a", "alice", "hall")),
     ("a", "planner --model tiny=MODEL", 6),
     ("alice", "planner --model tiny=MODEL", 6),
     ("c", "agent --id b --cache CACHE --threads 1 --memory 100MiB", 6),

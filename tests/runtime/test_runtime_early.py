@@ -20,9 +20,9 @@ def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
     kept = EarlyFrames()
     for part, admission in enumerate((7, 8, 7)):
         assert kept.keep(frame(admission, part=part), 0.0) == 0
-    assert [f.part for f in kept.take(7)] == [0, 2]
-    assert kept.take(7) == []
-    assert [f.part for f in kept.take(8)] == [1]
+    assert [f.part for f in kept.take(7, 0.0)[0]] == [0, 2]
+    assert kept.take(7, 0.0) == ([], 0)
+    assert [f.part for f in kept.take(8, 0.0)[0]] == [1]
     assert kept.nbytes == 0
 
 
@@ -31,7 +31,16 @@ def test_what_has_waited_too_long_goes() -> None:
     kept.keep(frame(1), 0.0)
     kept.keep(frame(2), EARLY_S)
     assert kept.keep(frame(3), EARLY_S + 1) == 1
-    assert (kept.take(1), len(kept.take(2)), len(kept.take(3))) == ([], 1, 1)
+    assert [len(kept.take(n, EARLY_S + 1)[0]) for n in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_what_has_waited_too_long_is_not_delivered_even_if_nothing_came_after_it() -> None:
+    kept = EarlyFrames()
+    kept.keep(frame(1, part=0), 0.0)
+    kept.keep(frame(1, part=1), 5.0)
+    frames, stale = kept.take(1, EARLY_S + 1)
+    assert ([f.part for f in frames], stale) == ([1], 1)
+    kept.check()
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 60), st.booleans()), max_size=60))
@@ -43,7 +52,7 @@ def test_bytes_are_bounded_and_every_frame_is_kept_or_counted(steps: list[tuple[
             inside += 1 - kept.keep(frame(admission, nbytes), 0.0)
             kept.check()
             if take:
-                inside -= len(kept.take(admission))
-        assert inside == sum(len(kept.take(admission)) for admission in range(1, 6))
+                inside -= kept.drop(admission)
+        assert inside == sum(kept.drop(admission) for admission in range(1, 6))
         kept.clear()
         kept.check()

@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.device import worker
 from hepti_mqtt.runtime.device.early import EARLY_BYTES
 from hepti_mqtt.runtime.planner import dispatcher, events
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.membership import RETURN_S
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames
 
@@ -150,7 +151,7 @@ def test_the_last_device_leaves_and_one_comes_back():
     assert plan_of(swarm) is None
     shape, inputs = request(SPEC, (6,))
     swarm.submit("early", shape, inputs)
-    swarm.run(2)
+    swarm.run(RETURN_S)
     assert isinstance(swarm.errors["early"][0], PlanError)
     swarm.join("d0", 1e9, PLENTY)
     settle(swarm)
@@ -293,3 +294,22 @@ def test_early_frames_are_bounded_and_forgotten():
         host.check()
     assert 0 < host.runs.early_bytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0
+
+
+def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
+    swarm = site(n=2)
+    settle(swarm)
+    shape, inputs = request(SPEC, (12,))
+    swarm.submit("first", shape, inputs)
+    swarm.run(30, until=lambda: "first" in swarm.answers)
+    host, epoch = swarm.hosts["d0"].session, plan_of(swarm).epoch
+    exchanges = [k for k in host.epochs.get(MODEL, epoch).bound[shape].template.recv if k[2] == "d1"]
+    assert len(exchanges) > 1
+    for node, part, source in exchanges:
+        body = np.zeros(4, np.float32).tobytes()
+        frame = frames.Frame("tensor", MODEL, epoch, 2, 0, node, source, part, "f32", (2, 2), 0, (), body)
+        assert host.handle(worker.FrameIn(frame), swarm.now) == []
+    swarm.submit("second", shape, inputs)
+    swarm.run(30, until=lambda: "second" in swarm.answers or "second" in swarm.errors)
+    assert host.counters["bad_shape"] == 1, "the first one ends the run"
+    np.testing.assert_allclose(swarm.answers["second"][0][0], expected(shape, inputs), atol=TOLERANCE)

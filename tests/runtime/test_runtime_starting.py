@@ -5,11 +5,13 @@ from __future__ import annotations
 from scripted_site import Site, everyone
 
 from hepti_mqtt.errors import DeadlineError, PlanError
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.coordinator import COMING_S
 from hepti_mqtt.runtime.planner.falls import AGAIN_S, PART, REST_S, YOUNG_S, Falls
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import SILENT_S, STARTING_S
+from hepti_mqtt.runtime.planner.membership import RETURN_S, SILENT_S, STARTING_S
+from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.messages import Status
 
 
@@ -142,6 +144,20 @@ def test_a_device_that_restarts_is_gone_and_coming() -> None:
     assert not site.errors
 
 
+def test_nothing_is_searched_while_the_only_device_may_come_back() -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    site.leave("a")
+    site.submit("r1")
+    before = len(site.solves)
+    passes(site, RETURN_S - 1)
+    assert len(site.solves) == before
+    assert not site.errors
+    passes(site, 2)
+    assert "no device is online" in str(site.errors["r1"])
+
+
 def memory(site: Site, device: str) -> float:
     """Return the memory that the last search could plan with."""
     return site.solves[-1].question.cluster.devices[device].memory_bytes
@@ -163,6 +179,23 @@ def test_a_device_that_dies_of_a_plan_again_gets_less_for_a_while() -> None:
     assert memory(site, "b") < 1 << 30
     assert memory(site, "a") == 1 << 30
     passes(site, REST_S + 1)
+    assert memory(site, "b") == 1 << 30
+
+
+def test_a_device_that_hangs_has_not_died() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.settle()
+    site.mute = {"b"}
+    for number in range(2):
+        site.submit(f"r{number}", within=1e9)
+        while "b" in site.session.membership.usable():
+            site.tick(0.1)
+        site.ready("a")
+        site.event(events.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+        for _ in range(3):
+            site.tick(1.1)
+            site.ready()
     assert memory(site, "b") == 1 << 30
 
 

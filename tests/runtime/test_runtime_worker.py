@@ -95,7 +95,8 @@ def test_a_plan_is_studied_once_however_often_it_is_asked_for():
     device = session()
     (order,) = device.handle(prepare(TWO), 0.0)
     again = replace(prepare(TWO).message, txn=7)
-    assert device.handle(MessageIn(again), 0.0) == []
+    (said,) = device.handle(MessageIn(again), 0.0)
+    assert messages.decode(said.payload) == messages.Progress(7, "m", Epoch(1, 1), 0, 0), "it is at it"
     assert [type(c) for c in studied(device, order)] == [Subscribe, Load]
     assert studied(device, order) == []
     assert device.epochs.get("m", Epoch(1, 1)).txn == 7

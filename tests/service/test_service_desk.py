@@ -185,7 +185,7 @@ def test_another_request_under_a_remembered_id_is_an_error_that_names_it(desk, c
         assert error["code"] == "id_in_use"
         assert "id q1 " in error["message"]
     again = {"reply_to": TOPICS.response("bert", "me", "there"), "deadline_ms": 9, "id": "q1", "text": "hello"}
-    assert ask(desk, again) == Reply(again["reply_to"], first.payload), "when and where is not what is asked"
+    assert ask(desk, again) == Reply(again["reply_to"], first.payload, "q1"), "when and where is not what is asked"
 
 
 def test_the_running_requests_digest_tells_a_repetition_from_another_request(desk):
@@ -316,7 +316,8 @@ def test_an_unread_request_is_refused_under_its_id(desk):
 
 
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id(desk):
-    long = Reply(TOPICS.response("bert", "me", "q"), json.dumps({"id": "q", "ok": True, "result": [0] * 1000}).encode())
+    payload = json.dumps({"id": "q", "ok": True, "result": [0] * 1000}).encode()
+    long = Reply(TOPICS.response("bert", "me", "q"), payload, "q")
     short = desk.too_large(long, PacketLimitError("raise max_packet_size"))
     assert short.topic == long.topic
     assert told(short) == {

@@ -52,7 +52,8 @@ def test_every_kind_becomes_its_event():
 
 
 def test_the_filters_cover_every_kind():
-    filters = [name for name, _ in Decoder("home").filters()]
+    decoder = Decoder("home")
+    filters = [name for name, _ in decoder.filters() + decoder.requests()]
     assert len(filters) == len(set(filters)) == 7
 
 

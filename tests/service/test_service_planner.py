@@ -187,6 +187,24 @@ def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
 
 
 @pytest.mark.broker
+def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
+    """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
+    ear = listen("deaf")
+    run("deaf")
+    ear.status("online")
+    ear.say(ear.topics.request("bert", "late"), b'{"id": "q1", "text": ""}')
+    late = queue.SimpleQueue()
+    reader = PahoTransport(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
+    ear.ask("bert", id="q2", text="")  # by now the first answer went out to nobody
+    reader.subscribe([(ear.topics.responses("late"), 1)])
+    reader.connect(PATIENCE_S)
+    topic, payload = late.get(timeout=PATIENCE_S)
+    reader.close()
+    assert topic == ear.topics.response("bert", "late", "q1")
+    assert "repeated" not in json.loads(payload)
+
+
+@pytest.mark.broker
 def test_a_newer_planner_takes_over(run, listen):
     ear = listen("contested")
     _, outcome = run("contested")
@@ -235,6 +253,7 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     made = planner._Planner(config, 7, {"bert": Model("bert", checkpoint, Pins())})
     yield made
     made.control.close()
+    made.post.close()
     made.bulk.close()
 
 
@@ -291,9 +310,15 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     assert "another planner" in str(unconnected.failure)
 
 
-def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, monkeypatch):
-    said = []
-    monkeypatch.setattr(unconnected, "_reply", said.append)
+@pytest.fixture
+def said(unconnected, monkeypatch):
+    """What the planner that is not connected would publish to users."""
+    out = []
+    monkeypatch.setattr(unconnected.post, "_send", lambda reply, *_: out.append(reply))
+    return out
+
+
+def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
     unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
     assert unconnected.reading.step()
     (reply,) = said
@@ -301,39 +326,38 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
 
 
-def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, monkeypatch):
-    said = []
-    monkeypatch.setattr(unconnected, "_reply", lambda reply: said.append(reply.topic.split("/")[-2]))
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
     topics = unconnected.topics
     for client in ("greedy", "greedy", "greedy", "small"):
         unconnected.heard(topics.request("bert", client), b"not JSON")
     assert unconnected.reading.step()
     assert unconnected.reading.step()
-    assert said == ["greedy", "small"]
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
     jobs = [unconnected.desk.request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")]
     for job in jobs:
         unconnected._carry_out(commands.Refuse(job, OverloadedError("no")))
     del said[:]
     while unconnected.telling.step():
         continue
-    assert said == ["greedy", "small", "greedy"]
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
 
 
-def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, monkeypatch):
-    said = []
-    monkeypatch.setattr(unconnected, "_reply", said.append)
-    monkeypatch.setattr("hepti_mqtt.service.desk.parse", None)
+def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hepti_mqtt.service.desk.parse", None)
+        _two_requests_that_nobody_reads(unconnected)
+    assert not said
+    assert unconnected.decoder.counters == {"untold": 1}
+    (refuse,) = waiting(unconnected.refusals)
+    refuse()
+    assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def _two_requests_that_nobody_reads(unconnected):
     unconnected.reading = Crew("reader", 0, unconnected._guarded, limit=0)
     unconnected.refusals = Inbox(limit=1)
     for name in ("q1", "q2"):
         unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
-    assert not said
-    assert unconnected.decoder.counters == {"untold": 1}
-    monkeypatch.undo()
-    monkeypatch.setattr(unconnected, "_reply", said.append)
-    (refuse,) = waiting(unconnected.refusals)
-    refuse()
-    assert json.loads(said[0].payload)["id"] == "q1"
 
 
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):

@@ -138,7 +138,7 @@ class Listener:
     def __init__(self):
         self.acknowledged = []
 
-    def on_acknowledged(self, mid, refusal):
+    def on_acknowledged(self, mid, refusal, heard):
         self.acknowledged.append(mid)
 
 

@@ -24,14 +24,21 @@ class EarlyFrames:
         self._bytes += len(frame.body)
         dropped = 0
         while self._frames and (self._bytes > EARLY_BYTES or now - self._oldest_s() > EARLY_S):
-            dropped += len(self.take(next(iter(self._frames))))
+            dropped += self.drop(next(iter(self._frames)))
         return dropped
 
-    def take(self, admission: int) -> list[Frame]:
-        """Return the frames of a request, in the order of their arrival, and forget them."""
-        frames = [frame for _, frame in self._frames.pop(admission, [])]
-        self._bytes -= sum(len(frame.body) for frame in frames)
-        return frames
+    def take(self, admission: int, now: float) -> tuple[list[Frame], int]:
+        """Return the frames of a request, as they came, and how many had waited too long; forget all."""
+        kept = self._frames.get(admission, [])
+        frames = [frame for since_s, frame in kept if now - since_s <= EARLY_S]
+        self.drop(admission)
+        return frames, len(kept) - len(frames)
+
+    def drop(self, admission: int) -> int:
+        """Forget the frames of a request; return how many there were."""
+        frames = self._frames.pop(admission, [])
+        self._bytes -= sum(len(frame.body) for _, frame in frames)
+        return len(frames)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -163,7 +163,12 @@ class Runs:
         for key in bound.template.inputs:
             self._executor.deliver(frame.admission, key, inputs)
         out: list[Command] = []
-        for early in self._early.take(frame.admission):
+        kept, stale = self._early.take(frame.admission, now)
+        if stale:
+            self._counters["early_dropped"] += stale
+        for early in kept:
+            if frame.admission not in self._executor:
+                break  # one before it has ended the request
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
 
@@ -301,7 +306,7 @@ class Runs:
         self._executor.drop(admission)
         self._runs.pop(admission, None)
         self._building.drop(admission)
-        self._early.take(admission)
+        self._early.drop(admission)
         self._over[admission] = None
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)

@@ -125,12 +125,16 @@ class WorkerSession:
             raise
         if (known := self.epochs.get(*key)) is not None:
             known.txn = message.txn
-            return self._ready_if_complete(known)
+            return self._ready_if_complete(known) or [self._at_it(message.txn, key)]
         if key not in self._asked and len(self._asked) >= ASKED:
             text = f"{self.device} has {ASKED} plans to study already"
             return [self._failed(message.txn, key, PlanError.code, text, 0)]
         studied, self._asked[key] = key in self._asked, message
-        return [] if studied else [*self._mesh.admit(key, message), Study(message)]
+        return [self._at_it(message.txn, key)] if studied else [*self._mesh.admit(key, message), Study(message)]
+
+    def _at_it(self, txn: int, key: Key) -> Publish:
+        """Say to a planner that asks again that this device is there, and has not got further."""
+        return self._up(messages.Progress(txn, *key, 0, 0))
 
     def _studied(self, event: Studied, now: float) -> list[Command]:
         key = plan_key(event.prepare)

@@ -15,12 +15,16 @@ from hepti_mqtt.runtime.states import Transition
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Search for a plan, and price the running one under the same measurements; report `Solved`."""
+    """Search for a plan, and price the running one under the same measurements; report `Solved`.
+
+    hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
+    """
 
     model: str
     ticket: int
     question: Question
     running: Plan | None
+    hurried: bool = False
 
 
 @dataclass(frozen=True, slots=True)

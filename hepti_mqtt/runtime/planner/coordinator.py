@@ -15,7 +15,6 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
@@ -38,16 +37,16 @@ from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.plans import Search
-from hepti_mqtt.runtime.planner.rollout import SETTLE_S, Rollout
+from hepti_mqtt.runtime.planner.question import question_of
+from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.slots import PINNED, Slots
+from hepti_mqtt.runtime.planner.suspicion import Suspicion
 from hepti_mqtt.runtime.states import Story
-from hepti_mqtt.simulate import Naming
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
-RETURN_S: Final = 5.0  # when the last device is lost, it has so long to come back before requests are refused
-COMING_S: Final = 5.0  # between two searches that find no plan while devices are starting
+COMING_S: Final = 5.0  # between two searches that find no plan while devices may come
 WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
 
 
@@ -78,15 +77,15 @@ class CoordinatorSession:
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
         introduce = Introductions(secret, self.membership).of
         self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch, introduce)
+        self._suspicion = Suspicion(self.slots, self.membership, self._rollout.probe)
         self._online = True
         self._begun = False
-        self._illegal = 0  # steps of which somebody was told
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._status,
             DeviceCaps: self._caps,
             DeviceHeartbeat: self._heartbeat,
             UpMessage: self._message,
-            UpFrame: self._requests.frame,
+            UpFrame: self._frame,
             Submit: self._submit,
             Solved: self._solved,
             Pin: self._pin,
@@ -163,6 +162,8 @@ class CoordinatorSession:
             self.membership.loading(now)
         heartbeat, wrong = believed(event.heartbeat)
         changed = self._changed(device, self.membership.heartbeat(device, heartbeat, now), now)
+        if self._online:
+            changed += self._requests.cut_short(self.membership.back)
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -184,7 +185,7 @@ class CoordinatorSession:
             for model in self.slots:
                 model.spare.pop(device, None)
                 if not model.pinned or model.in_use(now):
-                    model.plans.want(now + SETTLE_S, now, f"{device} has joined")
+                    model.plans.want(now + (SOON_S if model.unserved else SETTLE_S), now, f"{device} has joined")
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
@@ -202,20 +203,20 @@ class CoordinatorSession:
 
     def _lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [Note("left", f"{device} {how}")]
-        again_at = now if self.membership.usable() else now + RETURN_S
+        died = self.membership.left(device, now)
         for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
-            preparing = plans.preparing
-            for record in [r for r in (preparing, plans.active) if r is not None and device in r.plan.devices]:
+            preparing, given = plans.preparing, [plans.preparing, plans.active] if died else []
+            for record in [r for r in given if r is not None and device in r.plan.devices]:
                 model.falls.fell(device, record.decision.chosen.price.needs.get(device, 0), record.heard_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
-                plans.want(again_at, now, why)
+                plans.want(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active = record is plans.active
                 plans.retire(record, "lost", now, why)
                 if was_active:
-                    plans.want(again_at, now, why, forced=True)
+                    plans.want(now, now, why, forced=True)
                     out.append(self._rollout.show(model))
                 for run in [r for r in model.runs.values() if r.epoch == record.epoch]:
                     out += self._requests.again(model, run)
@@ -224,36 +225,8 @@ class CoordinatorSession:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _question(self, model: ModelState, now: float) -> Question:
-        served, pins = model.served, model.plans.pins
-        held = Counter(model.spare)
-        for other in self.slots:
-            # Who would make room for this plan does not count.
-            gives_way = other.pinned and (other.idle or not model.pinned)
-            if other.name == model.name or gives_way:
-                continue
-            decision = other.held()
-            held.update(decision.chosen.price.needs if decision else {})
-        for device, most_bytes in model.falls.most_bytes(now).items():
-            if (member := self.membership.usable().get(device)) is not None and member.caps is not None:
-                held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
-        self._number += 1
-        return Question(
-            naming=Naming(self.site, served.name),
-            spec=served.spec,
-            cluster=self.membership.cluster(held),
-            shape=shape_for(served.spec, model.tokens()),
-            epoch=Epoch(self.boot, self._number),
-            in_flight=self.in_flight,
-            strategy=pins.strategy,
-            options=pins.options,
-            devices=pins.devices,
-            wire=pins.wire,
-            storage=pins.storage,
-            route=pins.route,
-            relayed=self.membership.relayed(now),
-            packet_bytes=self.membership.packet_bytes(),
-            learned=model.experience.learned(now),
-        )
+        epoch = self._next_epoch()
+        return question_of(self.site, self.slots, self.membership, model, epoch, self.in_flight, now)
 
     def _next_epoch(self) -> Epoch:
         self._number += 1
@@ -272,39 +245,26 @@ class CoordinatorSession:
         turned_away = self._requests.turned_away(job)
         if turned_away is not None:
             return turned_away
-        model, out = self.slots.find(job.key.model, job.pins), list[CoordinatorCommand]()
-        if model is None and job.pins is not None:
-            name, others = job.key.model, self.slots.pinned(job.key.model)
-            if len(others) >= PINNED:
-                oldest = next((slot for slot in others if slot.idle), None)
-                if oldest is None:
-                    text = f"{PINNED} ways of dividing {name} that requests have pinned are all in use"
-                    return self._requests.overloaded(job, f"{text}; try again later, or pin nothing")
-                out = self._rollout.close(oldest, now, f"for {job.pins}")
-            model = self.slots.add(name, job.pins)
-            model.plans.want(now, now, "a request has pinned it", forced=True)
-        assert model is not None
-        return out + self._requests.submit(model, job, now)
+        model, out = self._rollout.slot_for(job, now)
+        return out if model is None else out + self._requests.submit(model, job, now)
 
     def _search(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = model.plans, model.plans.wanted
-        # One at a time, because searches see what other models will hold.
+        if wanted is None or now < wanted.due_s or plans.preparing is not None:
+            return []
+        hurried = plans.pins.free and model.unserved
+        # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.slots)
-        if wanted is None or now < wanted.due_s or not alone or plans.preparing is not None:
+        awaited = self.membership.awaited(plans.pins.devices or (), now)
+        if awaited or not (alone or hurried) or not self.slots.may_search(model, now):
             return []
-        if not self.slots.may_search(model, now) or self._awaited(model, now):
-            return []
+        if plans.searching is not None:
+            plans.ended(plans.searching, "outdated", now, "requests wait")
         model.displaced = False
         ticket, question = self._rollout.next_txn(), self._question(model, now)
         plans.search(ticket, question.epoch, now)
-        return [Solve(model.served.name, ticket, question, model.active)]
-
-    def _awaited(self, model: ModelState, now: float) -> set[str]:
-        """Return the devices that are starting and without which there is no plan: of pins all, else the first one."""
-        coming, usable = self.membership.coming(now), set(self.membership.usable())
-        pinned = set(model.plans.pins.devices or ())
-        return coming & (pinned - usable) if pinned else coming if not usable else set()
+        return [Solve(model.served.name, ticket, question, model.active, hurried)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)
@@ -314,13 +274,11 @@ class CoordinatorSession:
         if plans.wanted is not None:  # something changed while the search ran: search again
             plans.ended(search, "outdated", now)
             return []
-        coming = self.membership.coming(now)
-        if event.decision is None and model.active is None and coming:
-            names = ", ".join(sorted(coming))
-            plans.want(now + COMING_S, now, f"there is no plan without {names}, which is starting")
-            plans.ended(search, "no plan", now, str(event.error))
-            return []
         if event.decision is None:
+            if model.active is None and (awaited := self.membership.may_come(now)):
+                plans.want(now + COMING_S, now, f"there is no plan yet; {awaited} may come", forced=search.forced)
+                plans.ended(search, "no plan", now, str(event.error))
+                return []
             error = event.error or PlanError("no plan")
             if refused := self.membership.refused():
                 error = PlanError("; ".join([str(error), *refused]))
@@ -338,6 +296,8 @@ class CoordinatorSession:
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
         plans.found(search, event.decision, self._rollout.next_txn(), now)
+        if event.hurried:
+            plans.want(now + SETTLE_S, now, "the search was hurried")
         return [Note("replanned", chosen.reason), self._rollout.show(model)]
 
     def _not_worth(self, search: Search, event: Solved) -> bool:
@@ -352,6 +312,13 @@ class CoordinatorSession:
         message, device = event.message, event.device
         if isinstance(message, messages.TileAsk):
             return [SendTiles(message.model, device, message.hashes)] if message.model in self.slots else []
+        return self._changed(device, self.membership.spoke(device, now), now) + self._said(device, message, now)
+
+    def _frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
+        change = self.membership.spoke(event.device, now, served=event.frame.kind == "done")
+        return self._changed(event.device, change, now) + self._requests.frame(event, now)
+
+    def _said(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RequestFailed):
             return self._requests.failed(device, message)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
@@ -392,6 +359,7 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for device in self.membership.overdue(now) if self._online else []:
             out += self._lost(device, "sends no heartbeats", now)
+        out += self._suspect(now) if self._online else []
         for model in self.slots:
             out += self._rollout.tick(model, now)
             for run in list(model.runs.values()):
@@ -412,16 +380,21 @@ class CoordinatorSession:
         for model in self.slots.models():
             if model.shown != model.plans.story.told:
                 out.append(self._rollout.show(model))
-        if self.counters["illegal_step"] != self._illegal:
-            self._illegal = self.counters["illegal_step"]
-            text = (
-                f"plans took {self._illegal} illegal steps so far: a mistake in the planner; see `hepti plan --story`"
-            )
+        if (text := self.slots.illegal()) is not None:
             out.append(Note("illegal_step", text))
+        return out
+
+    def _suspect(self, now: float) -> list[CoordinatorCommand]:
+        """Ask for a word where something is overdue, and go on without those that say none."""
+        out, silent = self._suspicion.tick(now)
+        for device, how, mute in silent:
+            self.membership.put_aside(device, now, mute)
+            out += self._lost(device, how, now)
         return out
 
     def _connection(self, event: Connection, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
+        self._requests.cut()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.membership.seen(now)
         return [self._rollout.show(model) for model in self.slots.models()] if event.online else []

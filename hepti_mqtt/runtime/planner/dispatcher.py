@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Final
 
@@ -25,7 +26,10 @@ QUEUE: Final = 64  # requests of one client that wait, per model
 QUEUE_ALL: Final = 256  # and of all clients
 QUEUE_BYTES: Final = 256 << 20  # of what all of them bring
 ATTEMPTS: Final = 4
-OVERDUE_S: Final = 5.0
+DOUBT_FACTOR: Final = 6.0  # times what a run should take: then its devices are asked for a word
+DOUBT_LEAST_S: Final = 0.5
+DOUBT_MOST_S: Final = 30.0
+OVERDUE_S: Final = 3.0
 OVERDUE_FACTOR: Final = 20.0
 OVERDUE_MOST_S: Final = 300.0  # whatever is predicted: what devices tell of themselves may be wrong by any factor
 
@@ -142,15 +146,18 @@ class Dispatcher:
             return out
         return out + self.end(model, run.items[0].job, RemoteError(message.text))
 
-    def again(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
-        """Take a run back and queue it first; its job fails after too many attempts."""
+    def again(self, model: ModelState, run: Run, blameless: bool = False) -> list[CoordinatorCommand]:
+        """Take a run back and queue it first; its job fails after too many attempts.
+
+        blameless: no device had a part in the loss, so it is no attempt.
+        """
         out = self._cancel(model, run)
-        back = []
+        back: list[Item] = []
         for item in run.items:
             job, lost = item.job, item.job.attempts
             if job.over:
                 continue
-            lost[item.chunk] += 1
+            lost[item.chunk] += not blameless
             if lost[item.chunk] >= ATTEMPTS:
                 error: HeptiError = RemoteError(
                     f"the request was lost {lost[item.chunk]} times (devices left, or exchanges never arrived); "
@@ -168,6 +175,17 @@ class Dispatcher:
                 item.job.apart.add(item.chunk)
         model.queue.add_first(back)
         return out
+
+    def cut(self) -> None:
+        """The broker was lost, and with it whatever was on its way."""
+        for run in [run for slot in self._slots for run in slot.runs.values()]:
+            run.cut = True
+
+    def cut_short(self, back: Callable[[Collection[str]], bool]) -> list[CoordinatorCommand]:
+        """Issue again what was cut short, as soon as all of its devices are back."""
+        cut = [(slot, run) for slot in self._slots for run in slot.runs.values() if run.cut]
+        again = [self.again(slot, run, blameless=True) for slot, run in cut if back(run.plan.devices)]
+        return [command for commands in again for command in commands]
 
     def _apart(self, model: ModelState, run: Run) -> None:
         """Queue the requests of a run that has failed first, each to run by itself."""
@@ -207,13 +225,27 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
         longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * max(self._runs(model.name), 1)
-        overdue = now + OVERDUE_S + min(OVERDUE_FACTOR * plan.predicted_s * longer, OVERDUE_MOST_S)
+        expected_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer
+        doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
+        # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
+        patience_s = OVERDUE_S * 2 ** max(i.job.attempts[i.chunk] for i in items) + OVERDUE_FACTOR * expected_s
+        overdue = now + min(patience_s, OVERDUE_MOST_S)
         sent = publish_bytes(topic, len(payload), 1)
         others = [run for slot in self._slots for run in slot.runs.values()]
         for run in others:
             run.alone = False
         model.runs[self._admission] = Run(
-            self._admission, items, part.shape, plan, model.cluster(), now, overdue, sent, alone=not others
+            self._admission,
+            items,
+            part.shape,
+            plan,
+            model.cluster(),
+            now,
+            overdue,
+            sent,
+            alone=not others,
+            expected_s=expected_s,
+            doubt_s=doubt,
         )
         return [Publish(topic, payload, 1)]
 

@@ -61,13 +61,17 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The search is over: a decision with the running plan's price under the same measurements, or an error."""
+    """The search is over: a decision with the running plan's price under the same measurements, or an error.
+
+    hurried: it was not the whole search.
+    """
 
     model: str
     ticket: int
     decision: Decision | None
     running_s: float | None
     error: HeptiError | None = None
+    hurried: bool = False
 
 
 @dataclass(frozen=True, slots=True)

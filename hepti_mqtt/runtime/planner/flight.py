@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class Pins:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
     route: Route | None = None
+
+    @property
+    def free(self) -> bool:
+        """Return whether strategy and devices are the planner's choice."""
+        return self.strategy is None and self.devices is None
 
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
@@ -188,7 +194,11 @@ class RunStats:
 
 @dataclass(slots=True)
 class Run:
-    """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number."""
+    """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
+
+    expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
+    overdue_s: when it is issued again. cut: the broker was lost meanwhile, and with it whatever was on its way.
+    """
 
     admission: int
     items: tuple[Item, ...]
@@ -201,6 +211,10 @@ class Run:
     alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    expected_s: float = 0.0
+    doubt_s: float = inf
+    probed_s: float | None = None
+    cut: bool = False
 
     @property
     def epoch(self) -> Epoch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median
@@ -28,6 +28,10 @@ from hepti_mqtt.wire.peers import Endpoint, LinkReport
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
+RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
+ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
+ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
@@ -73,7 +77,10 @@ class Member:
 
     calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
     loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
-    until it starts anew. starting_s: since when it says that it is starting, None if it does not.
+    until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s: when it was
+    last lost. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
+    aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
+    part.
     """
 
     name: str
@@ -85,7 +92,12 @@ class Member:
     heartbeat: Heartbeat | None = None
     seen_s: float = 0.0
     starting_s: float | None = None
+    left_s: float = -inf
     refused: str = ""
+    spoke_s: float = -inf
+    aside_until_s: float | None = None
+    asides: int = 0
+    mute: bool = False
     unheard: dict[str, float] = field(
         default_factory=dict
     )  # peers that it could not connect to, until when that counts
@@ -94,7 +106,14 @@ class Member:
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
-        return self.online and not self.refused and self.caps is not None and self.caps.boot == self.boot
+        there = self.online and not self.refused and self.aside_until_s is None
+        return there and self.caps is not None and self.caps.boot == self.boot
+
+    def coming(self, now: float) -> bool:
+        """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
+        if self.starting_s is not None:
+            return now - self.starting_s <= STARTING_S and now - self.seen_s <= SILENT_S
+        return not self.usable and not self.refused and now - self.left_s < RETURN_S
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -160,7 +179,9 @@ class Membership:
     def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
         self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
-        self._calm_from_s = float("-inf")
+        self._calm_from_s = -inf
+        self._met_s = -inf
+        self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
     def room(self, name: str) -> bool:
         """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
@@ -185,6 +206,8 @@ class Membership:
             return None
         was, again = member.usable, status.boot > member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        if again or not member.online:
+            member.aside_until_s = None
         since = None if again else member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
         if again:  # it may have another endpoint, and another way to those of others
@@ -220,10 +243,40 @@ class Membership:
             member.calm = heartbeat
             member.slowdowns.append(heartbeat.slowdown)
         member.heartbeat, member.seen_s = heartbeat, now
+        self._silent.discard(name)
+        if member.aside_until_s is not None and now > member.aside_until_s:
+            member.aside_until_s = None
+            return "joined" if member.usable else None
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
+
+    def spoke(self, name: str, now: float, *, served: bool = False) -> str | None:
+        """A device said something of a run or a plan; return "joined" if it had been put aside. served: its part."""
+        member = self.members.get(name)
+        if member is None:
+            return None
+        member.spoke_s = now
+        if served:
+            member.asides = 0
+        was = member.usable
+        if member.mute:
+            member.aside_until_s = None
+        return "joined" if member.usable and not was else None
+
+    def put_aside(self, name: str, now: float, mute: bool) -> None:
+        """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
+        member = self.members[name]
+        member.mute = mute
+        member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
+        member.asides += 1
+
+    def left(self, name: str, now: float) -> bool:
+        """A device that plans used is lost; return whether it is gone, False if it was put aside."""
+        member = self.members[name]
+        member.left_s = now
+        return member.aside_until_s is None
 
     def loading(self, now: float) -> None:
         """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
@@ -231,8 +284,13 @@ class Membership:
 
     def seen(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
+        self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
             member.seen_s = now
+
+    def back(self, names: Collection[str]) -> bool:
+        """Return whether a heartbeat of each of these devices has come since the broker was met again."""
+        return not self._silent.intersection(names)
 
     def overdue(self, now: float) -> list[str]:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
@@ -264,9 +322,21 @@ class Membership:
         return member.refused
 
     def coming(self, now: float) -> set[str]:
-        """Return the devices that are starting."""
-        starting = (m for m in self.members.values() if m.starting_s is not None and now - m.starting_s <= STARTING_S)
-        return {m.name for m in starting if now - m.seen_s <= SILENT_S}
+        """Return the devices that are starting, or were there a moment ago and may be about to."""
+        return {m.name for m in self.members.values() if m.coming(now)}
+
+    def may_come(self, now: float) -> str:
+        """Return in words whom requests may wait for, "" if for nobody."""
+        unmet = "devices that have not met the broker again yet" if now - self._met_s < MET_S else ""
+        return ", ".join(sorted(self.coming(now))) or unmet
+
+    def awaited(self, names: Collection[str], now: float) -> bool:
+        """Return whether there is no plan before others come: all of these devices, of none named the first one."""
+        usable = set(self.usable())
+        if now - self._met_s < MET_S:
+            return not usable or not usable.issuperset(names)
+        coming = self.coming(now)
+        return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
 
     def refused(self) -> list[str]:
         """Return why devices that are there are not used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
@@ -22,6 +23,7 @@ from hepti_mqtt.runtime.planner.waiting import Waiting
 from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
+URGENT: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
 FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 
@@ -67,6 +69,11 @@ class ModelState:
     def idle(self) -> bool:
         """Return whether no request waits or runs."""
         return not self.queue and not self.runs
+
+    @property
+    def unserved(self) -> bool:
+        """Return whether requests wait and no plan serves them."""
+        return bool(self.queue) and self.plans.standing is None
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked of late."""
@@ -117,13 +124,15 @@ class ModelState:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
 
         First those that wait already, then those of late, the last one first; then the one that plans are made for. If
-        requests wait and no plan serves them, no other shape holds them up.
+        requests wait and no plan serves them, no other shape than those of the first ones holds them up.
         """
         waiting = dict.fromkeys(self._waiting())
         shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
         first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
-        urgent = bool(waiting) and self.plans.standing is None
-        return tuple(first), sum(s in waiting for s in first) if urgent else len(first)
+        if not waiting or self.plans.standing is not None:
+            return tuple(first), len(first)
+        urgent = set(islice(waiting, URGENT))
+        return tuple(first), max(sum(s in urgent for s in first), 1)
 
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""

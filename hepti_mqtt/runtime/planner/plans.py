@@ -113,7 +113,8 @@ class Search:
 class PlanRecord:
     """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
 
-    decision: the search's, from which it came. txn: of its Prepare. waiting: devices that are not ready. progress:
+    begun_s: when it began to be prepared. moved_s: when each device last told of progress. decision: the search's, from
+    which it came. txn: of its Prepare. waiting: devices that are not ready. progress:
     (bytes there, bytes in all) of the weights, by device; shown_s: when that was last published. behind: of a plan that
     is swapping, the epochs that make room for it.
     """
@@ -128,6 +129,8 @@ class PlanRecord:
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     shown_s: float = float("-inf")
     behind: frozenset[Epoch] = frozenset()
+    begun_s: float = 0.0
+    moved_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def epoch(self) -> Epoch:
@@ -245,7 +248,7 @@ class Plans:
             return
         self._searches.remove(search)
         waiting = set(plan.devices)
-        self._records.append(PlanRecord(plan, decision, txn, now, search.state, waiting))
+        self._records.append(PlanRecord(plan, decision, txn, now, search.state, waiting, begun_s=now))
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -288,7 +291,8 @@ class Plans:
         """Those that made room are gone, so a plan that was swapping may be prepared."""
         self._step(record, "room", now)
         record.behind = frozenset()
-        record.progress_s = now
+        record.progress_s = record.begun_s = now
+        record.moved_s = {}
 
     def give_up(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
         """A plan on its way will not come."""

@@ -12,16 +12,18 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, ShowPlan
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
 from hepti_mqtt.runtime.planner.events import Unreadable
+from hepti_mqtt.runtime.planner.flight import Job
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.plans import PlanRecord
-from hepti_mqtt.runtime.planner.slots import Slots
+from hepti_mqtt.runtime.planner.slots import PINNED, Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
-ASK_AGAIN_S: Final = 5.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
+SOON_S: Final = 0.3  # instead, where requests wait and no plan serves them
+ASK_AGAIN_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_S: Final = 120.0  # without any progress for so long, a preparation is given up
 REFUSALS: Final = 3  # preparations in a row that fail for another reason than memory, then requests are refused ...
 RETRY_S: Final = 30.0  # ... and the next search waits so long
@@ -112,6 +114,13 @@ class Rollout:
         waiting = [d for d in record.plan.devices if d in record.waiting]
         return [self.tell(d, replace(message, peers=self._introduce(record.plan, d))) for d in waiting]
 
+    def probe(self, model: ModelState, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
+        """Ask devices that have a plan for a word: who has it says so again."""
+        served = model.served
+        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
+        found = ((d, self._introduce(plan, d)) for d in devices)
+        return [self.tell(d, messages.Prepare(self.next_txn(), *parts, peers=peers)) for d, peers in found]
+
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:
         txn = self.next_txn()
         return [self.tell(d, messages.Release(txn, plan.model, plan.epoch)) for d in plan.devices]
@@ -125,7 +134,9 @@ class Rollout:
         record = model.plans.preparing
         if record is None or record.state != "preparing" or record.txn != message.txn:
             return []
-        record.progress_s = now
+        if isinstance(message, messages.Progress) and not message.total_bytes:
+            return []  # it has the plan, and has not got further
+        record.progress_s = record.moved_s[device] = now
         if isinstance(message, messages.Progress):
             record.progress[device] = (message.done_bytes, message.total_bytes)
             if now - record.shown_s < SHOW_S:
@@ -232,6 +243,23 @@ class Rollout:
         slot.displaced = True
         slot.plans.want(now, now, f"it made room {why}", forced=True)
         return self._release(coming.plan) if coming is not None else []
+
+    def slot_for(self, job: Job, now: float) -> tuple[ModelState | None, list[CoordinatorCommand]]:
+        """Return the slot of a request, a new one if it is the first with its pins; None if all are in use."""
+        name, pins = job.key.model, job.pins
+        model, out = self._slots.find(name, pins), list[CoordinatorCommand]()
+        if model is not None or pins is None:
+            return model, out
+        others = self._slots.pinned(name)
+        if len(others) >= PINNED:
+            oldest = next((slot for slot in others if slot.idle), None)
+            if oldest is None:
+                text = f"{PINNED} ways of dividing {name} that requests have pinned are all in use"
+                return None, self._requests.overloaded(job, f"{text}; try again later, or pin nothing")
+            out = self.close(oldest, now, f"for {pins}")
+        model = self._slots.add(name, pins)
+        model.plans.want(now, now, "a request has pinned it", forced=True)
+        return model, out
 
     def close(self, slot: ModelState, now: float, why: str) -> list[CoordinatorCommand]:
         """Release all plans of a slot of pins for which no request waits or runs, and forget it."""

