@@ -44,8 +44,9 @@ from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
+from hepti_mqtt.wire.described import Caps, Status
 from hepti_mqtt.wire.limits import low_limit
-from hepti_mqtt.wire.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
+from hepti_mqtt.wire.messages import TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
 
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
@@ -387,15 +388,6 @@ class _Agent:
             self._complaints.add("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
 
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
-        out = {**dict(session.counters), **dict(self._complaints.counters), **dict(self._loader_counters)}
-        for plane, counts in self._network.counts().items():
-            out |= {
-                f"{plane}_published": counts.published,
-                f"{plane}_published_bytes": counts.published_bytes,
-                f"{plane}_received": counts.received,
-                f"{plane}_received_bytes": counts.received_bytes,
-                f"{plane}_lost": counts.lost,
-                f"{plane}_bad": counts.bad,
-                f"{plane}_reconnections": counts.reconnections,
-            }
-        return out
+        # Copies first, each in one step: other threads count meanwhile.
+        kept = [dict(counters) for counters in (session.counters, self._complaints.counters, self._loader_counters)]
+        return {name: n for counters in (*kept, self._network.counters()) for name, n in counters.items()}

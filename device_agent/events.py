@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hepti_mqtt.runtime.device.events import WorkerEvent
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from device_agent.health import HealthMonitor
 from device_agent.meter import Meter
 from device_agent.network import Network
 from device_agent.probe import BUSY_S, Prober
-from hepti_mqtt.wire.messages import Heartbeat, encode_heartbeat
+from hepti_mqtt.wire.described import Heartbeat
+from hepti_mqtt.wire.messages import encode_heartbeat
 from hepti_mqtt.wire.peers import Edge, LinkReport
 from hepti_mqtt.wire.topics import Topics
 

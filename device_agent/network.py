@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Final, Protocol
 
 from device_agent.complaints import Complaints
@@ -109,6 +110,11 @@ class Network:
     def counts(self) -> dict[Plane, Counts]:
         """Return the counters of both planes."""
         return {plane: transport.counts() for plane, transport in self._transports.items()}
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of both planes, as heartbeats carry them."""
+        both = self.counts().items()
+        return {f"{plane}_{name}": n for plane, counts in both for name, n in asdict(counts).items()}
 
     def close(self, last: Will | None) -> None:
         """Close both connections; `last` is what control publishes before it goes."""

@@ -15,7 +15,7 @@ from typing import Final, Self
 from device_agent.limits import cores, free_memory
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import ahead, isa
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 SAY_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
 LOG_S: Final = 5.0

@@ -21,8 +21,8 @@ from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, TaskHead
 from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame, decode, decode_work
-from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
 SPEC = ModelSpec(
     family="bert",

@@ -32,7 +32,7 @@ from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, Requ
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -178,7 +178,7 @@ class Swarm:
     def _tick(self) -> None:
         for name, host in self.hosts.items():
             if host.alive and self.rng.random() < 0.5:
-                hb = messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
+                hb = described.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
                 self.tell_planner(events.DeviceHeartbeat(name, hb))
             if self.now >= host.session.deadline:
                 self._tell_host(name, host, worker.Tick())
@@ -212,7 +212,7 @@ class Swarm:
         boot = self.hosts[name].boot + 1 if name in self.hosts else 1
         session = worker.WorkerSession(name, SITE, memory)
         self.hosts[name] = Host(session, flops_per_s, memory, boot)
-        caps = messages.Caps(
+        caps = described.Caps(
             device=name,
             boot=boot,
             cores=1,
@@ -227,7 +227,7 @@ class Swarm:
             endpoint=Endpoint("10.0.0.1", 1000 + len(self.hosts)),
         )
         self.tell_planner(events.DeviceCaps(name, caps))
-        self.tell_planner(events.DeviceStatus(name, messages.Status("online", boot)))
+        self.tell_planner(events.DeviceStatus(name, described.Status("online", boot)))
 
     def kill(self, name: str) -> None:
         """Pull a device's plug; its will follows a little later."""
@@ -235,7 +235,7 @@ class Swarm:
         host.alive = False
         for other in self.hosts:
             self.cut(name, other)
-        status = messages.Status("offline", host.boot)
+        status = described.Status("offline", host.boot)
         self.after(0.01, lambda: self.tell_planner(events.DeviceStatus(name, status)))
 
     def _to_host(self, name: str, publish: commands.Publish, over: tuple[str, int] | None = None) -> None:

@@ -12,7 +12,8 @@ from hepti_mqtt.config.options import host_name
 from hepti_mqtt.errors import NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire.messages import Status, decode_status
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import decode_status
 from hepti_mqtt.wire.topics import Topics
 
 

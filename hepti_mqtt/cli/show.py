@@ -37,7 +37,7 @@ from hepti_mqtt.simulate import (
 )
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import lowered, programs
-from hepti_mqtt.wire.messages import Heartbeat
+from hepti_mqtt.wire.described import Heartbeat
 from hepti_mqtt.wire.peers import LinkReport
 
 

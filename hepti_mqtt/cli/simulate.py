@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
+from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.config import examples
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
-from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.planner import Candidate, Decision, Question, decide
 from hepti_mqtt.simulate import ROUNDS, Naming, plan_work
 from hepti_mqtt.spec import Spec
 
@@ -23,15 +25,33 @@ from hepti_mqtt.spec import Spec
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(examples.find("sites", args.devices_file))
-    spec = _spec(args.model)
-    shape = shape_for(spec, args.tokens)
-    cached = f" with a cache of {shape.cache}" if shape.cache else ""
+    question = _question(args, cluster, _spec(args.model))
+    decision, spec = decide(question), question.spec
+    chosen = decision.chosen.plan
+    played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
+    if played is not None:
+        draw_plan(args, played)
+    if args.json:
+        work = plan_work(spec, chosen, question.shape).to_dict()
+        candidates = [_told(c) for c in decision.ranking]
+        output.print_json(
+            {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": candidates}
+        )
+        return 0
+    _print_ranking(args.model, question, decision)
+    if played is not None and args.explain:
+        output.print_lines(instead(args.site, spec, chosen, question.shape, cluster))
+        explain_plan(played, args.layer)
+    return 0
+
+
+def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Question:
     pins = PinOptions.of(args).pins()
-    question = Question(
+    return Question(
         Naming(args.site, "model"),
         spec,
         cluster,
-        shape,
+        shape_for(spec, args.tokens),
         Epoch(1, 1),
         strategy=pins.strategy,
         options=pins.options,
@@ -42,41 +62,30 @@ def simulate(args: argparse.Namespace) -> int:
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
-    decision = decide(question)
-    rows = [
-        {
-            "strategy": c.name,
-            "devices": list(c.plan.devices),
-            "route": c.plan.route,
-            "predicted_ms": c.price.seconds * 1e3,
-            "bytes": c.price.nbytes,
-            "feasible": c.price.feasible,
-            "missing_bytes": dict(c.price.missing),
-            "needs_bytes": dict(c.price.needs),
-        }
-        | ({} if c.price.load is None else {"load": c.price.load.to_dict()})
-        for c in decision.ranking
-    ]
-    chosen, load = decision.chosen.plan, decision.chosen.price.load
-    played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
-    if played is not None:
-        draw_plan(args, played)
-    if args.json:
-        work = plan_work(spec, chosen, question.shape).to_dict()
-        output.print_json({"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": rows})
-        return 0
+
+
+def _told(c: Candidate) -> dict[str, Any]:
+    """Return a candidate as JSON."""
+    told = {
+        "strategy": c.name,
+        "devices": list(c.plan.devices),
+        "route": c.plan.route,
+        "predicted_ms": c.price.seconds * 1e3,
+        "bytes": c.price.nbytes,
+        "feasible": c.price.feasible,
+        "missing_bytes": dict(c.price.missing),
+        "needs_bytes": dict(c.price.needs),
+    }
+    return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
+
+
+def _print_ranking(model: str, question: Question, decision: Decision) -> None:
+    shape, load = question.shape, decision.chosen.price.load
+    cached = f" with a cache of {shape.cache}" if shape.cache else ""
+    rate = ["requests/s"] if load else []
     output.print_table(
-        f"{args.model}, {shape.tokens} tokens{cached}, simulated",
-        (
-            "strategy",
-            "devices",
-            "route",
-            "predicted ms",
-            *(["requests/s"] if load else []),
-            "bytes",
-            "MiB per device",
-            "fits",
-        ),
+        f"{model}, {shape.tokens} tokens{cached}, simulated",
+        ("strategy", "devices", "route", "predicted ms", *rate, "bytes", "MiB per device", "fits"),
         [
             (
                 c.name,
@@ -93,13 +102,8 @@ def simulate(args: argparse.Namespace) -> int:
     )
     output.print_lines([f"why: {decision.reason}"])
     if load is not None:
-        output.print_lines(
-            [f"{chosen.method}: latency alone {decision.chosen.price.seconds * 1e3:.1f} ms; {load.text()}"]
-        )
-    if played is not None and args.explain:
-        output.print_lines(instead(args.site, spec, chosen, question.shape, cluster))
-        explain_plan(played, args.layer)
-    return 0
+        alone_ms = decision.chosen.price.seconds * 1e3
+        output.print_lines([f"{decision.chosen.plan.method}: latency alone {alone_ms:.1f} ms; {load.text()}"])
 
 
 def _spec(name: str) -> Spec:

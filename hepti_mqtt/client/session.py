@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.client.answer import Answer, error_from
 from hepti_mqtt.errors import HeptiError, IdInUseError, RequestError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.wire import messages
+from hepti_mqtt.wire import described, messages
 from hepti_mqtt.wire.topics import Parsed, Topics
 
 
@@ -53,9 +53,9 @@ DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
 class Device:
     """A device as it described itself."""
 
-    status: messages.Status | None = None
-    caps: messages.Caps | None = None
-    heartbeat: messages.Heartbeat | None = None
+    status: described.Status | None = None
+    caps: described.Caps | None = None
+    heartbeat: described.Heartbeat | None = None
 
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
@@ -79,7 +79,7 @@ class ClientSession:
 
     site: str
     client: str
-    planner: messages.Status | None = None
+    planner: described.Status | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     devices: dict[str, Device] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -213,7 +213,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def _told(heartbeat: messages.Heartbeat) -> dict[str, Any]:
+def _told(heartbeat: described.Heartbeat) -> dict[str, Any]:
     """Return a heartbeat as maps, those of its peers too."""
     peers = {name: report._asdict() for name, report in heartbeat.peers.items()}
     edges = {name: edge._asdict() for name, edge in heartbeat.edges.items()}

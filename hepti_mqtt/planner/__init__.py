@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
 from hepti_mqtt.planner.price import Price, Question, price
-from hepti_mqtt.planner.search import Candidate, Decision, decide, decide_soon
+from hepti_mqtt.planner.search import decide, decide_soon
 
 __all__ = [
     "Candidate",

@@ -9,12 +9,12 @@ from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Final
 
-from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner.price import Price, Question, memory, plan_packet, price, tile_packet
+from hepti_mqtt.planner.decision import Candidate, Decision
+from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
@@ -25,40 +25,6 @@ ROUNDS: Final = 4  # steps of balancing
 MEMORY_ROUNDS: Final = 8
 _WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
 _BROKER: Final = "the site's broker"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan with its price and the share weights that it came from."""
-
-    plan: Plan
-    price: Price
-    weights: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        """Return strategy and variant, as people write it."""
-        return self.plan.method
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
-
-    `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
-    `digest`: `strategies.programs_digest` of the plan.
-    """
-
-    chosen: Candidate
-    ranking: tuple[Candidate, ...]
-    reason: str
-    cluster: Cluster
-    digest: bytes
-
-    @property
-    def single(self) -> Candidate | None:
-        """Return the best device alone, whether chosen or not; None if no device holds the model."""
-        return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
 
 
 def decide(question: Question) -> Decision:

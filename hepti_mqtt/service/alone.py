@@ -10,8 +10,9 @@ from typing import Final
 
 from hepti_mqtt.errors import ConfigError, HeptiError, RefusedError, WireError
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Refused, State, largest_packet
+from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.limits import low_limit
-from hepti_mqtt.wire.messages import Status, decode_status, encode_status
+from hepti_mqtt.wire.messages import decode_status, encode_status
 from hepti_mqtt.wire.topics import Topics
 
 ECHO_S: Final = 3.0

@@ -11,7 +11,7 @@ from typing import Final
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.transport import Delivery
-from hepti_mqtt.wire import messages
+from hepti_mqtt.wire import described, messages
 from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Parsed, Topics
@@ -33,7 +33,7 @@ class Asked:
 class PlannerSeen:
     """A planner's retained status: our own, or another's."""
 
-    status: messages.Status
+    status: described.Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ from hepti_mqtt.transport import (
     Will,
     open_broker_warning,
 )
-from hepti_mqtt.wire.messages import Status, encode_status
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import encode_status
 
 TICK_S: Final = 0.1
 INBOX: Final = 10_000

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, TypeVar
 
 import msgpack
 
@@ -20,9 +20,10 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import checks, peers
 from hepti_mqtt.wire.checks import Plain
+from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import MAGIC, Body, Frame
 from hepti_mqtt.wire.frames import decode as decode_frame
-from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
+from hepti_mqtt.wire.peers import Peer
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
 
@@ -139,66 +140,6 @@ class RequestFailed:
     admission: int
     code: str
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Retained word of a device or the planner about itself; boot tells a late will from a new start.
-
-    A device that is starting says what it is doing, and how much of it is done, in steps; of other states they are
-    empty.
-    """
-
-    state: Literal["online", "offline", "starting"]
-    boot: int
-    doing: str = ""
-    done: int = 0
-    total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """What a device can do, retained.
-
-    curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
-    """
-
-    device: str
-    boot: int
-    cores: int
-    threads: int
-    memory_budget_bytes: int
-    rss_idle_bytes: int
-    isa: str
-    version: str
-    curves: Plain
-    largest_packet_bytes: int
-    mqtt: int
-    endpoint: Endpoint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What changes on a device from second to second.
-
-    cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways from peers, as measured; edges:
-    what went there and came from them.
-    """
-
-    boot: int
-    seq: int
-    cpu_other: float
-    free_bytes: int
-    temperature_c: float | None
-    round_trip_s: float | None
-    bandwidth_bytes_per_s: float | None
-    slowdown: float
-    rss_bytes: int
-    counters: Mapping[str, int] = field(default_factory=dict)
-    peers: Mapping[str, LinkReport] = field(default_factory=dict)
-    edges: Mapping[str, Edge] = field(default_factory=dict)
 
 
 Command = Prepare | Activate | Release | Cancel | Drain

@@ -47,7 +47,7 @@ class Peer:
 
 
 class LinkReport(NamedTuple):
-    """The way from a peer as measured: round trip, and the rate where it could be told."""
+    """The way to a peer as measured: round trip, and the rate where it could be told."""
 
     round_trip_s: float
     bytes_per_s: float | None

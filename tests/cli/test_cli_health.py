@@ -11,7 +11,8 @@ import pytest
 
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire.messages import Status, encode_status
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import encode_status
 from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.broker, pytest.mark.processes]

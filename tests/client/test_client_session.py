@@ -15,8 +15,9 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.messages import Status, encode_status
+from hepti_mqtt.wire import described, messages
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import encode_status
 from hepti_mqtt.wire.topics import Topics
 
 T = Topics("home")
@@ -130,8 +131,8 @@ def test_records_count_while_their_planner_is_there(session):
 
 
 def test_devices_are_put_together_from_what_they_say(session):
-    caps = messages.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
-    beat = messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
+    caps = described.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
+    beat = described.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
     session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
     session.heard(T.caps("a"), messages.encode_caps(caps), 0.0)
     device = session.devices["a"].to_dict("a")

@@ -12,7 +12,7 @@ from device_agent.meter import Meter
 from device_agent.network import Network
 from device_agent.probe import LARGE_BYTES, Prober
 from hepti_mqtt.transport import Inbox
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
@@ -69,8 +69,8 @@ def test_a_beat_says_how_the_device_is(device):
     device.echo(10.25)
     device.thread.beat(11.0)
     assert device.beats() == [
-        messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
-        messages.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
+        described.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
+        described.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
     ]
     topic, _, qos, retain = device.planes["control"].published[0]
     assert (topic, qos, retain) == (TOPICS.heartbeat("d1"), 0, False)

@@ -7,7 +7,8 @@ from device_agent.measure import cpu_model, measure, never_falling, self_measure
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.transport.mesh import mesh_possible
-from hepti_mqtt.wire.messages import Caps, decode_caps, encode_caps
+from hepti_mqtt.wire.described import Caps
+from hepti_mqtt.wire.messages import decode_caps, encode_caps
 from hepti_mqtt.work import Work
 
 

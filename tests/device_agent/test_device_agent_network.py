@@ -15,7 +15,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
@@ -71,7 +71,7 @@ def test_base_subscriptions_of_both_planes(wired):
 
 def test_commands_and_statuses_become_events(wired):
     release = messages.Release(1, MODEL, EPOCH)
-    status = messages.Status("online", 8)
+    status = described.Status("online", 8)
     wired.hear(TOPICS.command("d1"), messages.encode(release))
     wired.hear(TOPICS.planner_status(), messages.encode_status(status))
     wired.hear(TOPICS.status("d1"), messages.encode_status(status))
@@ -160,7 +160,7 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
         messages.Cancel(MODEL, EPOCH, 5),
         messages.Drain(3),
     ]
-    status = messages.Status("offline", 8)
+    status = described.Status("offline", 8)
     wired.hear(TOPICS.work(MODEL), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
     for command in commands:

@@ -24,7 +24,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import make_plan
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.broker, pytest.mark.processes]
@@ -104,8 +104,8 @@ class Planner:
             self.later.append((who, value))
 
     def online(self, device, after=0):
-        self.wait(device, messages.Caps, lambda c: c.boot > after)
-        return self.wait(device, messages.Status, lambda s: s.boot > after and s.state == "online").boot
+        self.wait(device, described.Caps, lambda c: c.boot > after)
+        return self.wait(device, described.Status, lambda s: s.boot > after and s.state == "online").boot
 
     def tell(self, device, message):
         self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
@@ -181,18 +181,18 @@ def agents(broker, tmp_path):
 
 def test_join_describe_beat_and_leave(planner, agents):
     process = agents.start("join1", "--memory", "1GiB")
-    caps = planner.wait("join1", messages.Caps)
-    first = planner.wait("join1", messages.Status)
+    caps = planner.wait("join1", described.Caps)
+    first = planner.wait("join1", described.Status)
     assert (first.state, first.boot) == ("starting", caps.boot)
-    status = planner.wait("join1", messages.Status, STARTED)
+    status = planner.wait("join1", described.Status, STARTED)
     assert (status.state, status.boot) == ("online", caps.boot)
     assert caps.threads == 1
     assert 0 < caps.rss_idle_bytes < 1 << 30
     assert caps.memory_budget_bytes == memory_budget(1 << 30, 1 << 40)
     assert caps.largest_packet_bytes > 1 << 20
     profile_from_caps("join1", caps.curves, caps.memory_budget_bytes, 1.0)
-    first = planner.wait("join1", messages.Heartbeat)
-    later = planner.wait("join1", messages.Heartbeat, lambda h: h.round_trip_s is not None)
+    first = planner.wait("join1", described.Heartbeat)
+    later = planner.wait("join1", described.Heartbeat, lambda h: h.round_trip_s is not None)
     assert first.boot == later.boot == caps.boot
     assert later.seq > first.seq
     assert 0.0 <= later.cpu_other <= 1.0
@@ -200,7 +200,7 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
     process.send_signal(signal.SIGTERM)
-    assert planner.wait("join1", messages.Status, STARTED).state == "offline"
+    assert planner.wait("join1", described.Status, STARTED).state == "offline"
     assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in process.stderr.read()
 
@@ -209,8 +209,8 @@ def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planne
     process = agents.start("kill1")
     boot = planner.online("kill1")
     process.kill()
-    will = planner.wait("kill1", messages.Status, STARTED)
-    assert will == messages.Status("offline", boot)
+    will = planner.wait("kill1", described.Status, STARTED)
+    assert will == described.Status("offline", boot)
     agents.start("kill1")
     assert planner.online("kill1", after=boot) > boot
 
@@ -233,7 +233,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     planner.prepare(again)
     planner.infer(again, 3)
     assert planner.tiles_sent == sent
-    beat = planner.wait("two1", messages.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
+    beat = planner.wait("two1", described.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
     assert beat.counters.get("tiles_asked", 0) == 0
 
 
@@ -245,7 +245,7 @@ def test_a_foreseen_request_finds_its_program_and_the_heartbeat_tells_which_did_
 
     for admission, lengths in enumerate([(5, 9), (3,), (4,)], 1):
         planner.infer(plan, admission, lengths)
-    beat = planner.wait("ahead1", messages.Heartbeat, lambda h: h.counters.get("programs_built_late"))
+    beat = planner.wait("ahead1", described.Heartbeat, lambda h: h.counters.get("programs_built_late"))
     assert beat.counters["programs_built_ahead"] == 2
     assert beat.counters["programs_built_late"] == 1, "of three lengths one was not foreseen"
 
@@ -259,7 +259,7 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
         planner.prepare(plan)
         broker.stop()
         broker.start()
-        planner.wait("again1", messages.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
+        planner.wait("again1", described.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
         planner.infer(plan, 1)
 
 
@@ -295,7 +295,7 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     stop.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert planner.wait("own1", messages.Status, STARTED) == messages.Status("offline", boot)
+    assert planner.wait("own1", described.Status, STARTED) == described.Status("offline", boot)
 
 
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
@@ -305,9 +305,9 @@ def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, 
         planner, stop = planners(broker.url), threading.Event()
         thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
         thread.start()
-        caps = planner.wait("own1", messages.Caps)
+        caps = planner.wait("own1", described.Caps)
         assert (caps.mqtt, caps.largest_packet_bytes) == (4, WANTED_BYTES)
-        planner.wait("own1", messages.Heartbeat)
+        planner.wait("own1", described.Heartbeat)
         stop.set()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -6,7 +6,7 @@ import logging
 
 from device_agent.starting import LOG_S, Starting
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 
 class Told:

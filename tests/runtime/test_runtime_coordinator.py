@@ -26,7 +26,7 @@ from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.planner.slots import COMES_BACK_S, PINNED
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 
 def test_devices_that_join_together_get_one_plan() -> None:

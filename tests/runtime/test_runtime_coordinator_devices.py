@@ -19,7 +19,7 @@ from hepti_mqtt.runtime.planner.membership import ASIDE_S, CALM_S, MEMBERS, RETU
 from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, REFUSALS, RETRY_S
 from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 

@@ -11,7 +11,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import RELAYED_S, Membership, believed
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)

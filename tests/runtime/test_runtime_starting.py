@@ -12,7 +12,7 @@ from hepti_mqtt.runtime.planner.falls import AGAIN_S, PART, REST_S, YOUNG_S, Fal
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.membership import RETURN_S, SILENT_S, STARTING_S
 from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 
 def says_it_starts(site: Site, device: str, boot: int = 1, done: int = 0) -> None:

@@ -6,7 +6,7 @@ from scripted_site import Site, everyone
 
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.wills import BACK_S, HELD_S, Wills
-from hepti_mqtt.wire.messages import Status
+from hepti_mqtt.wire.described import Status
 
 
 def site() -> tuple[Site, Wills]:

@@ -9,7 +9,8 @@ import pytest
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.service import alone
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Will
-from hepti_mqtt.wire.messages import Status, decode_status, encode_status
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import decode_status, encode_status
 from hepti_mqtt.wire.topics import Topics
 
 pytestmark = pytest.mark.broker

@@ -21,8 +21,9 @@ from hepti_mqtt.service.__main__ import main
 from hepti_mqtt.service.crew import Crew
 from hepti_mqtt.service.desk import Model
 from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.messages import Status, decode_status, encode_status
+from hepti_mqtt.wire import described, frames, messages
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.messages import decode_status, encode_status
 from hepti_mqtt.wire.topics import Topics
 
 PATIENCE_S = 20.0
@@ -275,7 +276,7 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
         messages.RequestFailed("bert", epoch, 5, "device", "broken"),
         messages.TileAsk("bert", (b"\0" * 32,)),
     ]
-    beat = messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    beat = described.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     unconnected.heard(topics.heartbeat("a"), messages.encode_heartbeat(beat))
     unconnected.heard(topics.up("a"), messages.encode(messages.Progress(1, "bert", epoch, 1, 2)))
     unconnected.heard(topics.status("a"), encode_status(will))

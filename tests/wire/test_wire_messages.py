@@ -15,22 +15,20 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.frames import encode as encode_frame
 from hepti_mqtt.wire.messages import (
     CODES,
     Activate,
     Cancel,
-    Caps,
     Drain,
     Failed,
-    Heartbeat,
     Prepare,
     Progress,
     Ready,
     Release,
     RequestFailed,
-    Status,
     TileAsk,
     decode,
     decode_caps,

@@ -188,21 +188,14 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = 
     kind = f"{'panel' if panel else 'tile'}{'_ahead' if prefetch else ''}_{layout}"
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        module = builder.module
         rows, vectors, *rest = arguments if panel else _of_whole_tile(tile, arguments)
         rest += [ir.Constant(_I64, 0)] * (len(_SIGNATURE.args) - len(rest))  # where nothing is fetched ahead
-        end = builder.append_basic_block("tile.end")
-        choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, tile.rows)), rows), end)
-        for width, count in product(widths, range(1, tile.rows + 1)):
-            name = f"hepti_{kind}_{count}x{width}"
-            function = (
-                module.globals.get(name) or TileWriter(module, name, tile, count, width, layout, prefetch).write()
-            )
-            with builder.goto_block(builder.append_basic_block(name)):
-                choice.add_case(ir.Constant(_I64, width * tile.rows + count), builder.block)
-                builder.call(function, rest)
-                builder.branch(end)
-        builder.position_at_end(end)
+
+        def written(name: str, count: int, width: int) -> ir.Function:
+            return TileWriter(builder.module, name, tile, count, width, layout, prefetch).write()
+
+        sizes = [(count, width) for width, count in product(widths, range(1, tile.rows + 1))]
+        _call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
         return context.get_dummy_value()
 
     def emit(_context: Any, _rows: Any, _a: Any, _as: Any, _k: Any, _b: Any, _s: Any, _ss: Any, _c: Any) -> Any:
@@ -241,6 +234,28 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = 
         return types.void(*[types.int64] * 12), codegen
 
     return (emit_panel_ahead if prefetch else emit_panel) if panel else emit
+
+
+def _call_chosen(
+    builder: Any,
+    size: tuple[Any, Any],
+    sizes: list[tuple[int, int]],
+    prefix: str,
+    written: Callable[[str, int, int], ir.Function],
+    arguments: list[Any],
+) -> None:
+    """Call the function of this many rows and vectors with `arguments`; each is written once per module."""
+    most = max(rows for rows, _ in sizes)
+    end = builder.append_basic_block("tile.end")
+    choice = builder.switch(builder.add(builder.mul(size[1], ir.Constant(_I64, most)), size[0]), end)
+    for rows, vectors in sizes:
+        name = f"{prefix}_{rows}x{vectors}"
+        function = builder.module.globals.get(name) or written(name, rows, vectors)
+        with builder.goto_block(builder.append_basic_block(name)):
+            choice.add_case(ir.Constant(_I64, vectors * most + rows), builder.block)
+            builder.call(function, arguments)
+            builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _of_whole_tile(tile: Tile, arguments: Any) -> list[Any]:

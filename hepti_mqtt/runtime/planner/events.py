@@ -8,8 +8,8 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner.flight import Job, Pins
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
 
 
 @dataclass(frozen=True, slots=True)

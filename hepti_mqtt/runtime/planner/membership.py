@@ -22,7 +22,7 @@ from hepti_mqtt.cluster import (
 )
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import Pair
-from hepti_mqtt.wire.messages import Caps, Heartbeat, Status
+from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.peers import Endpoint, LinkReport
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
