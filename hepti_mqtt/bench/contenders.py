@@ -14,7 +14,7 @@ OUTSIDE: Final = "outside"
 
 
 class Contender(NamedTuple):
-    """source: who is asked. least, most: numbers of devices, None: no limit. wires: has a choice of wire dtypes."""
+    """source: who is asked. least, most: numbers of devices, None: no limit. wires: has wire dtypes and routes."""
 
     source: str
     least: int

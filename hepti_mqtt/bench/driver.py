@@ -1,8 +1,8 @@
 """`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
 
 stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
-"options", "devices" (or null), "wire"}, {"do": "measure"} with the same keys and "warmup", "repetitions", "describe",
-or {"do": "once"} with those of "bring".
+"options", "devices" (or null), "wire", "route" (or null)}, {"do": "measure"} with the same keys and "warmup",
+"repetitions", "describe", or {"do": "once"} with those of "bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -90,7 +90,7 @@ class Driver:
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: order[key] for key in ("strategy", "options", "devices", "wire") if order[key] is not None}
+    return {key: order[key] for key in ("strategy", "options", "devices", "wire", "route") if order[key] is not None}
 
 
 def main() -> int:

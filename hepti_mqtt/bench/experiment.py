@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,8 @@ Parsed = TypeVar("Parsed")
 
 ALL: Final = "all"
 WIRES: Final = ("f32", "f16", "i8")
+FREE: Final = "auto"  # the planner chooses the route
+ROUTES: Final = (FREE, "broker", "mesh")
 KINDS: Final = ("infer",)
 
 
@@ -37,6 +40,7 @@ class Cell:
     """One thing to time.
 
     rate: Mbit/s, None as the lab file has it. tokens: None for pictures. strategy: of CONTENDERS. copy: of an A/A pair.
+    route: of ROUTES.
     """
 
     lab: str
@@ -47,6 +51,7 @@ class Cell:
     devices: tuple[str, ...]
     wire: str
     copy: int = 0
+    route: str = FREE
 
     @property
     def id(self) -> str:
@@ -62,7 +67,8 @@ class Cell:
     def label(self) -> str:
         """Return a name for people, unique in its group."""
         wire = "" if self.wire == "f32" else f" {self.wire}"
-        return f"{self.strategy} x{len(self.devices)}{wire}{' again' * self.copy}"
+        route = "" if self.route == FREE else f" {self.route}"
+        return f"{self.strategy} x{len(self.devices)}{wire}{route}{' again' * self.copy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Experiment:
     outside: tuple[str, ...]
     devices: tuple[int | tuple[str, ...], ...]
     wire: tuple[str, ...]
+    route: tuple[str, ...]
     repetitions: int
     warmup: int
     rounds: int
@@ -175,6 +182,7 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
         outside=tuple(_one_of("outside", name, tuple(BASELINES)) for name in outside),
         devices=tuple(_devices(each, labs) for each in listed("devices", data["devices"])),
         wire=tuple(_one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
+        route=tuple(_one_of("route", each, ROUTES) for each in listed("route", data.get("route", [FREE]))),
         repetitions=whole("repetitions", data.get("repetitions", 3), 1),
         warmup=whole("warmup", data.get("warmup", 1), 0),
         rounds=whole("rounds", data.get("rounds", 6), 1),
@@ -206,8 +214,9 @@ def _group(experiment: Experiment, spec: LabSpec, group: tuple[str, float | None
         for count in experiment.devices:
             devices = tuple(h.name for h in spec.hosts[:count]) if isinstance(count, int) else count
             if contender.takes(len(devices)):
-                for wire in experiment.wire if contender.wires else ("f32",):
-                    yield Cell(*group, name, devices, wire, copy)
+                kinds = product(experiment.wire, experiment.route) if contender.wires else (("f32", FREE),)
+                for wire, route in kinds:
+                    yield Cell(*group, name, devices, wire, copy, route)
 
 
 def _reads_pictures(kind: str | Path) -> bool:
@@ -299,6 +308,6 @@ def _one_of(key: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 _KEYS: Final = (
-    *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "outside", "devices", "wire"),
+    *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "outside", "devices", "wire", "route"),
     *("repetitions", "warmup", "rounds", "seed", "layers", "changes"),
 )

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from hepti_mqtt.bench.contenders import ALONE, AUTO, CONTENDERS, SITE
-from hepti_mqtt.bench.experiment import Cell, size_words
+from hepti_mqtt.bench.experiment import FREE, Cell, size_words
 from hepti_mqtt.bench.plays import plan_words
 from hepti_mqtt.bench.results import Results
 
@@ -62,7 +62,7 @@ def overview(results: Results) -> Iterator[str]:
 def matrix(found: Sequence[Figures]) -> Iterator[str]:
     """Return contenders by rates and devices, the fastest of each column in bold."""
     columns = sorted({f.column for f in found}, key=lambda c: (-(c[0] or 0.0), len(c[1]), c[1]))
-    rows = sorted({(f.cell.strategy, f.cell.wire) for f in found}, key=lambda r: (_ORDER.get(r[0], len(_ORDER)), r[1]))
+    rows = sorted({_row(f.cell) for f in found}, key=lambda r: (_ORDER.get(r[0], len(_ORDER)), *r[1:]))
     names = {devices for _, devices in columns}
     heads, before = [], object()
     for rate, devices in columns:
@@ -72,12 +72,20 @@ def matrix(found: Sequence[Figures]) -> Iterator[str]:
         heads.append(first + hosts)
         before = rate
     best = {column: min(f.ms for f in found if f.column == column) for column in columns}
-    by_place = {(f.cell.strategy, f.cell.wire, f.column): f for f in found if not f.cell.copy}
+    by_place = {(_row(f.cell), f.column): f for f in found if not f.cell.copy}
     yield "| devices | " + " | ".join(heads) + " |"
     yield "|---" + "|---:" * len(columns) + "|"
-    for strategy, wire in rows:
-        cells = [_words(by_place.get((strategy, wire, column)), best[column]) for column in columns]
-        yield f"| {strategy}{'' if wire == 'f32' else ' ' + wire} | " + " | ".join(cells) + " |"
+    for row in rows:
+        cells = [_words(by_place.get((row, column)), best[column]) for column in columns]
+        yield (
+            f"| {' '.join([row[0], *(word for word in row[1:] if word not in ('f32', FREE))])} | "
+            + " | ".join(cells)
+            + " |"
+        )
+
+
+def _row(cell: Cell) -> tuple[str, str, str]:
+    return cell.strategy, cell.wire, cell.route
 
 
 def choices(found: Sequence[Figures]) -> Iterator[str]:
@@ -89,6 +97,7 @@ def choices(found: Sequence[Figures]) -> Iterator[str]:
             if other.cell.strategy != AUTO
             and CONTENDERS[other.cell.strategy].source == SITE
             and (other.cell.rate, other.cell.wire) == (f.cell.rate, f.cell.wire)
+            and f.cell.route in (FREE, other.cell.route)
             and (other.cell.devices == f.cell.devices or other.cell.strategy == ALONE)
         ]
         rate = "" if f.cell.rate is None else f" at {f.cell.rate:g} Mbit/s"

@@ -80,7 +80,7 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
             yield f"A/A {original.label}: {both.median:.3f} [{both.low:.3f}, {both.high:.3f}] ({both.level:.0%})\n"
     yield _HEAD
     yield "|---|---:|---|---:|---:|---:|---:|---|"
-    for cell in sorted(group, key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.copy)):
+    for cell in sorted(group, key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.route, c.copy)):
         good = [r for r in turns[cell] if r["ok"]]
         if not good:
             yield f"| {cell.label} | - | {turns[cell][-1]['message'].splitlines()[0]} | | | | | |"
@@ -99,7 +99,7 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
 
 
 def _pinned(cell: Cell) -> tuple[Any, ...]:
-    return (*cell.group, cell.strategy, cell.devices, cell.wire)
+    return (*cell.group, cell.strategy, cell.devices, cell.wire, cell.route)
 
 
 def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:

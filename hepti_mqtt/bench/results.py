@@ -20,7 +20,20 @@ FORMAT: Final = 1
 FILE: Final = "results.jsonl"
 _SAME: Final = ("experiment", "digest", "machine", "python", "versions", "revision")
 _COLUMNS: Final = (
-    *("lab", "rate", "model", "tokens", "strategy", "devices", "wire", "copy", "round", "repetition", "latency_ms"),
+    *(
+        "lab",
+        "rate",
+        "model",
+        "tokens",
+        "strategy",
+        "devices",
+        "wire",
+        "route",
+        "copy",
+        "round",
+        "repetition",
+        "latency_ms",
+    ),
     *("compute_ms", "wait_ms", "bytes", "predicted_ms", "error", "failure"),
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from hepti_mqtt.bench.contenders import AUTO
-from hepti_mqtt.bench.experiment import Cell, Experiment
+from hepti_mqtt.bench.experiment import FREE, Cell, Experiment
 from hepti_mqtt.bench.outside import Outside
 from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import LabSite
@@ -128,6 +128,7 @@ def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
         "options": options,
         "devices": None if free else list(cell.devices),
         "wire": cell.wire,
+        "route": None if cell.route == FREE else cell.route,
         **fields,
     }
 

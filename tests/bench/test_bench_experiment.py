@@ -50,6 +50,23 @@ def test_all_means_every_strategy():
     assert made(strategies="all").strategies == STRATEGY_NAMES
 
 
+def test_routes_take_turns_where_devices_exchange_something():
+    alike = {
+        "strategies": ["single", "row/kv"],
+        "models": ["tiny-bert"],
+        "lengths": [8],
+        "rates": [],
+        "devices": [1, 2],
+    }
+    found = cells(made(route=["broker", "mesh"], **alike))
+    assert [(c.label, order(c, load("strategies").labs["four-pi4"])["route"]) for c in found] == [
+        ("single x1", None),
+        ("row/kv x2 broker", "broker"),
+        ("row/kv x2 mesh", "mesh"),
+    ]
+    assert {c.route for c in cells(made(**alike))} == {"auto"}
+
+
 def test_baselines_are_cells_of_as_many_devices_as_they_take():
     alike = {"strategies": ["single", "row/kv"], "models": ["tiny-bert"], "lengths": [8], "rates": [], "wire": ["f16"]}
     found = cells(made(outside="all", **alike))
@@ -76,6 +93,7 @@ def test_baselines_are_cells_of_as_many_devices_as_they_take():
         ({"outside": ["tensorflow"]}, "`outside` is 'tensorflow'; it is one of torch, "),
         ({"outside": [{}]}, "`outside` is {}"),
         ({"wire": ["f64"]}, "`wire` is 'f64'"),
+        ({"route": ["post"]}, "`route` is 'post'; it is one of auto, broker, mesh"),
         ({"rounds": 0}, "`rounds` is 0"),
         ({"repetitions": True}, "`repetitions`"),
         ({"lengths": [0]}, "`lengths`"),
