@@ -5,7 +5,6 @@ Several threads use it, so that tokenising and writing JSON hold up neither the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import uuid
@@ -22,7 +21,7 @@ from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
 from hepti_mqtt.runtime.planner.flight import Generation, Job, Pins, RequestKey
 from hepti_mqtt.service import requests, results
 from hepti_mqtt.service.chunks import cut
-from hepti_mqtt.service.envelope import digest, envelope, parse, request_id
+from hepti_mqtt.service.envelope import digest, envelope, glimpsed_id, parse, request_id
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.limits import MAX_WAITING_BYTES, Room
 from hepti_mqtt.wire.topics import Topics
@@ -99,6 +98,7 @@ class Desk:
             name = request_id(data)
             return self._job(model, client, name or generated, data, now)
         except HeptiError as error:
+            name = name or glimpsed_id(payload)
             asked = name or generated
             return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
@@ -137,9 +137,7 @@ class Desk:
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
-        name = None
-        with contextlib.suppress(RequestError):
-            name = request_id(parse(payload))
+        name = glimpsed_id(payload)
         asked = name or made or uuid.uuid4().hex
         return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 

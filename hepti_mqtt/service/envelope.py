@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final, get_args
@@ -22,6 +24,8 @@ AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
+_GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
+_ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
 
 
@@ -64,6 +68,15 @@ def request_id(data: Mapping[str, Any]) -> str | None:
         return check_name("request", value)
     except BadNameError as error:
         raise RequestError(f"id: {error}") from error
+
+
+def glimpsed_id(payload: bytes) -> str | None:
+    """Return the id of a request that is not parsed, None if it does not stand near the beginning or the end."""
+    for part in (payload[:_GLIMPSED], payload[-_GLIMPSED:]):
+        if found := _ID.search(part):
+            with suppress(BadNameError, UnicodeDecodeError):
+                return check_name("request", found[1].decode())
+    return None
 
 
 def digest(data: Mapping[str, Any]) -> bytes:

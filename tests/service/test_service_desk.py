@@ -308,6 +308,14 @@ def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, mo
     assert data["plan"]["devices"] == {"a": 0.75, "b": 0.25}
 
 
+@pytest.mark.parametrize("request_of", ['{{"id": "q7", "text": "{}"}}', '{{"text": "{}", "id" :"q7"}}'])
+def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, request_of):
+    # Quotes within a text are escaped: what stands there is no id.
+    reply = desk.request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
+    assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
+    assert reply.topic.endswith("/q7")
+
+
 def test_an_unread_request_is_refused_under_its_id(desk):
     reply = desk.refuse_unread("bert", "me", b'{"id": "q7", "text": "x"}', OverloadedError("later"))
     assert told(reply)["id"] == "q7"
