@@ -50,6 +50,8 @@ class Cable:
 
     def close(self) -> None:
         self.cut()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._server.close()
 
     def _accept(self) -> None:
@@ -74,14 +76,16 @@ class Cable:
         for a, b in ((near, far), (far, near)):
             threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
 
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 18):
                 sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._ends.discard(source)
+        source.close()  # the other end is closed by whoever reads from it
 
 
 @dataclass(frozen=True)

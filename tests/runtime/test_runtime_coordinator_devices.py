@@ -623,6 +623,19 @@ def test_nobody_is_put_aside_who_speaks_or_for_whom_nobody_else_can_serve() -> N
     assert set(site.session.membership.usable()) == {"a", "b"}
 
 
+def test_nobody_is_put_aside_whom_pins_name() -> None:
+    site = Site(pins=Pins(devices=("a", "b")), decider=everyone)
+    site.join("a", "b", "c")
+    plan = site.settle()
+    assert set(plan.devices) == {"a", "b"}
+    site.mute = {"b"}
+    site.submit("r1", within=1e9)
+    for _ in range(20):
+        site.tick(0.1)
+    assert set(site.session.membership.usable()) == {"a", "b", "c"}, "c cannot serve what a and b are asked for"
+    assert not site.errors
+
+
 def test_a_planner_that_was_held_up_itself_suspects_nobody() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")

@@ -48,6 +48,7 @@ class Suspicion:
         out: list[CoordinatorCommand] = []
         silent: dict[str, Silent] = {}
         for model in self._slots:
+            late: dict[str, Silent] = {}
             for run in model.runs.values():
                 if now <= run.doubt_s:
                     continue
@@ -55,10 +56,13 @@ class Suspicion:
                     out += self._ask(model, run, now)
                 elif now > run.probed_s + min(max(run.expected_s, WORD_S), WORD_MOST_S):
                     how = "does not answer while a run is overdue"
-                    silent |= {device: Silent(device, how) for device in self._mute(run)}
+                    late |= {device: Silent(device, how) for device in self._mute(run)}
             record = model.plans.preparing
             if record is not None and record.state == "preparing":
-                silent |= self._unprepared(record, now)
+                late |= self._unprepared(record, now)
+            # Nobody else can serve where pins name the devices.
+            named = model.plans.pins.devices or ()
+            silent |= {device: word for device, word in late.items() if device not in named}
         can_serve = set(self._membership.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
 
