@@ -174,7 +174,7 @@ class FaultySite:
         assert keeper is not None
         (mosquitto,) = psutil.Process(keeper.pid).children()
         mosquitto.kill()
-        keeper.wait()
+        self.broker.stop()  # what is left of it
         self.broker.start()
 
     def _kill_agent(self, name: str) -> None:
