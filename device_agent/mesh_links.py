@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from device_agent.complaints import Complaints
 from device_agent.peer_probes import ANSWER, PeerProbes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LinkEvent = FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
-NOW_S: Final = 0.0
 
 
 class MeshLinks:
