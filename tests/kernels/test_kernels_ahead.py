@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -43,17 +44,25 @@ def _quick(monkeypatch):
 
 @pytest.fixture
 def fill(tmp_path):
-    """Fill a cache with jobs; return (what was told, how many processes were started)."""
+    """Fill a cache with jobs; return (what was told, how many processes were started).
+
+    Their standard input is open until they are ended: that of the tests may be nothing at all.
+    """
 
     def run(jobs, code="", most=2):
         told, started = [], []
+        held, kept_open = os.pipe()
 
         def start(directory):
             started.append(directory)
-            return [subprocess.Popen([sys.executable, "-S", "-c", code])]
+            return [subprocess.Popen([sys.executable, "-S", "-c", code], stdin=held)]
 
-        with (tmp_path / ahead.LOCKS).open("ab") as locks:
-            ahead._fill(tmp_path, locks, jobs, start, lambda *step: told.append(step), most)
+        try:
+            with (tmp_path / ahead.LOCKS).open("ab") as locks:
+                ahead._fill(tmp_path, locks, jobs, start, lambda *step: told.append(step), most)
+        finally:
+            os.close(held)
+            os.close(kept_open)
         return told, len(started)
 
     return run

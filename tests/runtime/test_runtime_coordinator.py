@@ -19,7 +19,7 @@ from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.device import worker
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
-from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE
+from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, DISTURBED_S, OVERDUE_S, QUEUE
 from hepti_mqtt.runtime.planner.flight import Job, Pins, RequestKey
 from hepti_mqtt.runtime.planner.membership import RETURN_S
 from hepti_mqtt.runtime.planner.packs import Batching
@@ -221,6 +221,22 @@ def test_request_whose_frames_were_bad_is_issued_again() -> None:
     site.submit("r1")
     site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
     assert list(site.work) == [1, 2]
+
+
+def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None:
+    """Both ends tell of its loss and both of its return; only one that is lost again and again ends the request."""
+    site = Site()
+    site.join("a")
+    plan = site.settle()
+    site.submit("r1", within=1e6)
+    for _ in range(3 * ATTEMPTS):
+        site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+    assert not site.errors
+    for _ in range(ATTEMPTS - 1):
+        site.tick(DISTURBED_S / 2)
+        site.tick(DISTURBED_S / 2 + 0.1)
+        site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+    assert isinstance(site.errors["r1"], RemoteError)
 
 
 # -- pins ------------------------------------------------------------------------------------------------------------

@@ -182,6 +182,19 @@ def test_a_device_that_dies_of_a_plan_again_gets_less_for_a_while() -> None:
     assert memory(site, "b") == 1 << 30
 
 
+def test_a_device_that_was_only_away_has_not_died() -> None:
+    """Its connection was lost, or it had no core for too long: it comes back as the same start."""
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.settle()
+    for _ in range(3):
+        site.leave("b")
+        site.settle()
+        site.join("b")
+        site.settle()
+    assert memory(site, "b") == 1 << 30
+
+
 def test_a_device_that_hangs_has_not_died() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")
@@ -201,17 +214,23 @@ def test_a_device_that_hangs_has_not_died() -> None:
 
 def test_each_death_makes_the_rest_longer_and_a_long_life_ends_that() -> None:
     falls = Falls()
-    falls.fell("a", 1000, 0.0, YOUNG_S + 1.0)
-    falls.fell("a", 1000, 100.0, 108.0)
+    boots = iter(range(1, 100))
+
+    def fell(needed_bytes: int, given_s: float, now: float) -> None:
+        falls.gone("a", next(boots), needed_bytes, given_s, now)
+        falls.back("a", next(boots), now)
+
+    fell(1000, 0.0, YOUNG_S + 1.0)
+    fell(1000, 100.0, 108.0)
     assert falls.most_bytes(108.0) == {}, "only one plan was young"
-    falls.fell("a", 1000, 110.0, 116.0)
+    fell(1000, 110.0, 116.0)
     assert falls.most_bytes(116.0) == {"a": int(PART * 1000)}
     assert falls.rested(117.0) == []
-    falls.fell("a", 750, 120.0, 126.0)
+    fell(750, 120.0, 126.0)
     assert falls.most_bytes(126.0 + 2 * REST_S - 1.0) == {"a": int(PART * 750)}
     assert falls.rested(126.0 + 2 * REST_S) == ["a"]
     assert falls.rested(127.0 + 2 * REST_S) == []
     assert falls.most_bytes(126.0 + 2 * REST_S) == {}
     falls.rested(127.0 + 2 * REST_S + AGAIN_S)
-    falls.fell("a", 1000, 900.0, 901.0)
+    fell(1000, 900.0, 901.0)
     assert falls.most_bytes(901.0) == {}, "it begins anew"

@@ -291,7 +291,7 @@ class Runs:
         out: list[Command] = []
         for admission, key in [(a, k) for a, k in [*running, *self._building.waiting()] if k in of]:
             self.end(admission)
-            out.append(self._up(messages.RequestFailed(*key, admission, "wire", text)))
+            out.append(self._up(messages.RequestFailed(*key, admission, "link", text)))
         return out
 
     def _request_failed(self, admission: int, code: str, text: str) -> list[Command]:

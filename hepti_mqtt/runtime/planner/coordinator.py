@@ -183,6 +183,7 @@ class CoordinatorSession:
     def _changed(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
             for model in self.slots:
+                model.falls.back(device, self.membership.member(device).boot, now)
                 model.spare.pop(device, None)
                 if not model.pinned or model.in_use(now):
                     model.plans.want(now + (SOON_S if model.unserved else SETTLE_S), now, f"{device} has joined")
@@ -203,12 +204,14 @@ class CoordinatorSession:
 
     def _lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [Note("left", f"{device} {how}")]
-        died = self.membership.left(device, now)
+        boot = self.membership.left(device, now)
         for model in self.slots:
             plans, why = model.plans, f"{device} {how}"
-            preparing, given = plans.preparing, [plans.preparing, plans.active] if died else []
-            for record in [r for r in given if r is not None and device in r.plan.devices]:
-                model.falls.fell(device, record.decision.chosen.price.needs.get(device, 0), record.heard_s(), now)
+            preparing = plans.preparing
+            for record in (plans.active, preparing):
+                if boot is not None and record is not None and device in record.plan.devices:
+                    needed_bytes = record.decision.chosen.price.needs.get(device, 0)
+                    model.falls.gone(device, boot, needed_bytes, record.heard_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
                 plans.want(now, now, why)
@@ -320,7 +323,7 @@ class CoordinatorSession:
 
     def _said(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RequestFailed):
-            return self._requests.failed(device, message)
+            return self._requests.failed(device, message, now)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []

@@ -26,6 +26,7 @@ QUEUE: Final = 64  # requests of one client that wait, per model
 QUEUE_ALL: Final = 256  # and of all clients
 QUEUE_BYTES: Final = 256 << 20  # of what all of them bring
 ATTEMPTS: Final = 4
+DISTURBED_S: Final = 5.0  # one connection between two devices that is lost and comes back may cost a request four runs
 DOUBT_FACTOR: Final = 6.0  # times what a run should take: then its devices are asked for a word
 DOUBT_LEAST_S: Final = 0.5
 DOUBT_MOST_S: Final = 30.0
@@ -131,20 +132,30 @@ class Dispatcher:
             self._counters["foreign_frame"] += 1
         return self._complete(model, run, now) if run.complete() else []
 
-    def failed(self, device: str, message: messages.RequestFailed) -> list[CoordinatorCommand]:
+    def failed(self, device: str, message: messages.RequestFailed, now: float) -> list[CoordinatorCommand]:
         """Run again what was lost on the wire; any other failure is the answer."""
         model = self._slots.running(message.model, message.admission)
         if model is None:
             return []
         run = model.runs[message.admission]
         out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
-        if message.code in ("wire", "session"):
-            return out + self.again(model, run)
+        if message.code in ("wire", "session", "link"):
+            return out + self.again(model, run, blameless=message.code == "link" and self._disturbed(run, now))
         out += self._cancel(model, run)
         if len(run.items) > 1:  # whose fault it was shows when each runs by itself
             self._apart(model, run)
             return out
         return out + self.end(model, run.items[0].job, RemoteError(message.text))
+
+    @staticmethod
+    def _disturbed(run: Run, now: float) -> bool:
+        """Take it that a connection between devices cost a run; return whether that belongs to an earlier loss."""
+        before = max(item.job.disturbed_s for item in run.items)
+        if now - before < DISTURBED_S:
+            return True
+        for item in run.items:
+            item.job.disturbed_s = now
+        return False
 
     def again(self, model: ModelState, run: Run, blameless: bool = False) -> list[CoordinatorCommand]:
         """Take a run back and queue it first; its job fails after too many attempts.

@@ -1,7 +1,8 @@
 """Devices that died twice soon after they were given a plan: most likely of it, so they do not get it a third time.
 
 A control group that has less memory than the device says kills the agent as often as the same plan comes. Once is no
-sign: a device that somebody restarts, alone at its site, must serve again at once.
+sign: a device that somebody restarts, alone at its site, must serve again at once. One that comes back with the boot
+counter it had was only away, for want of a connection or of a core, and has not died of anything.
 """
 
 from __future__ import annotations
@@ -24,16 +25,31 @@ class _Fall:
     forgotten_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    boot: int
+    needed_bytes: int
+
+
 class Falls:
     """The devices that died under young plans of one model; time is an argument."""
 
     def __init__(self) -> None:
+        self._gone: dict[str, _Gone] = {}
         self._falls: dict[str, _Fall] = {}
 
-    def fell(self, device: str, needed_bytes: int, given_s: float, now: float) -> None:
+    def gone(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
         """Take it that a device is gone that was given a plan at `given_s`, for which it needed so many bytes."""
-        if now - given_s > YOUNG_S:
-            return
+        if now - given_s <= YOUNG_S:
+            self._gone[device] = _Gone(boot, needed_bytes)
+
+    def back(self, device: str, boot: int, now: float) -> None:
+        """Take it that a device is here: it died if this is another start of it."""
+        gone = self._gone.pop(device, None)
+        if gone is not None and gone.boot != boot:
+            self._died(device, gone.needed_bytes, now)
+
+    def _died(self, device: str, needed_bytes: int, now: float) -> None:
         before = self._falls.get(device)
         if before is None:
             self._falls[device] = _Fall(0, REST_S / 2, now, now + AGAIN_S)

@@ -107,7 +107,8 @@ class Job:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
     which a repetition is told from another request under the same id. number: its place in the order of arrival.
-    came_s: when it came. apart: chunks that run with no other request's, because a run with them has failed.
+    came_s: when it came. disturbed_s: when a lost connection between devices last counted as an attempt. apart: chunks
+    that run with no other request's, because a run with them has failed.
     """
 
     key: RequestKey
@@ -124,6 +125,7 @@ class Job:
     digest: bytes = b""
     number: int = 0
     came_s: float = 0.0
+    disturbed_s: float = -inf
     apart: set[int] = field(default_factory=set)
 
     @property

@@ -80,11 +80,12 @@ class Member:
     until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s: when it was
     last lost. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
     aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
-    part.
+    part. boot_before: of the start that plans used, once a new one has shown itself before the end of the old.
     """
 
     name: str
     boot: int = 0
+    boot_before: int = 0
     online: bool = False
     caps: Caps | None = None
     calm: Heartbeat | None = None
@@ -205,6 +206,8 @@ class Membership:
         if status.boot < member.boot:
             return None
         was, again = member.usable, status.boot > member.boot
+        if was and again:
+            member.boot_before = member.boot
         member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
         if again or not member.online:
             member.aside_until_s = None
@@ -272,11 +275,12 @@ class Membership:
         member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
         member.asides += 1
 
-    def left(self, name: str, now: float) -> bool:
-        """A device that plans used is lost; return whether it is gone, False if it was put aside."""
+    def left(self, name: str, now: float) -> int | None:
+        """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
-        return member.aside_until_s is None
+        boot, member.boot_before = member.boot_before or member.boot, 0
+        return boot if member.aside_until_s is None else None
 
     def loading(self, now: float) -> None:
         """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
