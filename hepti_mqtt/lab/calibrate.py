@@ -187,32 +187,36 @@ def cache_key(spec: LabSpec) -> str:
 def _speeds(
     host: Host, spec: HostSpec, by: Yardstick, full: float | None, before: HostFigures | None, alike: float | None
 ) -> HostFigures:
-    """alike: the quota that was found for another host of the same target, where to look first."""
+    """alike: the quota that was found for another host of the same target, which this one gets too if it fits."""
     target = spec.gflops
     with _prober(host, spec.threads) as ask:
         ask("warm")
         found: dict[Yardstick, float] = {}
         cpu = None
         if target is not None and isinstance(host, Adjustable):
-            adjust, guess = host.set_cpu, alike or (target / full if full else None)
+            adjust = host.set_cpu
 
             def measure(cpu: float) -> float:
                 adjust(cpu)
                 return median(float(ask(by)["gflops_per_s"]) for _ in range(REPEATS))
 
-            if before is not None and before.cpu is not None:
-                adjust(before.cpu)
+            known = alike if alike is not None else None if before is None else before.cpu
+            if known is not None:
+                adjust(known)
                 host.throttle(True)
-                speed = measure(before.cpu)
-                if not _off(speed, target):
-                    return (
-                        replace(before, kernel_gflops=speed) if by == "kernel" else replace(before, numpy_gflops=speed)
-                    )
-                guess = before.cpu
-            adjust(guess if guess is not None else spec.threads / 2)
-            host.throttle(True)
-            solution = solve(measure, target, float(spec.threads), guess)
-            cpu, found[by] = solution.cpu, solution.speed
+                speed = measure(known)
+                if alike is None and before is not None and not _off(speed, target):
+                    by_kernel = by == "kernel"
+                    return replace(before, kernel_gflops=speed) if by_kernel else replace(before, numpy_gflops=speed)
+                # Equal hosts get equal quotas: what one measurement says of two of them differs by more than they do.
+                if alike is not None and abs(speed / target - 1) <= 2 * WITHIN:
+                    cpu, found[by] = known, speed
+            if cpu is None:
+                guess = known or (target / full if full else spec.threads / 2)
+                adjust(guess)
+                host.throttle(True)
+                solution = solve(measure, target, float(spec.threads), guess)
+                cpu, found[by] = solution.cpu, solution.speed
         else:
             host.throttle(True)
         for other in (other for other in YARDSTICKS if other not in found):

@@ -53,10 +53,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self.cpu: float | None = None
         self.throttled = False
         self._group, self._before_throttle = group, before_throttle
-        words = [f"echo $$ > {shlex.quote(str(path))} &&" for path in group.entrances]
-        # The shell enters the groups and then becomes the command: there is no moment at which it runs outside.
-        script = " ".join([*words, "exec", "ip", "netns", "exec", shlex.quote(namespace), '"$@"'])
-        self._enter = ["sh", "-c", script, "hepti-lab"]
+        self._namespace = namespace
         self._started: Started[LocalProcess] = Started()
 
     def start(
@@ -79,7 +76,10 @@ class EmulatedHost(Pluggable[LocalProcess]):
 
     def entering(self, arguments: Sequence[str]) -> list[str]:
         """Return the command of this machine that runs `arguments` on the host."""
-        return [*self._enter, *arguments]
+        words = [f"echo $$ > {shlex.quote(str(path))} &&" for path in self._group.entrances]
+        # The shell enters the groups and then becomes the command: there is no moment at which it runs outside.
+        into = shlex.join([*self._group.command, "ip", "netns", "exec", self._namespace])
+        return ["sh", "-c", " ".join([*words, "exec", into, '"$@"']), "hepti-lab", *arguments]
 
     def provide(self, path: Path) -> str:
         """Return the path itself: hosts share this machine's files."""
@@ -135,9 +135,9 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None, *, pipes: bool
     ) -> Restartable[LocalProcess]:
         log = Path(self.directory) / f"{name}.log"
-        words, variables = self.entering(arguments), {**os.environ, **(environment or {})}
+        variables = {**os.environ, **(environment or {})}
 
         def begin() -> LocalProcess:
-            return LocalProcess(name, words, variables, log, pipes=pipes)
+            return LocalProcess(name, self.entering(arguments), variables, log, pipes=pipes)
 
         return self._started.start(name, begin)

@@ -87,7 +87,7 @@ def test_a_group_of_version_1_has_a_place_in_each_hierarchy(tmp_path: Path) -> N
     assert ((cpu / "cpu.cfs_quota_us").read_text(), (cpu / "cpu.cfs_period_us").read_text()) == ("1250", "5000")
     group.set_cpu(None)
     assert (cpu / "cpu.cfs_quota_us").read_text() == "-1"
-    (cpu / "cgroup.procs").write_text("12\n34\n")
+    (group.directories[-1] / "cgroup.procs").write_text("12\n34\n")
     assert group.processes() == [12, 34]
 
 
