@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -55,6 +56,7 @@ SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
 WATCH_S: Final = 0.1
+DATA_LINK: Final = "HEPTI_DATA_LINK"  # "paho": it carries tensors over the broker, instead of our own link
 
 
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
@@ -239,13 +241,14 @@ class _Agent:
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> PahoTransport:
         config = self._config
-        # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
         return PahoTransport(
             config.url,
             f"hepti-{config.site}-{config.device_id}-{plane}",
             on_message=on_message,
             on_state=on_state,
+            # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
             protocol=None if plane == "control" else 4,
+            tensors=plane == "data" and os.environ.get(DATA_LINK) != "paho",
             will=self._will() if plane == "control" else None,
             name=f"hepti-{plane}",
         )

@@ -23,9 +23,22 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.transport import Connected, Counts, Disconnected, Inbox, Refused, State, Subscribed, Transport, Will
+from hepti_mqtt.transport import (
+    Connected,
+    Counts,
+    Disconnected,
+    Inbox,
+    OnMessage,
+    Refused,
+    State,
+    Subscribed,
+    Transport,
+    Will,
+)
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.topics import Parsed, Topics
+
+Body = bytes | memoryview  # what comes over the connection for tensors is a view
 
 PLANES: Final[tuple[Plane, ...]] = ("control", "data")
 # A broker that hangs must not hold up the end: who is stopped has two seconds, all in all.
@@ -37,9 +50,7 @@ QOS: Final[Mapping[Plane, int]] = {"control": 1, "data": 0}
 class MakeTransport(Protocol):
     """Makes the transport of one plane, not yet connected."""
 
-    def __call__(
-        self, plane: Plane, on_message: Callable[[str, bytes], None], on_state: Callable[[State], None]
-    ) -> Transport:
+    def __call__(self, plane: Plane, on_message: OnMessage, on_state: Callable[[State], None]) -> Transport:
         """Return it."""
         ...
 
@@ -64,7 +75,7 @@ class Network:
     ) -> None:
         self._topics, self._device = topics, device
         self._inbox, self._prober, self._tiles, self._complaints = inbox, prober, tiles, complaints
-        self._parsers: Mapping[str, Callable[[Parsed, bytes], None]] = {
+        self._parsers: Mapping[str, Callable[[Parsed, Body], None]] = {
             "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
             "work": self._work,
             "weights": self._weights,
@@ -123,7 +134,7 @@ class Network:
 
     # -- on the network threads ----------------------------------------------------------------------------------
 
-    def _hear(self, topic: str, payload: bytes) -> None:
+    def _hear(self, topic: str, payload: Body) -> None:
         try:
             parsed = self._topics.parse(topic)
             parser = self._parsers.get(parsed.kind)
@@ -137,20 +148,20 @@ class Network:
         if not self._inbox.offer(event, nbytes):
             self._complaints.add("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
 
-    def _work(self, parsed: Parsed, payload: bytes) -> None:
+    def _work(self, parsed: Parsed, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "work" or frame.model != parsed.model or frame.source != PLANNER:
             raise WireError(f"a frame of kind {frame.kind} of {frame.source} is no request to {parsed.model}")
         self._offer(FrameIn(frame), len(payload))
 
-    def _weights(self, parsed: Parsed, payload: bytes) -> None:
+    def _weights(self, parsed: Parsed, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "tile":
             raise WireError(f"a frame of kind {frame.kind} is no tile")
         assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
         self._tiles(TileIn(frame.body, mine=parsed.to != ALL))
 
-    def _activation(self, parsed: Parsed, payload: bytes) -> None:
+    def _activation(self, parsed: Parsed, payload: Body) -> None:
         frame = frames.decode(payload)
         # The topic's sender is bound by the broker's access list, the frame's is not.
         said = (frame.kind, frame.model, frame.layer, frame.source)
@@ -158,7 +169,7 @@ class Network:
             raise WireError(f"the frame says {said}, which is not what its topic says")
         self._offer(FrameIn(frame), len(payload))
 
-    def _probe(self, payload: bytes) -> None:
+    def _probe(self, payload: Body) -> None:
         now = time.perf_counter()
         if bytes(payload[:4]) != frames.MAGIC:
             return  # a trial of the largest packet

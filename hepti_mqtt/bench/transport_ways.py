@@ -229,7 +229,7 @@ class ByBroker:
     def _start(self, names: Sequence[str]) -> None:
         raise NotImplementedError
 
-    def _hear(self, name: str, payload: bytes | bytearray) -> None:
+    def _hear(self, name: str, payload: bytes | bytearray | memoryview) -> None:
         self._queue.put((name, len(payload)))
 
     def send(self, body: Array, to: int | None) -> None:
@@ -268,7 +268,9 @@ class StockPaho(ByBroker):
 
 
 class OwnTransport(ByBroker):
-    """This project's connection to a broker."""
+    """This project's connection to a broker, as tensors take it."""
+
+    tensors = True
 
     def _start(self, names: Sequence[str]) -> None:
         transport = PahoTransport(
@@ -276,10 +278,18 @@ class OwnTransport(ByBroker):
             f"{self._kind}-{self._rank}",
             on_message=self._hear,
             on_state=lambda state: self._up.put(None) if isinstance(state, Subscribed) else None,
+            protocol=4,
+            tensors=self.tensors,
         )
         transport.connect(PATIENCE_S)
         transport.subscribe([(name, self._qos) for name in names])
         self._publish, self._end = transport.publish, lambda: transport.close(timeout_s=0.5)
+
+
+class OwnByPaho(OwnTransport):
+    """The same connection where paho carries it, as control messages take it."""
+
+    tensors = False
 
 
 WAYS: Final[Mapping[str, Callable[[int, int, str], Way]]] = {
@@ -288,6 +298,7 @@ WAYS: Final[Mapping[str, Callable[[int, int, str], Way]]] = {
     "broker, paho": StockPaho,
     "broker, paho, QoS 1": lambda rank, largest, broker: StockPaho(rank, largest, broker, qos=1),
     "broker, ours": OwnTransport,
+    "broker, ours by paho": OwnByPaho,
 }
 
 

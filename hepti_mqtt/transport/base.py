@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Delivery:
 
 
 State = Connected | Disconnected | Subscribed | Refused
-OnMessage = Callable[[str, bytes], None]
+OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or of a connection for tensors a memoryview
 OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
 

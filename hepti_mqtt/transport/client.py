@@ -27,7 +27,8 @@ from hepti_mqtt.transport.base import (
     Subscribed,
     Will,
 )
-from hepti_mqtt.transport.link import Link, LinkLost, VersionRefused
+from hepti_mqtt.transport.data_link import DataLink, Unreadable, data_link_possible
+from hepti_mqtt.transport.link import Body, Link, LinkLost, VersionRefused
 from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Filters, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
@@ -45,6 +46,9 @@ SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
+
+
+_Link = Link | DataLink
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class PahoTransport:
     on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: of the thread.
     on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
     many may wait for that is the broker's affair (`max_inflight_messages` of Mosquitto).
+    tensors: everything is of QoS 0 over 3.1.1 and nothing is retained, and a link of our own carries it, where it can;
+    payloads that arrive are views of memory that is used again. A broker that it cannot read is left to paho.
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
     that is taken when nothing else waits.
 
@@ -87,11 +93,13 @@ class PahoTransport:
         name: str = "mqtt",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         on_delivery: OnDelivery | None = None,
+        tensors: bool = False,
     ) -> None:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self._hear, self._tell, self._deliver = on_message, on_state, on_delivery
         self._connection = 0  # number of the last one that was tried
-        self._protocols: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)
+        self._protocols: tuple[int, ...] = (4,) if tensors else (5, 4) if protocol is None else (protocol,)
+        self._own_link = tensors and data_link_possible()
         self._will, self._clean = will, clean
         self._outbox = Outbox(name, url.place, max_queued_bytes)
         self._wake = Wake()
@@ -230,22 +238,13 @@ class PahoTransport:
     def _stopping(self) -> bool:
         return self._outbox.stop_at is not None
 
-    def _open(self, timeout_s: float) -> Link:
+    def _open(self, timeout_s: float) -> _Link:
         """Return an open link, of the first version of MQTT that the broker accepts."""
         until = time.monotonic() + timeout_s
         for protocol in self._protocols:
             last = protocol == self._protocols[-1]
             self._connection += 1
-            link = Link(
-                self.url,
-                self.client_id,
-                protocol=protocol,
-                will=self._will,
-                clean=self._clean,
-                manual=self._deliver is not None,
-                listener=self,
-                wake=self._wake,
-            )
+            link = self._link(protocol)
             left = max(until - time.monotonic(), 0.1)
             try:
                 link.open(left if last else min(left, ANSWER_S), self._stopping)
@@ -257,7 +256,21 @@ class PahoTransport:
             return link
         raise NetworkError("no version of MQTT to try")
 
-    def _serve(self, link: Link) -> None:
+    def _link(self, protocol: int) -> _Link:
+        if self._own_link:
+            return DataLink(self.url, self.client_id, listener=self, wake=self._wake)
+        return Link(
+            self.url,
+            self.client_id,
+            protocol=protocol,
+            will=self._will,
+            clean=self._clean,
+            manual=self._deliver is not None,
+            listener=self,
+            wake=self._wake,
+        )
+
+    def _serve(self, link: _Link) -> None:
         """Drive one connection until it is lost or the transport is closed."""
         reason = "closed"
         try:
@@ -273,6 +286,9 @@ class PahoTransport:
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
             reason = str(error)
+            if isinstance(error, Unreadable):
+                _log.warning("%s: %s; paho carries it from now on", self.name, error)
+                self._own_link = False
         except Exception as error:
             _log.exception("%s: the connection is made again", self.name)
             reason = repr(error)
@@ -280,32 +296,32 @@ class PahoTransport:
         if not self._stopping():
             self._emit(Disconnected(reason))
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: _Link) -> None:
         everything = self._outbox.connected(link.largest_packet_bytes)
         self._session = session = _Session(awaited=set(everything))
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
         self._announce(link)
 
-    def _announce(self, link: Link) -> None:
+    def _announce(self, link: _Link) -> None:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
             self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: _Link) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         session = self._session
         unfinished = session.writing is not None and link.busy
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
-    def _drain(self, link: Link) -> None:
+    def _drain(self, link: _Link) -> None:
         while time.monotonic() < (self._outbox.stop_at or 0.0):
             self._feed(link)
             if self._outbox.empty() and not self._session.inflight and not self._session.waiting and not link.busy:
                 return
             link.turn(0.0 if not self._outbox.empty() and not link.busy else 0.1)
 
-    def _feed(self, link: Link) -> None:
+    def _feed(self, link: _Link) -> None:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
         self._announce(link)
         session = self._session
@@ -331,7 +347,7 @@ class PahoTransport:
             elif op.filters:
                 session.subscribing[link.subscribe(op.filters)] = (op.token, op.filters)
 
-    def _send(self, link: Link, op: Message) -> None:
+    def _send(self, link: _Link, op: Message) -> None:
         mid = link.publish(op.topic, op.payload, op.qos, op.retain)
         self._outbox.sent(op)
         if op.qos == 0:
@@ -342,14 +358,14 @@ class PahoTransport:
 
     # -- what arrives; called by the link on the network thread ------------------------------------------------------
 
-    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
+    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool) -> None:
         """Count a message and hand it over."""
         self._outbox.received(publish_bytes(topic, len(payload), qos))
         if (deliver := self._deliver) is None:
             self._call(lambda: self._hear(topic, payload))
             return
         receipt = Receipt(self._connection, mid) if qos else None
-        self._call(lambda: deliver(Delivery(topic, payload, receipt, repeated)))
+        self._call(lambda: deliver(Delivery(topic, bytes(payload), receipt, repeated)))
 
     def on_bad_topic(self) -> None:
         """Count a message whose topic is not UTF-8."""

@@ -31,6 +31,8 @@ MISC_S: Final = 1.0
 SESSION_EXPIRY_S: Final = 3600
 MAX_INFLIGHT: Final = 20
 
+Body = bytes | memoryview
+
 _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _WRONG_VERSION: Final = 132
 _UNAVAILABLE: Final = frozenset({136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
@@ -49,7 +51,7 @@ class VersionRefused(NetworkError):
 class Listener(Protocol):
     """Who hears what arrives; called on the thread that drives the link."""
 
-    def on_message(self, topic: str, payload: bytes, qos: int, mid: int, repeated: bool) -> None:
+    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool) -> None:
         """A message arrived; mid: its packet id. repeated: the broker has sent it before."""
         ...
 
@@ -132,18 +134,12 @@ class Link:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 self._abandon()
-                raise VersionRefused(
-                    f"{self._url.place} accepts connections but does not answer as a broker of MQTT "
-                    f"{_VERSIONS[self.protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
-                )
+                raise silent(self._url, self.protocol, timeout_s)
             try:
                 self.turn(left)
             except LinkLost as error:
                 if self._connack is None:
-                    raise VersionRefused(
-                        f"{self._url.place} closed the connection before answering ({error}); check the port, and "
-                        "mqtt:// against mqtts://"
-                    ) from error
+                    raise hung_up(self._url, error) from error
         self._check_connack(*self._connack)
 
     @property
@@ -237,7 +233,6 @@ class Link:
 
     def _connect(self, timeout_s: float) -> None:
         self._client.connect_timeout = timeout_s
-        place = self._url.place
         try:
             if self.protocol == 5:
                 properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
@@ -248,16 +243,8 @@ class Link:
                 )
             else:
                 self._client.connect(self._url.host, self._url.port, KEEPALIVE_S)
-        except ssl.SSLError as error:
-            raise NetworkError(
-                f"TLS with the broker at {place} failed: {error}; name its authority with ?ca=FILE, or use mqtt:// if "
-                "it does not encrypt"
-            ) from error
         except (OSError, UnicodeError) as error:
-            raise NetworkError(
-                f"no broker answers at {place} ({error}); start one (`hepti broker`, or mosquitto) or name another "
-                "with --broker or HEPTI_BROKER"
-            ) from error
+            raise absent(self._url, error) from error
 
     def _check_connack(self, reason: ReasonCode, properties: Properties | None) -> None:
         if not reason.is_failure:
@@ -270,10 +257,7 @@ class Link:
             raise VersionRefused(f"the broker at {place} does not speak MQTT {_VERSIONS[self.protocol]}")
         if reason.value in _UNAVAILABLE:
             raise NetworkError(f"the broker at {place} cannot take us now ({reason}); try again later")
-        user = f"user {self._url.user!r}" if self._url.user else "a connection without user"
-        raise RefusedError(
-            f"the broker at {place} refused {user}: {reason}; check user and password in the broker's URL"
-        )
+        raise refused(self._url, str(reason))
 
     def _watch(self, fd: int) -> None:
         events = select.POLLIN | (select.POLLOUT if self._client.want_write() else 0)
@@ -340,6 +324,42 @@ class Link:
         self, _client: Client, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Properties | None
     ) -> None:
         self._listener.on_subscribed(mid, tuple(str(r) if r.value >= _FAILURE else None for r in reasons))
+
+
+def absent(url: BrokerUrl, error: Exception) -> NetworkError:
+    """Return the error for a broker to which there is no connection."""
+    if isinstance(error, ssl.SSLError):
+        return NetworkError(
+            f"TLS with the broker at {url.place} failed: {error}; name its authority with ?ca=FILE, or use mqtt:// if "
+            "it does not encrypt"
+        )
+    return NetworkError(
+        f"no broker answers at {url.place} ({error}); start one (`hepti broker`, or mosquitto) or name another "
+        "with --broker or HEPTI_BROKER"
+    )
+
+
+def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
+    """Return the error for a broker that does not answer our CONNECT."""
+    return VersionRefused(
+        f"{url.place} accepts connections but does not answer as a broker of MQTT "
+        f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
+    )
+
+
+def hung_up(url: BrokerUrl, error: LinkLost) -> VersionRefused:
+    """Return the error for a broker that ends the connection instead of answering."""
+    return VersionRefused(
+        f"{url.place} closed the connection before answering ({error}); check the port, and mqtt:// against mqtts://"
+    )
+
+
+def refused(url: BrokerUrl, reason: str) -> RefusedError:
+    """Return the error for a broker that does not let us in."""
+    user = f"user {url.user!r}" if url.user else "a connection without user"
+    return RefusedError(
+        f"the broker at {url.place} refused {user}: {reason}; check user and password in the broker's URL"
+    )
 
 
 def _no_delay(_client: Client, _data: Any, sock: Any) -> None:

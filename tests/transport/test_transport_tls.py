@@ -77,20 +77,23 @@ def tls_port(certificate, mosquitto):
         pumping.join(PATIENCE_S)
 
 
-@pytest.mark.parametrize("protocol", [4, 5], ids=["3.1.1", "5"])
-def test_tls_with_the_authority_of_the_url(protocol, tls_port, certificate, peers):
-    peer = peers(f"mqtts://127.0.0.1:{tls_port}?ca={certificate[0]}", protocol=protocol)
-    peer.subscribe("tls")
+@pytest.mark.parametrize(
+    "options", [{"protocol": 4}, {"protocol": 5}, {"tensors": True}], ids=["3.1.1", "5", "tensors"]
+)
+def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers):
+    peer = peers(f"mqtts://127.0.0.1:{tls_port}?ca={certificate[0]}", **options)
+    qos = 0 if "tensors" in options else 1
+    peer.subscribe("tls", qos=qos)
     payloads = [b"", b"x", bytes(3_000_000), b"y"]
     for payload in payloads:
-        peer.transport.publish("tls", payload, 1)
-    assert [peer.message()[1] for _ in payloads] == payloads
+        peer.transport.publish("tls", payload, qos)
+    assert [bytes(peer.message()[1]) for _ in payloads] == payloads
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(tls_port):
-    transport = PahoTransport(
-        BrokerUrl("127.0.0.1", tls_port, tls=True), "me", on_message=lambda *_: None, on_state=lambda _: None
-    )
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
+    url = BrokerUrl("127.0.0.1", tls_port, tls=True)
+    transport = PahoTransport(url, "me", on_message=lambda *_: None, on_state=lambda _: None, tensors=tensors)
     with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
         transport.connect()
     transport.close()

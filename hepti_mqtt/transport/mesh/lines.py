@@ -66,13 +66,18 @@ def tune_sender(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
-def begin(host: str, port: int) -> socket.socket:
-    """Begin to connect to an address, without waiting."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def tune_receiver(sock: socket.socket) -> None:
+    """Make a socket as a subscriber wants it."""
     _tune(sock)
     # The receive buffer grows with the low-water mark and stays: it takes whole payloads while we compute.
     low_water(sock, RECEIVE_AHEAD)
     low_water(sock, 1)
+
+
+def begin(host: str, port: int) -> socket.socket:
+    """Begin to connect to an address, without waiting."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    tune_receiver(sock)
     sock.connect_ex((host, port))  # what comes of it is asked for once the socket can be written
     return sock
 

@@ -1,0 +1,288 @@
+"""One connection to a broker for tensors alone: QoS 0 over MQTT 3.1.1, without a copy that can be spared.
+
+paho joins a message with its header, and reads what comes in pieces that it joins again. Here a payload goes out as it
+lies, and what comes is received where it stays, in memory that is used again. It is driven as `Link` is.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport.link import KEEPALIVE_S, MISC_S, LinkLost, Listener, VersionRefused, absent, hung_up, refused
+from hepti_mqtt.transport.link import silent as silent_broker
+from hepti_mqtt.transport.mesh.buffers import Buffers
+from hepti_mqtt.transport.mesh.intake import Intake
+from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender
+from hepti_mqtt.transport.mesh.packets import (
+    CONNACK,
+    CONNECT,
+    DISCONNECT,
+    MAX_LENGTH,
+    PINGREQ,
+    PINGRESP,
+    PUBLISH,
+    SUBACK,
+    UNSUBACK,
+    Fields,
+    Malformed,
+    packet,
+    publish_head,
+    subscribe,
+    text,
+    unsubscribe,
+)
+from hepti_mqtt.transport.mesh.tls import TlsLine
+from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.transport.wake import Wake
+
+LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
+MAX_READS: Final = 64  # before the caller has its turn
+_REASONS: Final = {2: "client identifier rejected", 4: "bad user name or password", 5: "not authorised"}
+_WRONG_VERSION, _UNAVAILABLE, _FAILURE = 1, 3, 0x80
+
+
+class Unreadable(LinkLost):
+    """The broker sent what this link does not read; paho may."""
+
+
+class DataLink:
+    """A connection as `Link` is one; payloads that arrive are views, whose memory is used again once nobody has them.
+
+    Every message, and every subscription, is of QoS 0.
+    """
+
+    protocol: Final = 4
+    largest_packet_bytes: Final = None
+    window: Final = 0
+
+    def __init__(self, url: BrokerUrl, client_id: str, *, listener: Listener, wake: Wake) -> None:
+        self._url, self._client_id, self._listener, self._wake = url, client_id, listener, wake
+        self._intake = Intake(Buffers(), self._on_publish, self._on_control, MAX_LENGTH)
+        self._connack: int | None = None
+        self._out: list[memoryview] = []
+        self._sock: socket.socket | None = None
+        self._line: Line | None = None
+        self._secured: TlsLine | None = None
+        self._poll = select.poll()
+        self._poll.register(wake.fileno(), select.POLLIN)
+        self._events, self._low, self._id = 0, 1, 0
+        self._ping_at = self._answer_by = float("inf")
+
+    def open(self, timeout_s: float, stop: Callable[[], bool]) -> None:
+        """Connect and wait for the CONNACK; raises as `Link.open` does."""
+        deadline = time.monotonic() + timeout_s
+        self._connect(timeout_s)
+        while self._connack is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or stop():
+                self._close()
+                raise silent_broker(self._url, self.protocol, timeout_s)
+            try:
+                self.turn(left)
+            except LinkLost as error:
+                raise hung_up(self._url, error) from error
+        if self._connack:
+            self._close()
+            if self._connack == _WRONG_VERSION:
+                raise VersionRefused(f"the broker at {self._url.place} does not speak MQTT 3.1.1")
+            if self._connack == _UNAVAILABLE:
+                raise NetworkError(f"the broker at {self._url.place} cannot take us now; try again later")
+            raise refused(self._url, _REASONS.get(self._connack, f"code {self._connack}"))
+        self._ping_at = time.monotonic() + KEEPALIVE_S / 2
+
+    @property
+    def local(self) -> bool:
+        """Return whether the broker is on this machine."""
+        try:
+            return self._sock is not None and self._sock.getpeername()[0] == self._sock.getsockname()[0]
+        except OSError:
+            return False  # lost meanwhile
+
+    @property
+    def busy(self) -> bool:
+        """Return whether something is still to be written."""
+        return bool(self._out)
+
+    def turn(self, timeout_s: float) -> bool:
+        """Wait for the socket or a wake-up, read and write; return whether it was woken. Raises `LinkLost`."""
+        if self._line is None:
+            raise LinkLost("the socket is closed")
+        events = select.POLLIN | (select.POLLOUT if self._out else 0)
+        if events != self._events:
+            self._poll.register(self._line.fileno(), events)
+            self._events = events
+        pending = self._secured is not None and self._secured.pending() > 0
+        woken, readable = False, pending
+        for fd, found in self._poll.poll(0 if pending else min(timeout_s, MISC_S) * 1000):
+            if fd == self._wake.fileno():
+                self._wake.clear()
+                woken = True
+            else:
+                readable = readable or bool(found & ~select.POLLOUT)  # hang-ups and errors show when reading
+        if readable:
+            self._guarded(self._read)
+        self.flush()
+        self._keep_alive()
+        return woken
+
+    def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
+        """Queue a message for `flush`; its payload must not change until it is written."""
+        if qos or retain:
+            raise ValueError("tensors are published at QoS 0 and not retained")
+        self._out += [memoryview(publish_head(topic, len(payload), self.protocol)), memoryview(payload)]
+        return 0
+
+    def subscribe(self, filters: tuple[tuple[str, int], ...]) -> int:
+        """Send a SUBSCRIBE at QoS 0; return its packet id."""
+        self._say(subscribe(self._next_id(), [name for name, _ in filters]))
+        return self._id
+
+    def unsubscribe(self, filters: tuple[str, ...]) -> None:
+        """Send an UNSUBSCRIBE."""
+        self._say(unsubscribe(self._next_id(), filters))
+
+    def acknowledge(self, mid: int) -> None:
+        """Do nothing: what comes at QoS 0 is kept by nobody."""
+
+    def flush(self) -> None:
+        """Write what the socket takes. Raises `LinkLost`."""
+        if self._out and self._line is not None:
+            self._guarded(self._write)
+
+    def disconnect(self, timeout_s: float) -> None:
+        """Write what is queued and DISCONNECT, for at most `timeout_s`, and close the socket."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._say(packet(DISCONNECT))
+            while self._out and time.monotonic() < deadline:
+                self.turn(max(deadline - time.monotonic(), 0.0))
+        except LinkLost:
+            return
+        finally:
+            self._close()
+
+    # -- the connection ----------------------------------------------------------------------------------------------
+
+    def _connect(self, timeout_s: float) -> None:
+        url = self._url
+        try:
+            self._sock = sock = socket.create_connection((url.host, url.port), timeout_s)
+            context = url.ssl_context()
+            if context is not None:  # shakes hands at once, within the same time
+                self._sock = secured = context.wrap_socket(sock, server_hostname=url.host)
+                self._line = self._secured = TlsLine(secured)
+            else:
+                self._line = sock
+            tune_sender(self._sock)
+            tune_receiver(self._sock)
+        except (OSError, UnicodeError) as error:
+            self._close()
+            raise absent(url, error) from error
+        flags, login = 0x02, b""  # a clean session
+        if url.user is not None:
+            flags, login = flags | 0x80, text(url.user)
+            if url.password is not None:
+                flags, login = flags | 0x40, login + text(url.password)
+        head = text("MQTT") + struct.pack(">BBH", self.protocol, flags, KEEPALIVE_S)
+        self._out.append(memoryview(packet(CONNECT, head, text(self._client_id), login)))
+
+    def _close(self) -> None:
+        if self._line is not None:
+            with suppress(KeyError):
+                self._poll.unregister(self._line.fileno())
+            self._line.close()
+        elif self._sock is not None:
+            self._sock.close()
+        self._sock = self._line = self._secured = None
+        self._out.clear()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except BlockingIOError:
+            return
+        except (Malformed, ssl.SSLError, OSError) as error:
+            self._close()
+            lost = Unreadable if isinstance(error, Malformed) else LinkLost
+            raise lost(str(error) or repr(error)) from error
+
+    def _say(self, data: bytes) -> None:
+        if self._line is None:
+            raise LinkLost("the socket is closed")
+        self._out.append(memoryview(data))
+        self.flush()
+
+    def _next_id(self) -> int:
+        self._id = self._id % 65_535 + 1
+        return self._id
+
+    def _write(self) -> None:
+        assert self._line is not None
+        while self._out:
+            sent = self._line.sendmsg(self._out[:64])
+            while self._out and sent >= self._out[0].nbytes:
+                sent -= self._out.pop(0).nbytes
+            if sent:
+                self._out[0] = self._out[0][sent:]
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if now >= self._answer_by:
+            self._close()
+            raise LinkLost(f"the broker has not answered for {KEEPALIVE_S} s")
+        if now >= self._ping_at:
+            self._ping_at = now + KEEPALIVE_S / 2
+            self._answer_by = min(self._answer_by, now + KEEPALIVE_S)
+            self._say(packet(PINGREQ))
+
+    # -- what comes --------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take what is there, at most one large payload."""
+        intake, line = self._intake, self._line
+        assert line is not None
+        try:
+            for _ in range(MAX_READS):
+                room = intake.room()
+                nbytes = line.recv_into(room)
+                if not nbytes:
+                    raise OSError("it hung up")
+                intake.took(nbytes)
+                if not intake.missing and nbytes < room.nbytes and self._secured is None:
+                    break
+        finally:
+            low = min(max(intake.missing, 1), LOW_WATER)
+            if low != self._low and self._secured is None and self._sock is not None:
+                low_water(self._sock, low)
+                self._low = low
+
+    def _on_publish(self, topic: str, payload: memoryview) -> None:
+        self._listener.on_message(topic, payload, 0, 0, False)
+
+    def _on_control(self, first: int, body: bytes) -> None:
+        if first == CONNACK and len(body) == 2 and self._connack is None:
+            self._connack = body[1]
+        elif first == SUBACK and len(body) > 2:
+            refusals = tuple("the broker does not allow it" if code >= _FAILURE else None for code in body[2:])
+            self._listener.on_subscribed(int.from_bytes(body[:2], "big"), refusals)
+        elif first == PINGRESP:
+            self._answer_by = float("inf")
+        elif first & ~1 == PUBLISH:  # retained by somebody; as good as any
+            fields = Fields(body)
+            topic = fields.text()
+            self._listener.on_message(topic, body[2 + len(topic.encode()) :], 0, 0, False)
+        elif first != UNSUBACK:
+            raise Malformed(f"packet {first:#x} is not for a subscriber")
+
+
+def data_link_possible() -> bool:
+    """Return whether this machine has what such a link needs: Linux."""
+    return mesh_possible()

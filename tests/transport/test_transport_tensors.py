@@ -1,0 +1,191 @@
+"""The connection for tensors: our own link, or paho's where ours cannot read a broker; both do the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport
+from hepti_mqtt.transport.data_link import DataLink, data_link_possible
+from hepti_mqtt.transport.link import KEEPALIVE_S, LinkLost
+from hepti_mqtt.wire.topics import publish_bytes
+
+pytestmark = [pytest.mark.broker, pytest.mark.skipif(not data_link_possible(), reason="our own link needs Linux")]
+
+
+@pytest.fixture(params=["own", "paho"])
+def link(request, monkeypatch):
+    """Each of both links."""
+    if request.param == "paho":
+        monkeypatch.setattr("hepti_mqtt.transport.client.data_link_possible", lambda: False)
+    return request.param
+
+
+@pytest.fixture
+def topic():
+    return f"t/{uuid.uuid4().hex}"
+
+
+def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, link, topic, peers):
+    sender, receiver = peers(broker.url, tensors=True), peers(broker.url, tensors=True)
+    assert sender.connected.protocol == 4
+    receiver.subscribe(f"{topic}/+", qos=0)
+    sizes = [0, 1, 127, 128, 4095, 4096, 20_000, 2_100_000, 3, 700_000, 700_000]
+    payloads = [os.urandom(size) for size in sizes]
+    for payload in payloads:
+        sender.transport.publish(f"{topic}/a", payload)
+    got = [receiver.message() for _ in payloads]
+    assert [(name, bytes(payload)) for name, payload in got] == [(f"{topic}/a", payload) for payload in payloads]
+    packets = sum(publish_bytes(f"{topic}/a", size, 0) for size in sizes)
+    assert sender.transport.counts().published_bytes == receiver.transport.counts().received_bytes == packets
+
+
+def test_a_payload_stays_as_it_is_while_somebody_has_it(mosquitto, topic, peers):
+    peer = peers(mosquitto.url, tensors=True)
+    peer.subscribe(topic, qos=0)
+    kept = []
+    for value in range(20):
+        peer.transport.publish(topic, bytes([value]) * 50_000)
+        kept.append(np.frombuffer(peer.message()[1], np.uint8))
+    assert all((array == value).all() for value, array in enumerate(kept))
+    assert all(array.ctypes.data % 64 == 0 for array in kept)
+
+
+def test_a_lost_connection_comes_back_with_its_filters(link, proxy, topic, peers):
+    peer = peers(proxy.url, tensors=True)
+    peer.subscribe(topic, qos=0)
+    proxy.cut()
+    peer.await_state(Disconnected)
+    peer.await_state(Connected)
+    peer.transport.publish(topic, b"again")
+    assert bytes(peer.message()[1]) == b"again"
+    assert peer.transport.counts().reconnections == 1
+
+
+def test_a_filter_left_is_silent(link, mosquitto, topic, peers):
+    peer = peers(mosquitto.url, tensors=True)
+    peer.subscribe(f"{topic}/a", f"{topic}/b", qos=0)
+    peer.transport.unsubscribe([f"{topic}/a"])
+    for name in ("a", "b"):
+        peer.transport.publish(f"{topic}/{name}", name.encode())
+    assert bytes(peer.message()[1]) == b"b"
+
+
+def test_what_somebody_retained_arrives_too(link, mosquitto, topic, peers):
+    peers(mosquitto.url, protocol=4).transport.publish(topic, b"kept", 1, retain=True)
+    peer = peers(mosquitto.url, tensors=True)
+    peer.subscribe(topic, qos=0)
+    assert bytes(peer.message()[1]) == b"kept"
+    peers(mosquitto.url, protocol=4).transport.publish(topic, b"", 1, retain=True)
+
+
+def test_a_message_that_our_link_does_not_read_is_left_to_paho(mosquitto, topic, peers):
+    """One that was retained and is large: nobody who keeps to the topics sends it."""
+    large = os.urandom(100_000)
+    sender = peers(mosquitto.url, protocol=4)
+    sender.transport.publish(topic, large, 1, retain=True)
+    peer = peers(mosquitto.url, tensors=True)
+    peer.transport.subscribe([(topic, 0)])
+    peer.await_state(Disconnected)
+    assert bytes(peer.message()[1]) == large
+    sender.transport.publish(topic, b"", 1, retain=True)
+
+
+def test_an_absent_broker_is_named(link):
+    with socket.socket() as sock:  # nobody listens on it, and nobody else gets it meanwhile
+        sock.bind(("127.0.0.1", 0))
+        url = BrokerUrl("127.0.0.1", sock.getsockname()[1])
+        transport = PahoTransport(url, "a", on_message=print, on_state=print, tensors=True)
+        with pytest.raises(NetworkError, match="no broker answers"):
+            transport.connect(5.0)
+
+
+def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(link, proxy, topic, peers):
+    """Nothing is lost, and nothing comes twice or in another order."""
+    sender, receiver = peers(proxy.url, tensors=True), peers(proxy.url, tensors=True)
+    receiver.subscribe(topic, qos=0)
+    proxy.flowing.clear()
+    payloads = [bytes([value]) * 1_500_000 for value in range(12)]
+    for payload in payloads:
+        sender.transport.publish(topic, payload)
+    proxy.flowing.set()
+    assert [bytes(receiver.message()[1][:10]) for _ in payloads] == [payload[:10] for payload in payloads]
+    assert sender.transport.counts().lost == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [(b"\x20\x02\0\x05", RefusedError), (b"\x20\x02\0\x03", NetworkError), (b"", NetworkError)]
+)
+def test_a_broker_that_does_not_let_us_in_says_why(answer, error, link):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
+        transport = PahoTransport(BrokerUrl.parse(url), "a", on_message=print, on_state=print, tensors=True)
+        with pytest.raises(error):
+            transport.connect(5.0)
+        thread.join()
+
+
+class _Heard:
+    """A listener that forgets."""
+
+    def on_message(self, *_):
+        return
+
+    on_bad_topic = on_acknowledged = on_subscribed = on_message
+
+
+class _Woken:
+    """A wake-up that never comes."""
+
+    def __init__(self):
+        self.ends = os.pipe()
+
+    def fileno(self):
+        return self.ends[0]
+
+    def clear(self):
+        return
+
+
+def test_a_broker_that_has_fallen_silent_is_given_up(monkeypatch):
+    """PINGREQ after half the keep-alive time, and the end if nothing answers within all of it."""
+    here, there = socket.socketpair()
+    now = [0.0]
+    monkeypatch.setattr("hepti_mqtt.transport.data_link.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hepti_mqtt.transport.data_link.socket.create_connection", lambda *_: here)
+    monkeypatch.setattr("hepti_mqtt.transport.data_link.tune_receiver", lambda sock: sock.setblocking(False))
+    monkeypatch.setattr("hepti_mqtt.transport.data_link.tune_sender", lambda sock: None)
+    woken = _Woken()
+    link = DataLink(BrokerUrl.parse("mqtt://127.0.0.1"), "a", listener=_Heard(), wake=woken)
+    with there:
+        there.sendall(b"\x20\x02\0\0")
+        link.open(5.0, lambda: False)
+        there.recv(1000)
+        now[0] = KEEPALIVE_S / 2 + 0.1
+        link.turn(0.0)
+        assert there.recv(1000) == b"\xc0\0"
+        there.sendall(b"\xd0\0")
+        link.turn(1.0)
+        now[0] += KEEPALIVE_S / 2
+        link.turn(0.0)
+        assert there.recv(1000) == b"\xc0\0"
+        now[0] += KEEPALIVE_S + 0.1
+        with pytest.raises(LinkLost, match="has not answered"):
+            link.turn(0.0)
+    for end in woken.ends:
+        os.close(end)
