@@ -106,6 +106,10 @@ class Network:
         """Publish on one plane; raises NetworkError if a QoS 1 message finds the queue full."""
         self._transports[plane].publish(topic, payload, qos, retain)
 
+    def send(self, topic: str, *parts: Body) -> None:
+        """Publish a tensor on the data plane, its payload in parts, which are the caller's again on return."""
+        self._transports["data"].send(topic, *parts)
+
     def subscribe(self, plane: Plane, filters: Sequence[str]) -> int:
         """Subscribe one plane to filters; `Acknowledged` with the returned token follows."""
         return self._transports[plane].subscribe([(f, QOS[plane]) for f in filters])

@@ -242,13 +242,16 @@ class Shell:
                 self._links.publish(command)
             return
         limit = self.packet_limit_bytes
-        if limit is not None and len(command.payload) + PACKET_MARGIN > limit:
+        if limit is not None and command.nbytes + PACKET_MARGIN > limit:
             # The broker would end the connection, and QoS 1 would send the same packet again and again.
             raise PacketLimitError(
-                f"a message of {len(command.payload)} bytes is over the broker's limit of {limit} bytes per packet; "
+                f"a message of {command.nbytes} bytes is over the broker's limit of {limit} bytes per packet; "
                 "raise max_packet_size in mosquitto.conf (other brokers name it alike)"
             )
-        self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
+        if command.plane == "data":
+            self._network.send(command.topic, command.payload, command.body)
+        else:
+            self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
 
     def _subscribe(self, command: Subscribe) -> None:
         if self._subscriptions.enter(command.model, command.epoch, command.filters):

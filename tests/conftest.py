@@ -5,7 +5,12 @@ from __future__ import annotations
 import signal
 from collections import Counter
 
+import hypothesis
 import pytest
+
+# No test may fail because the machine was busy.
+hypothesis.settings.register_profile("hepti", deadline=None)
+hypothesis.settings.load_profile("hepti")
 
 pytest_plugins = ["stories"]
 

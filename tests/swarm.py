@@ -361,6 +361,7 @@ class Swarm:
             self._direct(name, publish)
             return
         if publish.plane == "data":
+            publish = replace(publish, payload=publish.whole, body=memoryview(b""))  # the body changes with the next op
             for other, host in self.hosts.items():
                 if other != name and any(matches(f, publish.topic) for f in host.filters):
                     self._to_host(other, publish)

@@ -284,6 +284,11 @@ class OwnTransport(ByBroker):
         transport.connect(PATIENCE_S)
         transport.subscribe([(name, self._qos) for name in names])
         self._publish, self._end = transport.publish, lambda: transport.close(timeout_s=0.5)
+        self._transport = transport
+
+    def send(self, body: Array, to: int | None) -> None:
+        """Publish to the broker, as agents do."""
+        self._transport.send(f"{self._kind}/{topic(self._rank, to)}", HEADER, body.data)
 
 
 class OwnByPaho(OwnTransport):

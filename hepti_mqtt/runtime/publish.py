@@ -13,7 +13,7 @@ _NOTHING = memoryview(b"")
 class Publish:
     """Publish `payload`, and `body` behind it, on a connection to the broker or to the peers that read from us (mesh).
 
-    body: a view of an array, over mesh alone, so that no copy joins it with its header; it is valid until the next op.
+    body: of a tensor alone: a view of its array, so that no copy joins it with its header, and valid until the next op.
     """
 
     topic: str

@@ -118,6 +118,10 @@ class Transport(Protocol):
         """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `PahoTransport.publish`."""
         ...
 
+    def send(self, topic: str, *parts: bytes | memoryview) -> None:
+        """Publish at QoS 0 a payload in parts, which are the caller's again on return."""
+        ...
+
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
         """Subscribe to (filter, QoS) and remember them; return the token of the later `Subscribed`."""
         ...

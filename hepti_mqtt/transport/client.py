@@ -100,6 +100,7 @@ class PahoTransport:
         self._connection = 0  # number of the last one that was tried
         self._protocols: tuple[int, ...] = (4,) if tensors else (5, 4) if protocol is None else (protocol,)
         self._own_link = tensors and data_link_possible()
+        self._sending: DataLink | None = None  # through which other threads may send
         self._will, self._clean = will, clean
         self._outbox = Outbox(name, url.place, max_queued_bytes)
         self._wake = Wake()
@@ -150,6 +151,17 @@ class PahoTransport:
         """
         self._outbox.publish(topic, payload, qos, retain, taken)
         self._wake.set()
+
+    def send(self, topic: str, *parts: Body) -> None:
+        """Publish at QoS 0 a payload in C-contiguous parts, which are the caller's again on return.
+
+        Of a transport for tensors it goes out on this thread, as it lies, if nothing waits before it.
+        """
+        link, nbytes = self._sending, publish_bytes(topic, sum(memoryview(part).nbytes for part in parts), 0)
+        if link is not None and link.publish_now(topic, parts, self._outbox.empty):
+            self._outbox.sent_at_once(nbytes)
+        else:
+            self.publish(topic, b"".join(parts))
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
         """Subscribe to (filter, QoS), now and after every reconnection; return the token that `Subscribed` will carry.
@@ -306,11 +318,12 @@ class PahoTransport:
     def _announce(self, link: _Link) -> None:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
+            self._sending = link if isinstance(link, DataLink) else None
             self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local))
 
     def _end(self, link: _Link) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
-        session = self._session
+        self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
@@ -325,6 +338,10 @@ class PahoTransport:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
         self._announce(link)
         session = self._session
+        with link.sending:
+            self._feed_on(link, session)
+
+    def _feed_on(self, link: _Link, session: _Session) -> None:
         for _ in range(BATCH):
             if link.busy:
                 return

@@ -10,13 +10,24 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport.link import KEEPALIVE_S, MISC_S, LinkLost, Listener, VersionRefused, absent, hung_up, refused
+from hepti_mqtt.transport.link import (
+    KEEPALIVE_S,
+    MISC_S,
+    Body,
+    LinkLost,
+    Listener,
+    VersionRefused,
+    absent,
+    hung_up,
+    refused,
+)
 from hepti_mqtt.transport.link import silent as silent_broker
 from hepti_mqtt.transport.mesh.buffers import Buffers
 from hepti_mqtt.transport.mesh.intake import Intake
@@ -67,6 +78,7 @@ class DataLink:
         self._url, self._client_id, self._listener, self._wake = url, client_id, listener, wake
         self._intake = Intake(Buffers(), self._on_publish, self._on_control, MAX_LENGTH)
         self._connack: int | None = None
+        self.sending = threading.RLock()  # who has it may send: any thread, but one at a time
         self._out: list[memoryview] = []
         self._sock: socket.socket | None = None
         self._line: Line | None = None
@@ -133,6 +145,28 @@ class DataLink:
         self._keep_alive()
         return woken
 
+    def publish_now(self, topic: str, parts: Sequence[Body], first: Callable[[], bool]) -> bool:
+        """Send a message from any thread, its parts as they lie; return whether it was taken, False if others wait.
+
+        first: whether no message waits before this one. What the kernel does not take at once is copied, and the
+        thread that turns sends it. Over TLS that thread sends everything: one connection cannot read and write at once.
+        """
+        with self.sending:
+            if self._line is None or self._secured is not None or self._out or not first():
+                return False
+            views = [memoryview(part) for part in parts]
+            head = memoryview(publish_head(topic, sum(view.nbytes for view in views), self.protocol))
+            self._out = [head, *(view.cast("B") for view in views if view.nbytes)]
+            try:
+                self._write()
+            except BlockingIOError:
+                self._out = [memoryview(b"".join(self._out))]
+                self._wake.set()
+            except OSError:  # the thread that turns sees it too
+                self._out.clear()
+                return False
+            return True
+
     def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
         """Queue a message for `flush`; its payload must not change until it is written."""
         if qos or retain:
@@ -154,8 +188,9 @@ class DataLink:
 
     def flush(self) -> None:
         """Write what the socket takes. Raises `LinkLost`."""
-        if self._out and self._line is not None:
-            self._guarded(self._write)
+        with self.sending:
+            if self._out and self._line is not None:
+                self._guarded(self._write)
 
     def disconnect(self, timeout_s: float) -> None:
         """Write what is queued and DISCONNECT, for at most `timeout_s`, and close the socket."""
@@ -195,14 +230,15 @@ class DataLink:
         self._out.append(memoryview(packet(CONNECT, head, text(self._client_id), login)))
 
     def _close(self) -> None:
-        if self._line is not None:
-            with suppress(KeyError):
-                self._poll.unregister(self._line.fileno())
-            self._line.close()
-        elif self._sock is not None:
-            self._sock.close()
-        self._sock = self._line = self._secured = None
-        self._out.clear()
+        with self.sending:
+            if self._line is not None:
+                with suppress(KeyError):
+                    self._poll.unregister(self._line.fileno())
+                self._line.close()
+            elif self._sock is not None:
+                self._sock.close()
+            self._sock = self._line = self._secured = None
+            self._out.clear()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
@@ -215,10 +251,11 @@ class DataLink:
             raise lost(str(error) or repr(error)) from error
 
     def _say(self, data: bytes) -> None:
-        if self._line is None:
-            raise LinkLost("the socket is closed")
-        self._out.append(memoryview(data))
-        self.flush()
+        with self.sending:
+            if self._line is None:
+                raise LinkLost("the socket is closed")
+            self._out.append(memoryview(data))
+            self.flush()
 
     def _next_id(self) -> int:
         self._id = self._id % 65_535 + 1

@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 from paho.mqtt.client import Client, ConnectFlags, DisconnectFlags, MQTTMessage
@@ -88,6 +89,7 @@ class Link:
     ) -> None:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None
+        self.sending = nullcontext()  # no other thread sends through paho
         self.window = MAX_INFLIGHT  # QoS 1 messages that may wait for their acknowledgement
         self._url, self._clean, self._listener, self._wake = url, clean, listener, wake
         self._connack: tuple[ReasonCode, Properties | None] | None = None

@@ -190,6 +190,12 @@ class Outbox:
             if message.qos == 0:
                 self._queued_bytes -= message.packet_bytes
 
+    def sent_at_once(self, packet_bytes: int) -> None:
+        """Count a message that never waited."""
+        with self._lock:
+            self._counts.published += 1
+            self._counts.published_bytes += packet_bytes
+
     def acknowledged(self, message: Message) -> None:
         """A message of QoS 1 needs no room any more."""
         with self._lock:

@@ -131,6 +131,9 @@ class ListTransport:
     def publish(self, topic, payload, qos=0, retain=False):
         self.published.append((topic, bytes(payload), qos, retain))
 
+    def send(self, topic, *parts):
+        self.publish(topic, b"".join(parts))
+
     def subscribe(self, filters):
         token = len(self.subscribed) + 1
         self.subscribed[token] = tuple(filters)

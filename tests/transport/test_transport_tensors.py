@@ -46,6 +46,41 @@ def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, link, topic,
     assert sender.transport.counts().published_bytes == receiver.transport.counts().received_bytes == packets
 
 
+def test_a_payload_in_parts_goes_out_as_one_and_its_parts_may_change_then(link, mosquitto, topic, peers):
+    """Sent on the calling thread or queued behind others: what arrives is what the parts were."""
+    peer = peers(mosquitto.url, tensors=True)
+    peer.subscribe(topic, qos=0)
+    array = np.zeros((300, 1000), np.float32)
+    for value in range(8):
+        array[:] = value
+        peer.transport.send(topic, bytes([value]) * 100, array.data)
+    for value in range(8):
+        payload = peer.message()[1]
+        assert bytes(payload[:100]) == bytes([value]) * 100
+        assert (np.frombuffer(payload[100:], np.float32) == value).all()
+    assert peer.transport.counts().lost == 0
+    assert peer.transport.counts().published_bytes == 8 * publish_bytes(topic, 100 + array.nbytes, 0)
+
+
+def test_threads_that_send_at_once_do_not_mix_their_messages(mosquitto, topic, peers):
+    peer = peers(mosquitto.url, tensors=True)
+    peer.subscribe(topic, qos=0)
+
+    def send(value):
+        for _ in range(50):
+            peer.transport.send(topic, bytes([value]), bytes([value]) * 20_000)
+            peer.transport.publish(topic, bytes([value]) * 3)
+
+    threads = [threading.Thread(target=send, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    heard = [bytes(peer.message()[1]) for _ in range(400)]
+    for thread in threads:
+        thread.join()
+    assert {len(set(payload)) for payload in heard} == {1}
+    assert sorted({len(payload) for payload in heard}) == [3, 20_001]
+
+
 def test_a_payload_stays_as_it_is_while_somebody_has_it(mosquitto, topic, peers):
     peer = peers(mosquitto.url, tensors=True)
     peer.subscribe(topic, qos=0)

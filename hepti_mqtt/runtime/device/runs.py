@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -239,12 +239,9 @@ class Runs:
             out = [Publish(self._topics.up(self._device), encode(frame), 1)]
         else:
             topics = [self._topics.activation(model, op.layer, self._device, to) for to in addresses(op)]
-            if op.route == "mesh":
-                head, body = encode_parts(frame)
-                out = [Publish(topic, head, 0, "mesh", body=body) for topic in topics]
-            else:
-                payload = encode(frame)
-                out = [Publish(topic, payload, 0, "data") for topic in topics]
+            head, body = encode_parts(frame)
+            plane: Literal["mesh", "data"] = "mesh" if op.route == "mesh" else "data"
+            out = [Publish(topic, head, 0, plane, body=body) for topic in topics]
         request.sent_bytes += sum(publish_bytes(p.topic, p.nbytes, p.qos) for p in out)
         return out
 
