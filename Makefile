@@ -19,9 +19,9 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 test: check kernels
 	$(PYTEST) -m "not wide"
 
-# And every instruction set, broker, damaged input and long schedule.
+# And every instruction set, broker, damaged input and long schedule, and all examples of each property.
 test-all: check kernels
-	$(PYTEST)
+	HEPTI_ALL_EXAMPLES=1 $(PYTEST)
 
 kernels: $(VENV)/.dev
 	$(BIN)/python tests/compile_kernels.py

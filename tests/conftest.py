@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,17 +23,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# A change is tried on a part of each property's examples; `make test-all` tries all of them.
+PART_OF_EXAMPLES, LEAST_EXAMPLES = 3, 5
+
 MEASURED = (
     2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure the coverage of the first cases of each test alone: tracing doubles the time of what computes a lot."""
+    """Measure the coverage of the first cases of each test alone: tracing doubles the time of what computes a lot.
+
+    And try fewer examples of each property.
+    """
     seen: Counter[str] = Counter()
     for item in items:
+        if not os.environ.get("HEPTI_ALL_EXAMPLES") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            _fewer_examples(item.obj)
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             name = f"{item.path}::{item.originalname}"
             seen[name] += 1
             if seen[name] > MEASURED:
                 item.add_marker(pytest.mark.no_cover)
+
+
+def _fewer_examples(test: Any) -> None:
+    function = getattr(test, "__func__", test)
+    if getattr(function, "fewer_examples", False):
+        return  # another case of the same test
+    function.fewer_examples = True
+    asked = function._hypothesis_internal_use_settings
+    fewer = max(LEAST_EXAMPLES, asked.max_examples // PART_OF_EXAMPLES)
+    if fewer < asked.max_examples:
+        function._hypothesis_internal_use_settings = hypothesis.settings(asked, max_examples=fewer)
