@@ -44,7 +44,11 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     ),
     Setting("queue_qos0_messages", "false", "an activation that comes late is worth nothing"),
     Setting("persistence", "true", "requests and answers at QoS 1 outlive a restart; activations are never stored"),
-    Setting("autosave_interval", "60", "seconds between two saves, besides that at the end: what a power cut may cost"),
+    Setting(
+        "autosave_interval",
+        "10",
+        "seconds between two saves, besides that at the end: what a power cut or a kill may cost",
+    ),
     Setting("persistent_client_expiration", "1d", "sessions of clients that never come back do not stay for ever"),
     Setting("sys_interval", "60", "statistics once a minute are enough; a small computer has other work"),
 )

@@ -16,7 +16,7 @@ from hepti_mqtt.runtime.planner.flight import Job, RequestKey
 from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
-from hepti_mqtt.transport import BrokerUrl, Delivery, OnState, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, OnState, PahoTransport, State
 
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
@@ -52,12 +52,13 @@ class Post:
         log: logging.Logger,
     ) -> None:
         self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
+        self._tell, self._met = changed, False
         self._requests = PahoTransport(
             url,
             f"{name}-requests",
             on_message=lambda _topic, _payload: None,
             on_delivery=self.delivered,
-            on_state=changed,
+            on_state=self._changed,
             clean=False,
             name="planner-requests",
         )
@@ -81,6 +82,17 @@ class Post:
             self._asked(replace(asked, delivery=delivery))
         elif delivery.receipt is not None:
             self._requests.acknowledge(delivery.receipt)
+
+    def _changed(self, state: State) -> None:
+        """Hand on what happened to the connection, and say what a broker without our session has lost."""
+        if isinstance(state, Connected):
+            if self._met and not state.resumed:
+                self._log.warning(
+                    "the broker has forgotten what it keeps for the planner: requests that were sent since it is "
+                    "back, before the planner was, are lost; see persistence and autosave_interval in broker/README.md"
+                )
+            self._met = True
+        self._tell(state)
 
     # -- any thread -------------------------------------------------------------------------------------------------
 

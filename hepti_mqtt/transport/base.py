@@ -12,12 +12,13 @@ class Connected:
     """The connection stands, and every subscription made before is acknowledged again.
 
     protocol: 4 (MQTT 3.1.1) or 5. largest_packet_bytes: the broker's word (MQTT 5 only), None without one. local: the
-    broker is on this machine, both ends of the connection having one address.
+    broker is on this machine, both ends of the connection having one address. resumed: it knew our session.
     """
 
     protocol: int
     largest_packet_bytes: int | None
     local: bool = False
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,7 @@ class PahoTransport:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
             self._sending = link if isinstance(link, DataLink) else None
-            self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local))
+            self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local, link.resumed))
 
     def _end(self, link: _Link) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""

@@ -90,6 +90,7 @@ class Link:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None
         self.sending = nullcontext()  # no other thread sends through paho
+        self.resumed = False  # the broker knew our session
         self.window = MAX_INFLIGHT  # QoS 1 messages that may wait for their acknowledgement
         self._url, self._clean, self._listener, self._wake = url, clean, listener, wake
         self._connack: tuple[ReasonCode, Properties | None] | None = None
@@ -293,8 +294,9 @@ class Link:
             sock.close()
 
     def _on_connect(
-        self, _client: Client, _data: Any, _flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
+        self, _client: Client, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
     ) -> None:
+        self.resumed = flags.session_present
         self._connack = (reason, properties)
 
     def _on_disconnect(

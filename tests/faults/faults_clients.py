@@ -86,8 +86,8 @@ class Asker(threading.Thread):
     def ask(self, question: Question) -> None:
         raise NotImplementedError
 
-    def outstanding(self) -> list[str]:
-        """Return the requests without an end."""
+    def outstanding(self) -> dict[str, float]:
+        """Return the requests without an end, and when they were sent by time.monotonic()."""
         raise NotImplementedError
 
 
@@ -97,8 +97,7 @@ class RawClient(Asker):
     def __init__(self, url: str, name: str, questions: Sequence[Question], every_s: float, tally: Tally) -> None:
         super().__init__(name, questions, every_s, tally)
         self.topics = Topics(SITE)
-        self.waiting: dict[str, Question] = {}
-        self.over: set[str] = set()
+        self.waiting: dict[str, tuple[Question, float]] = {}
         place = BrokerUrl.parse(url)
         self.client = paho.Client(paho.CallbackAPIVersion.VERSION2, f"raw-{name}", clean_session=False)
         self.client.reconnect_delay_set(*RECONNECT_S)
@@ -111,13 +110,13 @@ class RawClient(Asker):
     def ask(self, question: Question) -> None:
         name = uuid.uuid4().hex
         with self.tally.lock:
-            self.waiting[name] = question
+            self.waiting[name] = question, time.monotonic()
         body = json.dumps({"id": name, "ids": question.ids})
         self.client.publish(self.topics.request(MODEL, self.name), body, 1)
 
-    def outstanding(self) -> list[str]:
+    def outstanding(self) -> dict[str, float]:
         with self.tally.lock:
-            return list(self.waiting)
+            return {name: asked_s for name, (_, asked_s) in self.waiting.items()}
 
     def close(self) -> None:
         self.client.disconnect()
@@ -129,12 +128,13 @@ class RawClient(Asker):
     def _heard(self, _client: paho.Client, _data: Any, message: paho.MQTTMessage) -> None:
         answer = json.loads(message.payload)
         with self.tally.lock:
-            question = self.waiting.pop(answer["id"], None)
-            if question is None:
+            asked = self.waiting.pop(answer["id"], None)
+            if asked is None:
                 marked = message.dup or answer.get("repeated", False)
                 self.tally.repeated += marked
                 self.tally.unmarked += not marked
                 return
+            question, _ = asked
         if answer["ok"]:
             self.tally.take(question, answer["result"]["embedding"])
         else:
@@ -147,18 +147,18 @@ class LibraryClient(Asker):
     def __init__(self, url: str, name: str, questions: Sequence[Question], every_s: float, tally: Tally) -> None:
         super().__init__(name, questions, every_s, tally)
         self.hepti = Hepti.connect(url, site=SITE, client_id=name)
-        self.waiting: set[str] = set()
+        self.waiting: dict[str, float] = {}
 
     def ask(self, question: Question) -> None:
         name = uuid.uuid4().hex
         with self.tally.lock:
-            self.waiting.add(name)
+            self.waiting[name] = time.monotonic()
         future = self.hepti.submit(MODEL, request_id=name, ids=list(question.ids))
         future.add_done_callback(lambda done: self._done(name, question, done))
 
-    def outstanding(self) -> list[str]:
+    def outstanding(self) -> dict[str, float]:
         with self.tally.lock:
-            return list(self.waiting)
+            return dict(self.waiting)
 
     def close(self) -> None:
         self.hepti.close()
@@ -167,7 +167,7 @@ class LibraryClient(Asker):
         with self.tally.lock:
             if name not in self.waiting:
                 return
-            self.waiting.discard(name)
+            del self.waiting[name]
         error = future.exception()
         if error is None:
             answer: Answer = future.result()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from faults_clients import MODEL, Asker, LibraryClient, Question, RawClient, Tally
-from faults_site import DEVICES, KINDS, Fault, FaultySite, schedule
+from faults_site import DEVICES, KINDS, Fault, FaultySite, schedule, wait_until_saved
 from site_processes import SITE, poll
 
 from hepti_mqtt import models
@@ -63,7 +63,7 @@ class Report:
             numbers = (t.sent, t.right, t.wrong, sum(t.errors.values()), len(t.lost), t.repeated, t.unmarked)
             lines.append(f"{name:11}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
             lines += [f"  errors: {t.errors}"] if t.errors else []
-            lines += [f"  lost: {', '.join(t.lost[:5])}"] if t.lost else []
+            lines += [f"  lost: {name}" for name in t.lost[:5]]
         lines += ["", "fault              times  longest silence   median"]
         for kind, gaps in self.gaps_s.items():
             if gaps:
@@ -108,6 +108,7 @@ def run(what: Run, directory: Path, model: Path, say: bool = True) -> Report:
             with Hepti.connect(broker.url, site=SITE) as hepti:
                 poll(lambda: _all_online(hepti), "all agents online", START_S)
                 hepti.wait_ready(MODEL, START_S)
+            wait_until_saved(broker)  # before that a killed broker forgets the planner, see docs/requests.md
             return _under_faults(what, site, asked, say)
         finally:
             site.close()
@@ -142,7 +143,7 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             site.mend(time.monotonic())
             time.sleep(LOOK_S)
         site.mend_all()
-        _drain(clients)
+        _drain(clients, start)
     finally:
         for client in clients:
             client.close()
@@ -150,8 +151,8 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
     return Report(tallies, faults, silences(faults, begun, answered))
 
 
-def _drain(clients: Sequence[Asker]) -> None:
-    """Let what is under way end; what has no end then is lost."""
+def _drain(clients: Sequence[Asker], start: float) -> None:
+    """Let what is under way end; what has no end then is lost. start: of the run."""
     for client in clients:
         client.stopping.set()
         client.join()
@@ -159,7 +160,7 @@ def _drain(clients: Sequence[Asker]) -> None:
     while any(client.outstanding() for client in clients) and time.monotonic() < until:
         time.sleep(LOOK_S)
     for client in clients:
-        client.tally.lost += client.outstanding()
+        client.tally.lost += [f"{name}, sent at {at - start:.1f} s" for name, at in client.outstanding().items()]
 
 
 def model_directory(directory: Path, kind: str) -> Path:

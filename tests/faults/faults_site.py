@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from site_processes import Site
+from site_processes import Site, poll
 
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 
 DEVICES = ("a", "b", "c")
 STOPPED_S = (3.0, 8.0)
 CUT_S = (0.2, 3.0)
+SAVED_S = 30.0  # more than the broker's `autosave_interval`
 
 
 class Cable:
@@ -98,6 +99,21 @@ class Fault:
     lasts_s: float = 0.0
 
 
+def kill_broker(broker: EmbeddedBroker) -> None:
+    """Pull Mosquitto's plug; `broker.start()` brings it back with what it has saved."""
+    keeper = broker._process
+    assert keeper is not None
+    (mosquitto,) = psutil.Process(keeper.pid).children()
+    mosquitto.kill()
+    broker.stop()  # what is left of it
+
+
+def wait_until_saved(broker: EmbeddedBroker) -> None:
+    """Return when Mosquitto has saved what it keeps by now: a kill takes nothing of that."""
+    place, now = broker._directory / "mosquitto.db", time.time()
+    poll(lambda: place.exists() and place.stat().st_mtime > now, "a save of the broker", SAVED_S)
+
+
 KINDS = ("planner killed", "broker killed", "broker restarted", "agent killed", "agent stopped", "agent cut off")
 
 
@@ -170,11 +186,7 @@ class FaultySite:
         self.site.planner()
 
     def _kill_broker(self) -> None:
-        keeper = self.broker._process
-        assert keeper is not None
-        (mosquitto,) = psutil.Process(keeper.pid).children()
-        mosquitto.kill()
-        self.broker.stop()  # what is left of it
+        kill_broker(self.broker)
         self.broker.start()
 
     def _kill_agent(self, name: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import queue
 from pathlib import Path
 
 import numpy as np
 import pytest
+from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
-from faults_site import KINDS, Fault, schedule
+from faults_site import KINDS, Fault, kill_broker, schedule, wait_until_saved
+from site_processes import PATIENCE_S, Site, User, poll
+
+from hepti_mqtt.embedded_broker import start_broker
 
 
 @pytest.mark.wide
@@ -20,6 +26,33 @@ def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path:
     for tally in report.tallies.values():
         assert tally.right > 0
         assert set(tally.errors) <= {"overloaded"}, str(report)
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@pytest.mark.broker
+def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) -> None:
+    with start_broker("mosquitto") as broker:
+        if broker.kind == "amqtt":
+            pytest.skip(broker.reason)
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            site.planner()
+            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+            wait_until_saved(broker)
+            site.kill("planner")
+            kill_broker(broker)
+            broker.start()
+            user, taken = User(broker.url), queue.SimpleQueue[bool]()
+            body = json.dumps({"id": "early", "ids": [7, 8], "strategy": "no-such-method"}).encode()
+            user.transport.publish(user.topics.request(MODEL, user.name), body, 1, taken=taken.put)
+            assert taken.get(timeout=PATIENCE_S), "nobody is subscribed: the broker has forgotten the planner"
+            site.planner()
+            _, answer = user.answers.get(timeout=PATIENCE_S)
+            assert answer["id"] == "early"
+            user.close()
+        finally:
+            site.close()
 
 
 def test_a_schedule_is_known_by_its_seed_and_has_every_kind_in_turn() -> None:

@@ -293,6 +293,16 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
     assert unconnected.decoder.counters == {"inbox_full": 2}, "the next heartbeat says the same"
 
 
+def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
+    unconnected.post._changed(Connected(5, None))
+    assert not caplog.records, "the first time in this life nobody knows us"
+    unconnected.post._changed(Connected(5, None, resumed=True))
+    assert not caplog.records
+    unconnected.post._changed(Connected(5, None, resumed=False))
+    (record,) = caplog.records
+    assert "autosave_interval" in record.message
+
+
 def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
     said = []
     monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
