@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +18,11 @@ from hepti_mqtt.runtime.planner.flight import Job, RequestKey
 from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
-from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, OnState, PahoTransport, State
+from hepti_mqtt.service.window import Window
+from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, OnState, PahoTransport, Receipt, State, queue_room
+from hepti_mqtt.wire.limits import LOW_QUEUE, low_queue
 
+LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
 UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
@@ -52,7 +57,9 @@ class Post:
         log: logging.Logger,
     ) -> None:
         self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
-        self._tell, self._met = changed, False
+        self._tell, self._stands = changed, Connected(0, None)
+        self._met, self._window = False, Window(self._spilled)
+        self._url, self._name, self._look_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,
             f"{name}-requests",
@@ -62,7 +69,7 @@ class Post:
             clean=False,
             name="planner-requests",
         )
-        self._journal = Journal(place, self._requests.acknowledge)
+        self._journal = Journal(place, self._acknowledge)
         self._unheard: queue.SimpleQueue[tuple[float, _Answer]] = queue.SimpleQueue()
 
     def connect(self) -> None:
@@ -78,10 +85,12 @@ class Post:
     def delivered(self, delivery: Delivery) -> None:
         """Take a request from the broker, on the network thread."""
         asked = self._decoder.decode(delivery.topic, delivery.payload)
+        if delivery.receipt is not None:
+            self._window.opened(delivery.receipt)
         if isinstance(asked, Asked):
             self._asked(replace(asked, delivery=delivery))
         elif delivery.receipt is not None:
-            self._requests.acknowledge(delivery.receipt)
+            self._acknowledge(delivery.receipt)
 
     def _changed(self, state: State) -> None:
         """Hand on what happened to the connection, and say what a broker without our session has lost."""
@@ -91,8 +100,30 @@ class Post:
                     "the broker has forgotten what it keeps for the planner: requests that were sent since it is "
                     "back, before the planner was, are lost; see persistence and autosave_interval in broker/README.md"
                 )
-            self._met = True
+            self._met, self._stands = True, state
         self._tell(state)
+
+    def _acknowledge(self, receipt: Receipt) -> None:
+        self._requests.acknowledge(receipt)
+        self._window.closed(receipt)
+
+    def _spilled(self) -> None:
+        """Say that we are there once more: clients that wait then send again what the broker may have dropped."""
+        self._log.warning("the broker may have dropped requests: more came at once than it keeps, see `hepti doctor`")
+        self._tell(self._stands)
+
+    def _look(self) -> None:
+        """Find out how many requests the broker keeps, and say it where that is little."""
+        topic = self._decoder.topics.probe("doctor")
+        try:
+            room = queue_room(self._url, client_id=f"{self._name}-room", topic=topic, wanted=LOW_QUEUE)
+        except HeptiError as error:
+            self._log.info("cannot find how many messages the broker keeps: %s", error)
+            return
+        if room is not None:
+            self._window.limit = room.in_flight
+            self._log.warning("%s", low_queue(*room, self._url.place))
+            self._tell(self._stands)
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -128,6 +159,9 @@ class Post:
 
     def again(self, now: float) -> None:
         """Send those answers again that nobody has heard; now: by `time.monotonic`."""
+        if now > self._look_s:
+            self._look_s = inf
+            threading.Thread(target=self._look, name="planner-room", daemon=True).start()
         for _ in range(self._unheard.qsize()):
             due_s, answer = self._unheard.get()
             if due_s > now:

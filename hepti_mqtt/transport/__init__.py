@@ -19,6 +19,7 @@ from hepti_mqtt.transport.client import PahoTransport
 from hepti_mqtt.transport.inbox import Inbox
 from hepti_mqtt.transport.limits import largest_packet
 from hepti_mqtt.transport.open import is_loopback, open_broker_warning, open_line
+from hepti_mqtt.transport.room import Room, queue_room
 from hepti_mqtt.transport.url import BrokerUrl
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "PahoTransport",
     "Receipt",
     "Refused",
+    "Room",
     "State",
     "Subscribed",
     "Transport",
@@ -42,4 +44,5 @@ __all__ = [
     "largest_packet",
     "open_broker_warning",
     "open_line",
+    "queue_room",
 ]

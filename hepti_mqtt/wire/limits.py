@@ -1,4 +1,4 @@
-"""What to say where a packet is larger than a broker takes."""
+"""What to say where a broker takes too little: in one packet, or of what waits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ SETTINGS: Final = (
     "raise max_packet_size in mosquitto.conf (2,000,000 by default since 2.1; message_size_limit must be 0), "
     "mqtt.max_packet_size of EMQX or max_payload_size of rumqttd"
 )
+
+
+LOW_QUEUE: Final = 100  # messages beyond those in flight; broker/mosquitto.conf has 256
+
+
+def low_queue(in_flight: int, queued: int, place: str) -> str:
+    """Return what to say of a broker that drops more than `queued` messages beyond those in flight to one client."""
+    return (
+        f"the broker at {place} keeps only {queued} messages that wait for a client, beyond {in_flight} on their way, "
+        "and drops what is more without a word: requests, exchanges and weights alike; raise max_queued_messages in "
+        "mosquitto.conf (256, see broker/mosquitto.conf)"
+    )
 
 
 def low_limit(largest_bytes: int, place: str) -> str:

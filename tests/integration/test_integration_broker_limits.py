@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from limited_broker import mosquitto_with
@@ -38,6 +39,22 @@ def test_requests_end_with_the_name_of_the_setting(site: Site) -> None:
         hepti.infer("wide", ids=[1, 2, 3], timeout_s=PATIENCE_S)
 
 
+def test_requests_that_a_short_queue_has_dropped_are_sent_again(tmp_path: Path) -> None:
+    model = make_model("tiny-bert", tmp_path / "tiny")
+    with mosquitto_with(tmp_path, "max_queued_messages 10") as broker:
+        site = Site(tmp_path, broker, {"tiny": model})
+        try:
+            site.planner()
+            site.agent("a", "300MiB")
+            poll(lambda: "keeps only 10 messages" in site.log("planner"), "the planner's word")
+            with Hepti.connect(site.url, site=SITE) as hepti:
+                hepti.wait_ready("tiny", PATIENCE_S)
+                futures = [hepti.submit("tiny", ids=[5, 6 + n % 20]) for n in range(60)]
+                assert all(future.result(PATIENCE_S).raw["ok"] for future in futures)
+        finally:
+            site.close()
+
+
 @pytest.mark.parametrize("who", ["planner", "a"])
 def test_planner_and_agent_say_it_when_they_start(site: Site, who: str) -> None:
     poll(lambda: "lets no packet through over about" in site.log(who), f"the word of {who}")
@@ -48,4 +65,6 @@ def test_doctor_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--broker", site.url, "--site", SITE])
     said = " ".join(capsys.readouterr().out.split())
     assert "message_size_limit" in said
+    assert "keeps only 10 messages" in said
+    assert "max_queued_messages" in said
     assert "access list" not in said

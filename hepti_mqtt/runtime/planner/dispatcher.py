@@ -171,8 +171,9 @@ class Dispatcher:
             lost[item.chunk] += not blameless
             if lost[item.chunk] >= ATTEMPTS:
                 error: HeptiError = RemoteError(
-                    f"the request was lost {lost[item.chunk]} times (devices left, or exchanges never arrived); "
-                    "see `hepti devices` and the planner's log"
+                    f"the request was lost {lost[item.chunk]} times (devices left, or exchanges never arrived: "
+                    "a broker drops what is over its max_queued_messages); see `hepti devices`, `hepti doctor` and "
+                    "the planner's log"
                 )
                 out += self.end(model, job, error)
             elif model.error is not None and not model.plans.hopeful():
