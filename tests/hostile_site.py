@@ -85,18 +85,35 @@ class Attacker:
         self.answers: Counter[str] = Counter()
         self.waiting: set[str] = set()  # ids of our own requests, valid ones, that have no answer
         self.sent: Counter[str] = Counter()
-        self._states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        self.transport = PahoTransport(
+        self.transport = self._connection(url, "says", self._heard, "hepti/v1/" + SITE + "/#", 0)
+        # What answers us must not be dropped behind our own echo.
+        self.answered = self._connection(url, "hears", self._counted, TOPICS.responses("attacker"), 1)
+
+    def _connection(
+        self, url: str, name: str, heard: Callable[[str, bytes], None], topic: str, qos: int
+    ) -> PahoTransport:
+        states: queue.SimpleQueue[State] = queue.SimpleQueue()
+        transport = PahoTransport(
             BrokerUrl.parse(url),
-            f"attacker-{uuid.uuid4().hex[:8]}",
-            on_message=self._heard,
-            on_state=self._states.put,
+            f"attacker-{name}-{uuid.uuid4().hex[:8]}",
+            on_message=heard,
+            on_state=states.put,
             max_queued_bytes=256 << 20,
         )
-        self.transport.subscribe([("hepti/v1/" + SITE + "/#", 0)])
-        self.transport.connect(PATIENCE_S)
-        while not isinstance(self._states.get(timeout=PATIENCE_S), Subscribed):
+        transport.subscribe([(topic, qos)])
+        transport.connect(PATIENCE_S)
+        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
             pass
+        return transport
+
+    def close(self) -> None:
+        self.transport.close()
+        self.answered.close()
+
+    def _counted(self, topic: str, payload: bytes) -> None:
+        data, request = json.loads(payload), topic.rpartition("/")[2]
+        self.waiting.discard(request)
+        self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
 
     def _heard(self, topic: str, payload: bytes) -> None:
         try:
@@ -104,9 +121,6 @@ class Attacker:
         except WireError:
             return
         if parsed.kind == "response" and parsed.client == "attacker":
-            data = json.loads(payload)
-            self.waiting.discard(parsed.request)
-            self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
             return
         if payload and self.capturing:
             kept = self.captured.setdefault(parsed.kind, [])
@@ -305,7 +319,7 @@ def main(count: int, seed: int) -> dict[str, object]:
                 return {"broker": broker.kind, "seed": seed, **attack(site, attacker, count, expected)}
             finally:
                 site.close()
-                attacker.transport.close()
+                attacker.close()
                 if (kept := os.environ.get("HEPTI_HOSTILE_LOGS")) is not None:
                     for log in directory.glob("*.log"):
                         shutil.copy(log, kept)

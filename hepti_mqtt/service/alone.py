@@ -1,23 +1,20 @@
-"""What a planner asks its broker before it begins: whether it is alone, and what gets through."""
+"""What a planner asks its broker before it begins: whether it is alone."""
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 import uuid
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, HeptiError, RefusedError, WireError
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Refused, State, largest_packet
+from hepti_mqtt.errors import ConfigError, RefusedError, WireError
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Refused, State
 from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.limits import low_limit
 from hepti_mqtt.wire.messages import decode_status, encode_status
 from hepti_mqtt.wire.topics import Topics
 
 ECHO_S: Final = 3.0
 ANSWER_S: Final = 3.0
-LOW_BYTES: Final = 1 << 20  # an exchange of a common model, or a tile of its weights, has less
 
 _QUESTION: Final = Status("offline", 0)
 
@@ -86,15 +83,3 @@ def _get(inbox: queue.SimpleQueue[Status | State], until: float) -> Status | Sta
         return inbox.get(timeout=max(until - time.monotonic(), 0.0))
     except queue.Empty:
         return None
-
-
-def warn_of_low_limit(url: BrokerUrl, site: str, log: logging.Logger) -> None:
-    """Say what the broker does not let through, where that is less than models need: often nobody else is told."""
-    name, topic = f"hepti-{site}-planner-size", Topics(site).probe("doctor")
-    try:
-        largest = largest_packet(url, client_id=name, topic=topic, wanted_bytes=LOW_BYTES, timeout_s=ECHO_S)
-    except HeptiError as error:
-        log.warning("cannot find the largest packet that the broker takes: %s", error)
-        return
-    if largest < LOW_BYTES:
-        log.warning("%s", low_limit(largest, url.place))

@@ -26,7 +26,7 @@ from hepti_mqtt.runtime.planner import commands, coordinator, events
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.wills import Wills
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.service.alone import require_alone, warn_of_low_limit
+from hepti_mqtt.service.alone import require_alone
 from hepti_mqtt.service.boot import next_boot, state_of
 from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.crew import Crew
@@ -78,7 +78,6 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         require_alone(config.url, config.site)
-        warn_of_low_limit(config.url, config.site, config.log)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)

@@ -18,9 +18,9 @@ from hepti_mqtt.runtime.planner.flight import Job, RequestKey
 from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
+from hepti_mqtt.service.limits_of_broker import warn_of_limits
 from hepti_mqtt.service.window import Window
-from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, OnState, PahoTransport, Receipt, State, queue_room
-from hepti_mqtt.wire.limits import LOW_QUEUE, low_queue
+from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, Disconnected, OnState, PahoTransport, Receipt, State
 
 LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
@@ -57,8 +57,9 @@ class Post:
         log: logging.Logger,
     ) -> None:
         self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
-        self._tell, self._stands = changed, Connected(0, None)
-        self._met, self._window = False, Window(self._spilled)
+        self._tell, self._met = changed, False
+        self._stands: Connected | None = None  # the connection that brings requests
+        self._window = Window(self._spilled)
         self._url, self._name, self._look_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,
@@ -101,6 +102,8 @@ class Post:
                     "back, before the planner was, are lost; see persistence and autosave_interval in broker/README.md"
                 )
             self._met, self._stands = True, state
+        elif isinstance(state, Disconnected):
+            self._stands = None
         self._tell(state)
 
     def _acknowledge(self, receipt: Receipt) -> None:
@@ -108,22 +111,20 @@ class Post:
         self._window.closed(receipt)
 
     def _spilled(self) -> None:
-        """Say that we are there once more: clients that wait then send again what the broker may have dropped."""
         self._log.warning("the broker may have dropped requests: more came at once than it keeps, see `hepti doctor`")
-        self._tell(self._stands)
+        self._here_again()
+
+    def _here_again(self) -> None:
+        """Say that we are there once more: clients that wait then send again what the broker may have dropped."""
+        if (stands := self._stands) is not None:  # else it is said when it stands again
+            self._tell(stands)
 
     def _look(self) -> None:
-        """Find out how many requests the broker keeps, and say it where that is little."""
-        topic = self._decoder.topics.probe("doctor")
-        try:
-            room = queue_room(self._url, client_id=f"{self._name}-room", topic=topic, wanted=LOW_QUEUE)
-        except HeptiError as error:
-            self._log.info("cannot find how many messages the broker keeps: %s", error)
-            return
+        """Find out what the broker takes and keeps."""
+        room = warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log)
         if room is not None:
             self._window.limit = room.in_flight
-            self._log.warning("%s", low_queue(*room, self._url.place))
-            self._tell(self._stands)
+            self._here_again()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
