@@ -284,7 +284,7 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else events.Tick()
+                item = self.inbox.get(left) if left > 0 else events.Tick(behind=not self.inbox.empty())
             except queue.Empty:
                 item = events.Tick()
             if isinstance(item, events.Tick):

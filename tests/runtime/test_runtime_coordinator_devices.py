@@ -56,6 +56,20 @@ def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
     assert site.session.counters["late"] > 0
 
 
+def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
+    site = Site()
+    site.join("a")
+    site.now += LOST_S
+    site.event(events.Tick(behind=True))
+    assert "a" in site.session.membership.usable()
+    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(events.Tick())
+    assert "a" in site.session.membership.usable()
+    site.now += LOST_S
+    site.event(events.Tick())
+    assert "a" not in site.session.membership.usable()
+
+
 def test_silent_device_counts_as_lost_and_comes_back_with_a_heartbeat() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")

@@ -377,7 +377,7 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unco
     monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
     monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
     unconnected._serve(stop)
-    assert handled == [Tick()]
+    assert handled == [Tick(behind=True)], "what is in the inbox may be a heartbeat"
 
 
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):

@@ -358,11 +358,8 @@ class CoordinatorSession:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def _tick(self, _event: Tick, now: float) -> list[CoordinatorCommand]:
-        out: list[CoordinatorCommand] = []
-        for device in self.membership.overdue(now) if self._online else []:
-            out += self._lost(device, "sends no heartbeats", now)
-        out += self._suspect(now) if self._online else []
+    def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
+        out: list[CoordinatorCommand] = [] if event.behind or not self._online else self._silent(now)
         for model in self.slots:
             out += self._rollout.tick(model, now)
             for run in list(model.runs.values()):
@@ -387,9 +384,11 @@ class CoordinatorSession:
             out.append(Note("illegal_step", text))
         return out
 
-    def _suspect(self, now: float) -> list[CoordinatorCommand]:
-        """Ask for a word where something is overdue, and go on without those that say none."""
+    def _silent(self, now: float) -> list[CoordinatorCommand]:
+        """Go on without whoever has stopped beating; ask for a word where something is overdue, or go on without."""
+        lost = [self._lost(device, "sends no heartbeats", now) for device in self.membership.overdue(now)]
         out, silent = self._suspicion.tick(now)
+        out = [command for commands in lost for command in commands] + out
         for device, how, mute in silent:
             self.membership.put_aside(device, now, mute)
             out += self._lost(device, how, now)

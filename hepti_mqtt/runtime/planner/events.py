@@ -103,7 +103,9 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed; behind: what has come still waits to be read, so nobody can be called silent."""
+
+    behind: bool = False
 
 
 CoordinatorEvent = (
