@@ -249,13 +249,14 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         attacker.capturing = False  # from now on much of what is heard is our own
         before = memory_mb(site)
         _mutations(attacker, count)
-        after_mutations, steps, unanswered = memory_mb(site), {}, 0
+        after_mutations, steps, unanswered = memory_mb(site), {}, Counter[str]()
         for name, act in named(attacker):
             act()
             until = time.monotonic() + PATIENCE_S
             while attacker.waiting and time.monotonic() < until:
                 attacker.pause.wait(0.05)
-            unanswered += len(attacker.waiting)
+            if attacker.waiting:
+                unanswered[name] = len(attacker.waiting)
             attacker.waiting.clear()
             _answers(site, expected)
             steps[name] = memory_mb(site)
@@ -267,7 +268,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         "sent": dict(sorted(attacker.sent.items())),
         "mutated": count,
         "answers": dict(sorted(attacker.answers.items())),
-        "unanswered": unanswered,
+        "unanswered": dict(unanswered),
         "requests": dict(asked.outcomes),
         "longest_s": round(asked.longest_s, 2),
         "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
