@@ -72,6 +72,7 @@ class DataLink:
 
     protocol: Final = 4
     largest_packet_bytes: Final = None
+    resumed: Final = False  # nothing is kept for a link of tensors
     window: Final = 0
 
     def __init__(self, url: BrokerUrl, client_id: str, *, listener: Listener, wake: Wake) -> None:
