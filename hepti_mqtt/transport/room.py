@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
+import time
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import NetworkError, RefusedError
-from hepti_mqtt.transport.base import Delivery, Refused, State, Subscribed
+from hepti_mqtt.transport.base import Connected, Delivery, Refused, State, Subscribed
 from hepti_mqtt.transport.client import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -26,10 +27,14 @@ def queue_room(url: BrokerUrl, *, client_id: str, topic: str, wanted: int, timeo
     """Return how many messages the broker keeps for one client, None if those are `wanted` beyond the ones in flight.
 
     It sends small messages to itself on `topic`, where its user may write and read, and acknowledges none until the
-    broker has taken all. Raises NetworkError, or RefusedError if the broker does not let it read the topic.
+    broker has taken all. A broker of MQTT 3.1.1 alone is not asked: amqtt sends nothing more before each
+    acknowledgement. Raises NetworkError if that takes longer than timeout_s in all, or RefusedError if the broker does
+    not let it read the topic.
     """
     probe = _Probe(url, client_id, topic, timeout_s)
     try:
+        if probe.protocol < 5:
+            return None
         sent = 0
         while probe.arrived == sent and sent <= MOST_IN_FLIGHT:
             sent += probe.send(wanted)
@@ -47,6 +52,7 @@ class _Probe:
 
     def __init__(self, url: BrokerUrl, client_id: str, topic: str, timeout_s: float) -> None:
         self._place, self._topic, self._timeout_s = url.place, topic, timeout_s
+        self._until_s = time.monotonic() + timeout_s
         self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
         self._unacknowledged: list[Delivery] = []
         self.arrived = 0
@@ -60,8 +66,12 @@ class _Probe:
         )
         self._transport.connect(timeout_s)
         self._transport.subscribe([(topic, 1)])
-        while not isinstance(self._next(), Subscribed):
-            continue
+        self.protocol, subscribed = 0, False
+        while not (self.protocol and subscribed):  # either may come first
+            event = self._next()
+            subscribed |= isinstance(event, Subscribed)
+            if isinstance(event, Connected):
+                self.protocol = event.protocol
 
     def send(self, count: int) -> int:
         """Send so many messages and return when the broker has taken all of them."""
@@ -91,10 +101,11 @@ class _Probe:
 
     def _next(self) -> State | Delivery | bool:
         try:
-            event = self._events.get(timeout=self._timeout_s)
+            event = self._events.get(timeout=max(self._until_s - time.monotonic(), 0.0))
         except queue.Empty:
             raise NetworkError(
-                f"nothing came back from the broker at {self._place} on {self._topic} within {self._timeout_s:g} s"
+                f"the broker at {self._place} does not give back what is published to {self._topic} within "
+                f"{self._timeout_s:g} s"
             ) from None
         if isinstance(event, Delivery) and event.receipt is not None:
             self.arrived += 1
