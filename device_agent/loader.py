@@ -155,9 +155,14 @@ class WeightLoader:
         return True
 
     def tick(self, now: float) -> None:
-        """Ask again for tiles when none of them has come for `AGAIN_S`."""
+        """Ask again for tiles when none of them has come for `AGAIN_S`, or go on with the next load first."""
         deadline = self.deadline()
-        if deadline is not None and now >= deadline:
+        if deadline is None or now < deadline:
+            return
+        if len(self._jobs) > 1 and self._jobs[0].manifest is None:  # perhaps nobody has it: a forged Prepare
+            self._jobs.rotate(-1)
+            self._begin(now)
+        else:
             self.again(now)
 
     def deadline(self) -> float | None:

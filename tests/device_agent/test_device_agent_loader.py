@@ -239,6 +239,19 @@ def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
     assert device.counters["tiles_reasked"] == 2 * len(asked)
 
 
+def test_a_load_that_nobody_has_holds_no_other_up(device):
+    forged = replace(MODEL.load(9), manifest=b"\1" * 32)
+    for load in (forged, MODEL.load(1)):
+        device.loader.load(load, device.now)
+    device.asks.clear()
+    device.loader.tick(device.loader.deadline())
+    device.serve(MODEL, most=1 + len(MODEL.needed()))
+    (loaded,) = device.of(Loaded)
+    assert loaded.epoch == Epoch(1, 1)
+    check_weights(MODEL, loaded.weights)
+    assert set(device.asks) == {forged.manifest}, "it is asked for once more"
+
+
 def test_while_tiles_come_nothing_is_repeated(device):
     refs = (WeightRef("up", (0, 1500), (0, 1500)),)
     device.loader.load(BIG.load(refs=refs), device.now)
