@@ -16,6 +16,7 @@ from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import Workers, ahead
 from hepti_mqtt.kernels.machine import turns
 from hepti_mqtt.kernels.machine.jit import cache_directory
+from hepti_mqtt.kernels.machine.release import release_compiler
 
 LOOK_S: Final = 1.0
 CLOSE_S: Final = 1.0
@@ -86,6 +87,7 @@ class Afterwards:
     def _run(self) -> None:
         try:
             warm = ahead.load_rest(self._threads, lambda *_: self._give_up())
+            release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
             if not self._steady:
                 self._watch()
