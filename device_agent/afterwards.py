@@ -1,4 +1,6 @@
-"""What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong."""
+"""What an agent does beside its work once it is online: compile the rest, find its fastest register tile, and measure
+again where that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Final
 from device_agent.measure import narrow_measured, self_measurement
 from device_agent.meter import Meter
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.kernels import Workers, ahead
+from hepti_mqtt.kernels import TILING, Workers, ahead, trial
 from hepti_mqtt.kernels.machine import turns
 from hepti_mqtt.kernels.machine.jit import cache_directory
 from hepti_mqtt.kernels.machine.release import release_compiler
@@ -97,16 +99,28 @@ class Afterwards:
             self._log.exception("what goes on beside the work has ended; the agent works on")
 
     def _watch(self) -> None:
-        doubts = Doubts()
+        doubts, untried = Doubts(), trial.needed()
         while not self._closing.wait(LOOK_S):
             doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
             if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
                 self._measure(anew=doubted)
                 if doubted:
                     doubts.measured(time.monotonic())
+            elif untried and self._idle():
+                untried = not self._try_tiles()
 
     def _idle(self) -> bool:
         return time.perf_counter() - self._stepped_s() > IDLE_S
+
+    def _try_tiles(self) -> bool:
+        """Find the register tile that later starts use; return whether it came to an end before a request came."""
+        begun_s = time.perf_counter()
+        best = trial.run(lambda: self._stepped_s() < begun_s and not self._closing.is_set())
+        if best is not None:
+            self._log.info(
+                "the fastest register tile here is %s (%s is in use until the next start)", best, TILING.name
+            )
+        return best is not None or self._stepped_s() < begun_s
 
     def _measure(self, anew: bool) -> None:
         """Measure, unless a request comes meanwhile: then what was measured does not count."""

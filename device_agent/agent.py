@@ -40,7 +40,7 @@ from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
-from hepti_mqtt.kernels import Workers, isa
+from hepti_mqtt.kernels import TILING, Workers, isa
 from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.kernels.machine.release import release_compiler
 from hepti_mqtt.runtime.device.worker import WorkerSession
@@ -342,6 +342,7 @@ class _Agent:
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
             endpoint=None if self._endpoint is None else self._endpoint.told(),
+            tile=TILING.name,
         )
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:

@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import ALONE, Case, array
 
+from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
-from hepti_mqtt.kernels.gemm.linear import DEPTH, ROWS, SHALLOW
+from hepti_mqtt.kernels.gemm.linear import ROWS, SHALLOW
 from hepti_mqtt.kernels.machine.isa import OVERRIDE
 from hepti_mqtt.kernels.machine.jit import JIT
+
+DEPTH = TILING.depth
 
 
 def runnable():
