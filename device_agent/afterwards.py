@@ -12,8 +12,10 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
+from device_agent.limits import free_memory
 from device_agent.measure import narrow_measured, self_measurement
 from device_agent.meter import Meter
+from device_agent.starting import COMPILER_BYTES
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import TILING, Workers, ahead, trial
 from hepti_mqtt.kernels.machine import turns
@@ -113,7 +115,9 @@ class Afterwards:
         return time.perf_counter() - self._stepped_s() > IDLE_S
 
     def _try_tiles(self) -> bool:
-        """Find the register tile that later starts use; return whether it came to an end before a request came."""
+        """Find the register tile that later starts use, where there is memory; return whether that is done with."""
+        if free_memory() < COMPILER_BYTES:
+            return True
         begun_s = time.perf_counter()
         best = trial.run(lambda: self._stepped_s() < begun_s and not self._closing.is_set())
         if best is not None:

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels import TILING, trial
 from hepti_mqtt.kernels.gemm import linear, tilings
 from hepti_mqtt.kernels.gemm.tilings import TILINGS
@@ -71,7 +72,7 @@ def test_a_tile_is_pinned_by_the_environment(place, monkeypatch):
     assert tilings.PIN in tilings.how_chosen()
     assert not trial.needed()
     monkeypatch.setenv(tilings.PIN, "7x7x7")
-    with pytest.raises(ValueError, match="'7x7x7' is no register tile"):
+    with pytest.raises(ConfigError, match="'7x7x7' is no register tile"):
         tilings.chosen()
 
 
@@ -123,6 +124,12 @@ def test_no_tile_changes_a_bit_of_a_result():
     first = results[next(iter(results))]
     for name, result in results.items():
         assert result == first, name
+
+
+@pytest.mark.processes
+def test_a_trial_that_disturbs_comes_to_nothing(place):
+    assert trial.run(lambda: False) is None
+    assert not place.exists()
 
 
 @pytest.mark.wide

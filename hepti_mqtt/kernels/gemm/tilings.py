@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import llvmlite.binding as llvm
 
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import OVERRIDE, Tile, cpu_model, isa
 
@@ -69,11 +70,11 @@ def table() -> Mapping[str, Tiling]:
 def chosen() -> Tiling:
     """Return the tiling to use: the pinned one, else the one that was fastest here, else the default.
 
-    The environment variable HEPTI_KERNELS_TILE pins it; raises ValueError if it names none.
+    The environment variable HEPTI_KERNELS_TILE pins it; raises ConfigError if it names none.
     """
     found, pinned = table(), os.environ.get(PIN)
     if pinned and pinned not in found:
-        raise ValueError(f"{PIN}={pinned!r} is no register tile of {isa()}; use one of {list(found)}")
+        raise ConfigError(f"{PIN}={pinned!r} is no register tile of {isa()}; use one of {list(found)}")
     return found[pinned or kept() or next(iter(found))]
 
 
