@@ -41,6 +41,7 @@ compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 
 
 @pytest.mark.wide
+@pytest.mark.processes
 @compiled_only
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
