@@ -1,4 +1,6 @@
-"""What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong."""
+"""What an agent does beside its work once it is online: compile the rest, find its fastest register tile, and measure
+again where that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
+from device_agent.limits import free_memory
 from device_agent.measure import narrow_measured, self_measurement
 from device_agent.meter import Meter
+from device_agent.starting import COMPILER_BYTES
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.kernels import Workers, ahead
+from hepti_mqtt.kernels import TILING, Workers, ahead, trial
 from hepti_mqtt.kernels.machine import turns
 from hepti_mqtt.kernels.machine.jit import cache_directory
+from hepti_mqtt.kernels.machine.release import release_compiler
 
 LOOK_S: Final = 1.0
 CLOSE_S: Final = 1.0
@@ -86,6 +91,7 @@ class Afterwards:
     def _run(self) -> None:
         try:
             warm = ahead.load_rest(self._threads, lambda *_: self._give_up())
+            release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
             if not self._steady:
                 self._watch()
@@ -95,16 +101,30 @@ class Afterwards:
             self._log.exception("what goes on beside the work has ended; the agent works on")
 
     def _watch(self) -> None:
-        doubts = Doubts()
+        doubts, untried = Doubts(), trial.needed()
         while not self._closing.wait(LOOK_S):
             doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
             if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
                 self._measure(anew=doubted)
                 if doubted:
                     doubts.measured(time.monotonic())
+            elif untried and self._idle():
+                untried = not self._try_tiles()
 
     def _idle(self) -> bool:
         return time.perf_counter() - self._stepped_s() > IDLE_S
+
+    def _try_tiles(self) -> bool:
+        """Find the register tile that later starts use, where there is memory; return whether that is done with."""
+        if free_memory() < COMPILER_BYTES:
+            return True
+        begun_s = time.perf_counter()
+        best = trial.run(lambda: self._stepped_s() < begun_s and not self._closing.is_set())
+        if best is not None:
+            self._log.info(
+                "the fastest register tile here is %s (%s is in use until the next start)", best, TILING.name
+            )
+        return best is not None or self._stepped_s() < begun_s
 
     def _measure(self, anew: bool) -> None:
         """Measure, unless a request comes meanwhile: then what was measured does not count."""

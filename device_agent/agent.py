@@ -27,7 +27,7 @@ from device_agent.heartbeat import HeartbeatThread
 from device_agent.install import Directories, device_lock, directories
 from device_agent.limits import free_memory, memory_budget
 from device_agent.loader import Event as LoadEvent
-from device_agent.loader import WeightLoader, return_memory
+from device_agent.loader import WeightLoader
 from device_agent.loader_thread import LoaderThread
 from device_agent.measure import Curves, measurement_places, self_measurement
 from device_agent.meter import Meter
@@ -40,8 +40,9 @@ from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
-from hepti_mqtt.kernels import Workers, isa
+from hepti_mqtt.kernels import TILING, Workers, isa
 from hepti_mqtt.kernels.machine import jit, turns
+from hepti_mqtt.kernels.machine.release import release_compiler
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
@@ -296,7 +297,7 @@ class _Agent:
             start = perf_counter()
             curves, cached = self_measurement(self._places_of_measurement(), workers, memory_bytes, jit.all_ready())
         self._log.info("measured in %.1f s%s", perf_counter() - start, " (as before)" if cached else "")
-        return_memory()
+        release_compiler()
         return workers, curves
 
     def _places_of_measurement(self) -> list[Path]:
@@ -341,6 +342,7 @@ class _Agent:
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
             endpoint=None if self._endpoint is None else self._endpoint.told(),
+            tile=TILING.name,
         )
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:

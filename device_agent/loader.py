@@ -7,11 +7,9 @@ the int8 blocks of which a part is missing (`simulate.loading_total`).
 
 from __future__ import annotations
 
-import ctypes
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +18,7 @@ from device_agent.tiles import TileCache
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
+from hepti_mqtt.kernels.machine.release import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.commands import Load, Unload
 from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
@@ -277,9 +276,3 @@ class WeightLoader:
             self._fail(job, error, now)
         except ValueError as exc:
             self._fail(job, ModelError(f"the tiles of {job.load.model} do not make up its weights: {exc}"), now)
-
-
-def return_memory() -> None:
-    """Hand freed memory back to the system, where the C library is glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,8 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cluster import RATES, profile_from_caps
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, weight_bytes
+from hepti_mqtt.kernels import KERNELS, TILING, Weight, Workers, allocate, isa, weight_bytes
+from hepti_mqtt.kernels.machine.isa import cpu_model
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.runtime.device.executor import Executor, bind
@@ -63,6 +63,7 @@ def self_measurement(
     key = {
         "version": __version__,
         "isa": isa(),
+        "tile": TILING.name,
         "threads": workers.threads,
         "cores": cores(),
         "cpu": cpu_model(),
@@ -132,18 +133,6 @@ def _expected(measured: Curves, k: int, n: int) -> float:
     """Return how long measuring [k, n] will take, by what another shape took."""
     area = k * n / (measured["k"] * measured["n"])
     return float(sum(max(WINDOW_S, (1 + REPEATS) * seconds * area) for _, seconds in measured["points"]))
-
-
-def cpu_model() -> str:
-    """Return the name of the CPU, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model", "Hardware"):
-                return f"{platform.machine()} {value.strip()}"
-    except OSError:
-        pass
-    return f"{platform.machine()} {platform.processor()}"
 
 
 def _cached(path: Path, key: Curves) -> Curves | None:

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from device_agent.limits import cores, free_memory
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.kernels import ahead, isa
+from hepti_mqtt.kernels import TILING, ahead, isa
 from hepti_mqtt.wire.described import Status
 
 SAY_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
@@ -86,4 +86,10 @@ def prepare_kernels(threads: int, everything: bool, starting: Starting, log: log
     )
     warm = ahead.load(whole)
     took_s = perf_counter() - start
-    log.info("kernels for %s ready after %.1f s (%d compiled here, %d from the cache)", isa(), took_s, *warm)
+    log.info(
+        "kernels for %s, tile %s, ready after %.1f s (%d compiled here, %d from the cache)",
+        isa(),
+        TILING.name,
+        took_s,
+        *warm,
+    )

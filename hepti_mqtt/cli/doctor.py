@@ -24,7 +24,8 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.config import examples
 from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import ahead, isa
+from hepti_mqtt.kernels import TILING, ahead, isa
+from hepti_mqtt.kernels.gemm import tilings
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_room
 from hepti_mqtt.wire.limits import LOW_QUEUE, low_queue
 from hepti_mqtt.wire.topics import Topics
@@ -80,6 +81,7 @@ def _machine() -> Iterator[Finding]:
         else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
     )
     yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
+    yield Finding("register tile", f"{TILING.name}, {tilings.how_chosen()}; of {', '.join(tilings.table())}")
     free = free_memory()
     little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)

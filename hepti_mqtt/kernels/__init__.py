@@ -4,6 +4,7 @@ A `Compute` op names a kernel of `KERNELS`. Weights are made with `allocate`, pa
 """
 
 from hepti_mqtt.kernels.base import Kernel, Run
+from hepti_mqtt.kernels.gemm.linear import TILING
 from hepti_mqtt.kernels.machine.isa import isa
 from hepti_mqtt.kernels.machine.jit import Warm, warm_up
 from hepti_mqtt.kernels.machine.workers import Workers
@@ -20,6 +21,7 @@ from hepti_mqtt.kernels.weights import (
 
 __all__ = [
     "KERNELS",
+    "TILING",
     "Kernel",
     "NarrowMatrix",
     "PackedMatrix",

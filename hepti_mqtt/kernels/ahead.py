@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Final, Literal, get_args
 
 from hepti_mqtt.kernels import registry  # noqa: F401  registers every kernel
+from hepti_mqtt.kernels.gemm.linear import TILING
+from hepti_mqtt.kernels.gemm.tilings import PIN
 from hepti_mqtt.kernels.machine import handover, jit, turns
 
 Which = Literal["first", "all", "behind"]
@@ -109,7 +111,7 @@ def _start(which: Which, threads: int, directory: Path) -> list[subprocess.Popen
     for core in range(os.cpu_count() or 1):
         with (directory / _CORE.format(core)).open("ab") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            environment = {**os.environ, "PYTHONPATH": path}
+            environment = {**os.environ, "PYTHONPATH": path, PIN: TILING.name}
             null = subprocess.DEVNULL
             return [subprocess.Popen(command, env=environment, stdin=null, stdout=null, pass_fds=[lock.fileno()])]
     return []

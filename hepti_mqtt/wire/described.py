@@ -30,7 +30,8 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot. tile: the register
+    tile of its products, for people.
     """
 
     device: str
@@ -45,6 +46,7 @@ class Caps:
     largest_packet_bytes: int
     mqtt: int
     endpoint: Endpoint | None = None
+    tile: str = ""
 
 
 @dataclass(frozen=True, slots=True)

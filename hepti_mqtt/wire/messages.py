@@ -203,6 +203,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "largest_packet_bytes": checks.count,
         "mqtt": checks.protocol,
         "endpoint": peers.endpoint,
+        "tile": checks.text,
     },
     Heartbeat: {
         "boot": checks.boot,
@@ -219,7 +220,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
 }
 # What may be left out of a JSON object, and what that means.
 _ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
-    Caps: {"endpoint": None},
+    Caps: {"endpoint": None, "tile": ""},
     Status: {"doing": "", "done": 0, "total": 0},
 }
 

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from assembly import KINDS, MATMUL, MULTIPLY_ADD, Loop, Target, loops, written
 
+from hepti_mqtt.kernels.gemm.tilings import TILINGS
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import DOTS, TILES
 
@@ -163,6 +164,34 @@ def test_what_is_needed_next_is_fetched_ahead(cpu, kind):
 def test_only_what_asks_for_it_fetches_ahead(cpu):
     for kind in ("panel_rows", "panel_columns"):
         assert not any(loop.prefetches for loop in tile_loops(kind, target(cpu)))
+
+
+TILES_OF_ALL = [(cpu, tiling.name) for cpu, (isa, _) in CPUS.items() for tiling in TILINGS[isa]]
+
+
+@pytest.mark.parametrize(("cpu", "name"), wide_but_for_one(TILES_OF_ALL))
+def test_every_tile_that_may_be_chosen_adds_in_full_registers(cpu, name):
+    on = target(cpu)
+    (tiling,) = [t for t in TILINGS[on.isa] if t.name == name]
+    on = on._replace(tile=tiling.tile(on.tile))
+    multiply_add, *_, full = WORDS[on.isa]
+    found = tile_loops("panel_ahead_rows", on)
+    assert {loop.size for loop in found} == set(product(range(1, tiling.rows + 1), range(1, tiling.vectors + 1)))
+    for loop in found:
+        steps, rest = divmod(len(loop.multiply_adds), products(loop, on))
+        assert not rest, loop
+        if not tiling.unroll:
+            assert steps == 1, loop
+        assert all(re.match(multiply_add, line) and full in line for line in loop.multiply_adds), loop
+        assert loop.prefetches, loop
+        assert not (loop.spills if loop.size[1] == tiling.vectors else loop.vector_spills), (loop.size, loop.spills)
+
+
+def test_a_high_tile_that_the_compiler_unrolls_is_found_out():
+    on = target("znver4")
+    (tiling,) = [t for t in TILINGS["avx512"] if t.name == "12x2x512"]
+    on = on._replace(tile=tiling._replace(unroll=True).tile(on.tile))
+    assert any(loop.vector_spills for loop in tile_loops("panel_ahead_rows", on))
 
 
 @every_case

@@ -8,6 +8,7 @@ import re
 import pytest
 from assembly import compiled, loops
 
+from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.attention import tiles
 from hepti_mqtt.kernels.gemm import int8, linear, narrow
 from hepti_mqtt.kernels.gemm.narrow_tile import HALF_IN_HARDWARE
@@ -37,7 +38,7 @@ def loops_of(kernel):
 
 @pytest.mark.parametrize("kind", [kind for kind in KERNELS if not SLOW.get(kind)])
 def test_the_tiles_are_compiled_as_they_are_written(kind):
-    rows = DOT.rows if kind == "w8a8" else TILE.rows
+    rows = {"w8a8": DOT.rows, "panel_ahead_rows": TILING.rows}.get(kind, TILE.rows)
     found = [loop for loop in loops_of(KERNELS[kind]) if loop.kind == kind]
     assert {loop.size[0] for loop in found} == set(range(1, rows + 1))
     for loop in found:

@@ -12,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import ALONE, Case, array
 
+from hepti_mqtt.kernels import TILING
+from hepti_mqtt.kernels.gemm import tilings
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
-from hepti_mqtt.kernels.gemm.linear import DEPTH, ROWS, SHALLOW
+from hepti_mqtt.kernels.gemm.linear import ROWS, SHALLOW
 from hepti_mqtt.kernels.machine.isa import OVERRIDE
 from hepti_mqtt.kernels.machine.jit import JIT
+
+DEPTH = TILING.depth
 
 
 def runnable():
@@ -65,14 +69,28 @@ def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
     linear(m, k, [70, 70], activation=activation, residual=True).check(rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.wide
-@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
-@pytest.mark.parametrize("name", runnable())
-def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
-    environment = {**os.environ, OVERRIDE: name, ALONE: "gemm.linear machine.handover"}
+once_again = pytest.mark.skipif(not JIT or ALONE in os.environ, reason="runs the tests of compiled code once again")
+
+
+def run_again(**environment):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, ALONE: "gemm.linear machine.handover", **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.wide
+@once_again
+@pytest.mark.parametrize("name", runnable())
+def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
+    run_again(**{OVERRIDE: name})
+
+
+@pytest.mark.wide
+@once_again
+@pytest.mark.parametrize("name", tilings.table())
+def test_the_kernel_with_every_tile_that_may_be_chosen_on_this_machine(name):
+    run_again(**{tilings.PIN: name})
 
 
 @pytest.mark.parametrize("m", [*range(1, 30), 48, 61])

@@ -80,14 +80,14 @@ def test_every_kernel_has_the_flags_of_the_decorator():
 @uncached
 def test_the_cache_of_a_kernel_ages_with_the_whole_package():
     for dispatcher, _ in jit.registered:
-        assert dispatcher._cache._cache_file._source_stamp == jit._sources_stamp()
+        assert dispatcher._cache._cache_file._source_stamp == jit.sources_stamp()
 
 
 def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path, monkeypatch):
     assert Path(hepti_mqtt.kernels.__file__).parent == jit.SOURCES
     package = shutil.copytree(jit.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(jit, "SOURCES", package)
-    stamp = jit._sources_stamp.__wrapped__
+    stamp = jit.sources_stamp.__wrapped__
     before = stamp()
     for source in package.rglob("*.py"):
         content = source.read_bytes()

@@ -10,7 +10,8 @@ its bits depend neither on its tile nor on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +22,10 @@ from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.gemm import narrow, stream
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, activation_of, store
-from hepti_mqtt.kernels.gemm.tile import MR, NR, panel_tile
+from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, plain_panel_ahead
+from hepti_mqtt.kernels.gemm.tilings import Tiling, chosen
 from hepti_mqtt.kernels.machine.isa import TILE
-from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec
@@ -31,11 +33,10 @@ from hepti_mqtt.work import Work
 
 Matrix = PackedMatrix | NarrowMatrix
 
-# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
+# A panel is used for ROWS rows of x, in pieces [depth, NR] that stay near while the tiles pass over them. Every piece
 # begins by reading its sums and filling the pipelines: pieces of 256 took 1 to 2 % longer, though one of 512 is
 # larger than the first-level cache there (AMD EPYC, AVX-512).
 ROWS: Final = 384
-DEPTH: Final = 512
 
 # The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
 # each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
@@ -49,27 +50,19 @@ _ADDRESS, _COLUMN, _VALID = 0, 1, 2
 
 _LANES: Final = TILE.lanes
 
+# What `product_of` gives each kernel that it makes: rows and vectors of its tile, and the tile.
+MR, VECTORS = TILE.rows, TILE.vectors
+panel_tile: Callable[..., None] = plain_panel_ahead
 
-@kernel(
-    reads(float32, 2),
-    fills(float32, 2),
-    reads(float32, 2),
-    TABLE,
-    fills(float32, 2),
-    INT,
-    INT,
-    INT,
-    INT,
-    INT,
-    part=4,
-)
-def _linear(
+
+def _product(
     x: Any,
     out: Any,
     residual: Any,
     panels: Any,
     bias: Any,
     activation: int,
+    deepest: int,
     first_panel: int,
     last_panel: int,
     first_row: int,
@@ -83,11 +76,12 @@ def _linear(
     for block in range(first_row, last_row, ROWS):
         rows = min(ROWS, last_row - block)
         tiles = -(-rows // MR)
-        fetchers = min(tiles, FETCHERS)
-        piece = SHALLOW if 1 < tiles <= SHALLOW_TILES else DEPTH
+        piece = SHALLOW if 1 < tiles <= SHALLOW_TILES else deepest
         for p in range(first_panel, last_panel):
             column, valid = panels[p, _COLUMN], panels[p, _VALID]
             vectors = -(-valid // _LANES)
+            strips = -(-vectors // VECTORS)
+            fetchers = min(tiles * strips, FETCHERS)
             direct = plain and valid == vectors * _LANES
             panel, bias_at = panels[p, _ADDRESS], bias.ctypes.data + 4 * NR * p
             for low in range(0, max(k, 1), piece):
@@ -103,14 +97,40 @@ def _linear(
                     start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
                     if final and direct:
                         place, stride = out.ctypes.data + 4 * ((block + i) * width + column), width
-                    share = t - tiles + fetchers
-                    fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
-                    ahead = right + 4 * NR * depth + share * depth * fetch
-                    panel_tile(count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch)
+                    for strip in range(strips):
+                        at, first = 4 * _LANES * VECTORS * strip, VECTORS * strip
+                        # What comes after this piece is fetched by the last calls of a tile, each its share.
+                        share = (t - tiles) * strips + strip + fetchers
+                        fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
+                        ahead = right + 4 * NR * depth + share * depth * fetch
+                        panel_tile(
+                            count, min(VECTORS, vectors - first), left, k, depth, right + at,
+                            start + at, start_stride, place + at, stride, ahead, fetch,
+                        )  # fmt: skip
                     if final and not direct:
                         tile = sums[i * NR : (i + count) * NR]
                         activate(tile, activation)
                         store(tile, NR, block + i, count, out, residual, column, valid)
+
+
+def product_of(tiling: Tiling) -> Callable[..., None]:
+    """Return the function that computes products with this register tile, to be compiled for `SIGNATURE`.
+
+    Its name is its own, so that the compile cache keeps the code of every tile.
+    """
+    tile = lowered(emit_tile("rows", tiling.tile(TILE), panel=True, prefetch=True), plain_panel_ahead)
+    names = {**globals(), "MR": tiling.rows, "VECTORS": tiling.vectors, "panel_tile": tile}
+    function = FunctionType(_product.__code__, names, "_linear")
+    function.__qualname__ = f"_linear_{tiling.rows}x{tiling.vectors}"
+    return function
+
+
+SIGNATURE: Final = (
+    *(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, fills(float32, 2)),
+    *[INT] * 6,
+)
+TILING: Final = chosen()
+_linear: Final = kernel(*SIGNATURE, part=4)(product_of(TILING))
 
 
 def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
@@ -125,7 +145,7 @@ def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[
     return matrices, biases
 
 
-def _panels(
+def panels_of(
     matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return (table of panels: address, first column, valid columns; bias by panel [P, NR])."""
@@ -183,14 +203,14 @@ def bind_product(
     if narrow_ones:
         bind = stream.bind if m <= stream.MOST_ROWS[narrow_ones[0].storage] else narrow.bind
         return bind(shape, narrow_ones, biases, has_residual, activation, pool)
-    table, bias = _panels(matrices, biases)
-    parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
+    table, bias = panels_of(matrices, biases)
+    parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, TILING.rows)
     alive = tuple(matrices)  # the table has only addresses
     none = np.empty((0, 0), np.float32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear, (reads[0], writes[0], residual, table, bias, activation), parts)
+        pool.each(_linear, (reads[0], writes[0], residual, table, bias, activation, TILING.depth), parts)
 
     return run
 

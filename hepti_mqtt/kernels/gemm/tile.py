@@ -109,7 +109,9 @@ class TileWriter:
                     place = i * self.vectors + j
                     new[place] = b.call(self.multiply_add, [x, w, new[place]])
         following = b.add(p, self._int(step))
-        b.cbranch(b.icmp_signed("<", following, stop), body, after)
+        back = b.cbranch(b.icmp_signed("<", following, stop), body, after)
+        if not self.tile.unroll:
+            back.set_metadata("llvm.loop", _not_unrolled(self.function.module))
         p.add_incoming(first, before)
         p.add_incoming(following, body)
         b.position_at_end(after)
@@ -179,10 +181,18 @@ class TileWriter:
         return ir.Constant(_I64, value)
 
 
+def _not_unrolled(module: ir.Module) -> Any:
+    """Return what a loop's last branch bears so that the compiler does one step at a time."""
+    loop = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
+    loop.operands = (loop, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))
+    return loop
+
+
 def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = False) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the tile of 1 to `tile.rows` rows by number.
 
-    Arguments: those of `tile_of_rows`; with `panel` those of `panel_of_rows`; with `prefetch` too, of `panel_tile`.
+    Arguments: those of `tile_of_rows`; with `panel` those of `panel_of_rows`; with `prefetch` too, also the first
+    address to fetch (need not be valid) and the bytes to fetch for each k: memory that is needed next.
     """
     widths = range(1, tile.vectors + 1) if panel else (tile.vectors,)
     kind = f"{'panel' if panel else 'tile'}{'_ahead' if prefetch else ''}_{layout}"
@@ -283,7 +293,8 @@ def _plain_panel(
     _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
 
 
-def _plain_panel_ahead(*arguments: int) -> None:
+def plain_panel_ahead(*arguments: int) -> None:
+    """Compute what a tile does that fetches memory ahead; its last arguments are that memory, which nobody needs."""
     _plain_panel(*arguments[:-2])
 
 
@@ -308,7 +319,3 @@ tile_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_columns)
 # TILE.vectors), a, floats between rows of a, k, b, start, floats between rows of start, c, floats between rows of c.
 panel_of_rows: Final = lowered(emit_tile("rows", TILE, panel=True), _plain_panel)
 panel_of_columns: Final = lowered(emit_tile("columns", TILE, panel=True), _plain_panel_of_columns)
-
-# `panel_of_rows` while memory that is needed next is fetched. Arguments: its own, first address to fetch (need not be
-# valid), bytes to fetch for each k.
-panel_tile: Final = lowered(emit_tile("rows", TILE, panel=True, prefetch=True), _plain_panel_ahead)

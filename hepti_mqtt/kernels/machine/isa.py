@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import llvmlite.binding as llvm
@@ -25,6 +26,8 @@ class Tile(NamedTuple):
     lanes: f32 values of one vector register. rows: rows of the activation. vectors: vectors of the weight panel.
     fma: whether a fused multiply-add is one instruction. lane_broadcast: whether an instruction multiplies by one lane
     of a register, so that activations are loaded as vectors (NEON) and not broadcast one by one from memory (x86).
+    panel: vectors of a panel of which the tile takes only some, else 0. unroll: whether the compiler may do several
+    steps of k at once.
     """
 
     lanes: int
@@ -32,11 +35,13 @@ class Tile(NamedTuple):
     vectors: int
     fma: bool
     lane_broadcast: bool
+    panel: int = 0
+    unroll: bool = True
 
     @property
     def width(self) -> int:
         """Return NR, the columns of one weight panel."""
-        return self.lanes * self.vectors
+        return self.lanes * (self.panel or self.vectors)
 
 
 # rows * vectors accumulators, `vectors` of the panel and one activation must fit the registers: 32 (AVX-512, NEON)
@@ -119,6 +124,18 @@ def dot() -> str:
     features = {**llvm.get_host_cpu_features(), "": True}
     features["dotprod"] = features.get("dotprod", False) or _has_sdot()
     return next(name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1]))
+
+
+def cpu_model() -> str:
+    """Return the name of the CPU, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "Hardware"):
+                return f"{platform.machine()} {value.strip()}"
+    except OSError:
+        pass
+    return f"{platform.machine()} {platform.processor()}"
 
 
 def _has_sdot() -> bool:

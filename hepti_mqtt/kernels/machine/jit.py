@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The package of kernels, with all the packages in it.
 SOURCES: Final = Path(__file__).parents[1]
 # Those that say when something is compiled: no code comes from them.
-AROUND: Final = ("ahead.py", "machine/turns.py")
+AROUND: Final = ("ahead.py", "trial.py", "machine/release.py", "machine/turns.py")
 
 JIT: Final = not getattr(numba.config, "DISABLE_JIT", False)
 
@@ -70,7 +70,7 @@ def _options(fastmath: frozenset[str]) -> dict[str, Any]:
 
 
 @cache
-def _sources_stamp() -> str:
+def sources_stamp() -> str:
     """Return a digest of what compiled code depends on and Numba's key has not: llvmlite and all sources of kernels.
 
     By content, not by time: the same version installed again finds what it compiled before.
@@ -99,7 +99,7 @@ def _cached(dispatcher: Any) -> None:
         return  # neither the package nor the user's cache directory is writable: compile in every process
     # Not public in Numba: where a version lacks it, Numba's own stamp stays, and a test says so.
     if (cache_file := getattr(dispatcher._cache, "_cache_file", None)) is not None:
-        cache_file._source_stamp = _sources_stamp()
+        cache_file._source_stamp = sources_stamp()
     save = dispatcher._cache.save_overload
 
     def save_where_there_is_room(*compiled: Any) -> None:
@@ -223,6 +223,18 @@ def warm() -> Warm:
 def all_ready() -> bool:
     """Return whether nothing is left to compile or to load."""
     return _compiled["all"] == len(registered)
+
+
+def forget_bitcode() -> None:
+    """Let go of what LLVM keeps of kernels that came from the cache so that others can be linked with them.
+
+    For when all kernels are there: what is compiled later calls them by address.
+    """
+    for dispatcher, _ in registered:
+        for made in dispatcher.overloads.values():
+            # Not public in Numba: where a version lacks it, it stays, and a test says so.
+            if getattr(made.library, "_shared_module", None) is not None:
+                made.library._shared_module = None
 
 
 def in_cache(dispatcher: Any, arguments: tuple[Any, ...]) -> bool:

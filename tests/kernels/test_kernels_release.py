@@ -1,0 +1,88 @@
+"""What loading code needed is given back, and compiling goes on to be possible."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hepti_mqtt.kernels import warm_up
+from hepti_mqtt.kernels.machine import handover, jit, release
+
+RELEASED = """
+import numba, numpy as np
+from kernels_support import Case, array
+from hepti_mqtt.kernels import warm_up
+from hepti_mqtt.kernels.machine import jit, release
+
+warm_up()
+case = Case("add", [array(40, 3), array(40, 3)], [(40, 3)], bias=False)
+before = case.run()[0].tobytes()
+pages = lambda: sum(stop - start for start, stop in release._clean_pages())
+resident = lambda: sum(
+    int(line.split()[1]) for of in open("/proc/self/smaps").read().split("VmFlags") if "libllvmlite" in of
+    for line in of.splitlines() if line.startswith("Rss:")
+)
+kib, least = resident(), pages()
+release.release_compiler()
+print(kib, resident(), least >> 10, sum(
+    getattr(made.library, "_shared_module", None) is not None
+    for dispatcher, _ in jit.registered for made in dispatcher.overloads.values()
+))
+assert case.run()[0].tobytes() == before
+again = numba.njit(lambda x: x + 1)
+assert again(2) == 3, "it compiles afterwards too"
+"""
+
+compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@compiled_only
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
+    done = subprocess.run(
+        [sys.executable, "-c", RELEASED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after, mapped, bitcode = map(int, done.stdout.split())
+    assert mapped > 0, "no mapping of LLVM was found: another name of its library?"
+    assert after < before / 4
+    assert bitcode == 0
+
+
+@compiled_only
+def test_what_is_compiled_after_the_kernels_is_linked_with_none_of_them():
+    kernels = {dispatcher for dispatcher, _ in jit.registered}
+    seen, todo = set(), [handover._sharing]
+    while todo:
+        function = todo.pop()
+        assert function not in kernels, function.py_func.__name__
+        if function not in seen:
+            seen.add(function)
+            of, names = function.py_func.__globals__, function.py_func.__code__.co_names
+            todo += [of[name] for name in names if hasattr(of.get(name), "py_func")]
+    assert len(seen) > 1
+
+
+@compiled_only
+def test_bitcode_stays_as_long_as_something_is_left_to_compile(monkeypatch):
+    warm_up()
+    asked = []
+    monkeypatch.setattr(jit, "forget_bitcode", lambda: asked.append(True))
+    monkeypatch.setattr(release, "_clean_pages", lambda: iter(()))
+    monkeypatch.setattr(jit, "all_ready", lambda: False)
+    release.release_compiler()
+    assert not asked
+    monkeypatch.setattr(jit, "all_ready", lambda: True)
+    release.release_compiler()
+    assert asked
