@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.conv import conv2d as conv
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
 from hepti_mqtt.work import Work
 
@@ -121,16 +120,6 @@ def test_rows_of_a_map_with_their_halo_have_the_bits_of_the_whole(kernel):
         halo = (top - (first - pad[0]), 0, (stop + pad[2]) - bottom, 1)
         part = conv2d(np.ascontiguousarray(x[top:bottom]), weight, kernel=kernel, pad=halo).run()[0]
         np.testing.assert_array_equal(part, whole[first:stop])
-
-
-@pytest.mark.parametrize("limit", [1, 60, 4000, 1 << 20])
-def test_blocks_of_any_size_give_the_same_bits(limit, monkeypatch):
-    x, weight, bias = array(13, 17, 8), array(72, 33), array(33)
-    case = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4, activation="relu", bias=bias, residual=True)
-    whole = case.check()[0]
-    monkeypatch.setattr(conv, "_PATCHES", limit)
-    monkeypatch.setattr(conv, "_LEAST_PIXELS", 1)
-    np.testing.assert_array_equal(case.run()[0], whole)
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
