@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array
+from kernels_support import ALONE, Case, array, runnable
 
+from hepti_mqtt.kernels.conv.conv2d import DEPTH
+from hepti_mqtt.kernels.conv.places import PIXELS
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
+from hepti_mqtt.kernels.machine.isa import OVERRIDE
+from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels.references import ACTIVATIONS as ACTIVATIONS_IN_FLOAT64
 from hepti_mqtt.work import Work
 
 WINDOWS = {
@@ -122,13 +131,93 @@ def test_rows_of_a_map_with_their_halo_have_the_bits_of_the_whole(kernel):
         np.testing.assert_array_equal(part, whole[first:stop])
 
 
+# Pixels beside the size of a block, channels beside that of a piece, and what of a panel and a vector is left over.
+@pytest.mark.parametrize(
+    ("width", "channels", "kernel", "n"),
+    [
+        (PIXELS - 1, 5, (1, 2), 33),
+        (PIXELS, 20, (1, 2), 16),
+        (2 * PIXELS + 3, 20, (1, 3), 64),
+        (5, DEPTH - 1, (2, 1), 20),
+        (5, DEPTH, (2, 1), 20),
+        (5, 2 * DEPTH + 1, (2, 1), 66),
+        (7, DEPTH // 3, (2, 2), 129),
+        (7, DEPTH // 2, (2, 2), 48),
+    ],
+)
+@pytest.mark.parametrize("activation", ["relu6", "gelu"])
+def test_shapes_beside_the_sizes_of_blocks_and_pieces(width, channels, kernel, n, activation):
+    if not JIT:
+        width, channels = min(width, 20), min(channels, 40)
+    k = kernel[0] * kernel[1] * channels
+    x, weight = array(2, width, channels), array(k, n, scale=k**-0.5)
+    more = {"activation": activation, "bias": array(n), "residual": True}
+    for residual_first in (False, True):
+        conv2d(x, weight, kernel=kernel, pad=(1, 0, 0, 1), residual_first=residual_first, **more).check(1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("residual_first", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", "leaky_relu", "tanh"])
+@pytest.mark.parametrize("n", [64, 40])
+def test_what_is_finished_in_registers_is_what_is_finished_in_memory(activation, residual_first, n):
+    x, weight, bias = array(7, 9, 16, scale=4.0), array(16, n), array(n)
+    more = {"activation": activation, "residual": True, "residual_first": residual_first}
+    case = conv2d(x, weight, kernel=(1, 1), bias=bias, **more)
+    plain = conv2d(x, weight, kernel=(1, 1), bias=bias).run()[0]
+    apply = ACTIVATIONS_IN_FLOAT64[activation]
+    want = apply(plain + case.reads[1]) if residual_first else apply(plain) + case.reads[1]
+    np.testing.assert_allclose(case.run()[0], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("groups", [1, 32])
+def test_relu6_keeps_nan_and_cuts_infinities(value, groups):
+    x, weight = np.full((1, 1, 32), value, np.float32), np.ones((32 // groups, 32), np.float32)
+    case = conv2d(x, weight, kernel=(1, 1), activation="relu6", groups=groups)
+    want = {np.inf: 6.0, -np.inf: 0.0}.get(value, np.nan)
+    np.testing.assert_array_equal(case.run()[0], np.full((1, 1, 32), want))
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
+@pytest.mark.parametrize("name", runnable())
+def test_the_kernels_with_the_tile_of_every_instruction_set_of_this_machine(name):
+    modules = (
+        "conv.conv2d conv.max_pool2d conv.average_pool2d conv.global_sum gemm.linear rowwise.sums machine.handover"
+    )
+    environment = {**os.environ, OVERRIDE: name, ALONE: modules}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("groups", [1, 2, 32])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_rows_of_a_map_in_groups_have_the_bits_of_the_whole(groups, stride):
+    x, weight = array(29, 11, 32), array(9 * 32 // groups, 64 if groups < 32 else 32)
+    more = {"kernel": (3, 3), "stride": (stride, stride), "groups": groups, "activation": "relu6"}
+    whole = conv2d(x, weight, pad=(1, 1, 1, 1), **more).run()[0]
+    first = 0
+    for stop in (3, 4, len(whole)):
+        low, high = first * stride - 1, (stop - 1) * stride + 2
+        pad = (max(-low, 0), 1, max(high - 29, 0), 1)
+        part = conv2d(np.ascontiguousarray(x[max(low, 0) : min(high, 29)]), weight, pad=pad, **more).run()[0]
+        np.testing.assert_array_equal(part, whole[first:stop])
+        first = stop
+
+
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
 def test_any_number_of_threads_gives_the_same_bits(kernel):
-    x, weight = array(40, 40, 32), array(kernel[0] * kernel[1] * 32, 70)
+    side = 40 if JIT else 9
+    x, weight = array(side, side, 32), array(kernel[0] * kernel[1] * 32, 70)
     case = conv2d(x, weight, kernel=kernel, pad=(0, 0, 0, 0), activation="relu", residual=True)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
-    case = pool2d(x, (5, 5), (1, 1), (2,) * 4)
+    depthwise = array(kernel[0] * kernel[1], 32)
+    case = conv2d(x, depthwise, kernel=kernel, pad=(0, 0, 0, 0), activation="relu6", groups=32)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+    for name, more in (("max_pool2d", {}), ("average_pool2d", {"count_pad": False})):
+        case = pool2d(x, (5, 5), (1, 1), (2,) * 4, name, **more)
+        np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -35,7 +35,7 @@ from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
 # A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay near while the tiles pass over them.
-_DEPTH: Final = 512
+DEPTH: Final = 512
 _LANES: Final = TILE.lanes
 # Below so many channels a row of a patch is one piece of memory, in a copy of the map with its border.
 _FEW_CHANNELS: Final = 16
@@ -46,6 +46,12 @@ _LIMITS: Final = {NONE: (-math.inf, math.inf), RELU: (0.0, math.inf), RELU6: (0.
 _WEIGHTS, _BIAS, _COLUMN, _VALID, _SHIFT, _OFFSET = range(6)
 # How products are made: what `_conv2d` reads of it, in this order.
 _LENGTH, _DEPTHWISE, _ACTIVATION, _IN_REGISTERS, _BOUNDS, _RESIDUAL_FIRST = range(6)
+
+
+@helper
+def _signed(array: Any) -> Any:
+    """Return the address of an array as a signed number: a difference of addresses may be negative."""
+    return np.int64(array.ctypes.data)
 
 
 @helper
@@ -67,6 +73,20 @@ def _find(at: int, zeros: int, window: Any, pixel: int, count: int, corners: Any
                 y, x = ys[p] + i * dy, xs[p] + j * dx
                 is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
                 row[p] = at + size * (y * width + x) if is_inside else zeros
+
+
+@helper
+def _multiply(
+    is_depthwise: int, size: Any, at: int, places: int, weights: int, begin: Any, end: Any, offset: int
+) -> None:
+    """Call the tile of `size` (rows, vectors, depth); begin: (sums, their stride), end: (place, stride, finish)."""
+    rows, vectors, depth = size
+    start, start_stride = begin
+    to, stride, finish = end
+    if is_depthwise:
+        depthwise_tile(rows, vectors, at, places, 1, weights, start, start_stride, to, stride, offset, finish)
+    else:
+        places_tile(rows, vectors, at, places, depth, weights, start, start_stride, to, stride, offset, finish)
 
 
 @helper
@@ -139,15 +159,14 @@ def _conv2d(
     table, corners = np.empty((places, PIXELS), np.int64), np.empty((2, PIXELS), np.int64)
     sums = np.empty(PIXELS * NR, np.float32)
     finish = np.empty(3, np.int64)
-    # Signed: a difference of addresses may be negative.
-    out_at, sums_at, table_at = np.int64(out.ctypes.data), np.int64(sums.ctypes.data), np.int64(table.ctypes.data)
-    map_at, zeros_at = np.int64(x.ctypes.data), np.int64(zeros.ctypes.data)
+    finish_at, out_at, sums_at, table_at = _signed(finish), _signed(out), _signed(sums), _signed(table)
+    map_at, zeros_at = _signed(x), _signed(zeros)
     finish[0] = how[_BOUNDS]
-    finish[1] = np.int64(residual.ctypes.data) - out_at if residual.size > 0 else 0
+    finish[1] = _signed(residual) - out_at if residual.size > 0 else 0
     finish[2] = how[_RESIDUAL_FIRST]
     # Some places at once, or some channels of one.
-    most = min(length, _DEPTH)
-    at_once = places if is_depthwise else max(1, _DEPTH // max(length, 1))
+    most = min(length, DEPTH)
+    at_once = places if is_depthwise else max(1, DEPTH // max(length, 1))
     for block in range(first_pixel, last_pixel, PIXELS):
         pixels = min(PIXELS, last_pixel - block)
         tiles = -(-pixels // MR)
@@ -173,17 +192,11 @@ def _conv2d(
                         done, at = 0, table_at + 8 * (place * PIXELS + i)
                         if ends and direct:
                             to, stride = out_at + 4 * ((block + i) * n + unit[_COLUMN]), n
-                            done = np.int64(finish.ctypes.data)
-                        if is_depthwise:
-                            depthwise_tile(
-                                rows, vectors, at, count, 1, weights, start, start_stride, to, stride, offset, done
-                            )
-                            if not is_whole:
-                                _beside(table, i, rows, unit, places, to)
-                        else:
-                            places_tile(
-                                rows, vectors, at, count, depth, weights, start, start_stride, to, stride, offset, done
-                            )
+                            done = finish_at
+                        size, begin, end = (rows, vectors, depth), (start, start_stride), (to, stride, done)
+                        _multiply(is_depthwise, size, at, count, weights, begin, end, offset)
+                        if is_depthwise and not is_whole:
+                            _beside(table, i, rows, unit, places, to)
                         if ends and not direct:
                             _finish(sums, i, rows, block + i, unit, how, out, residual)
 
@@ -203,7 +216,7 @@ def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> 
 class _Groups(NamedTuple):
     """How channels of x and columns of W fall into groups: of a group, so many of each."""
 
-    count: int
+    number: int
     channels: int
     columns: int
 
@@ -258,7 +271,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     low, high = np.asarray(_LIMITS.get(activation, (0.0, 0.0)), np.float32).view(np.int32).tolist()
     bounds = (low & 0xFFFFFFFF) | high << 32
     is_first = int(bool(op.attrs.get("residual_first", False)))
-    depthwise = groups.channels == groups.columns == 1 and groups.count > 1
+    depthwise = groups.channels == groups.columns == 1 and groups.number > 1
     how = [groups.channels, int(depthwise), activation, int(activation in _LIMITS), bounds, is_first]
     units = _units(matrix, bias, groups, depthwise)
     return _Convolution(matrix, bias, units, window, how).run(has_residual, pool)
