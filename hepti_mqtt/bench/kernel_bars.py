@@ -17,6 +17,7 @@ from hepti_mqtt.bench.kernel_cases import (
     SINGLE,
     THREADS,
 )
+from hepti_mqtt.bench.kernel_maps import MODELS
 from hepti_mqtt.bench.kernel_timing import Ratio, ratio
 
 Record = Mapping[str, Any]
@@ -140,6 +141,11 @@ def _one_row_of(storage: str) -> Wanted:
     return lambda r: r["m"] == 1 and r["storage"] == storage
 
 
+def of_model(name: str) -> Wanted:
+    """Return the function of a record of the group `maps` that says whether it is a layer of this model."""
+    return lambda r: bool(r["model"] == name)
+
+
 def _rows(m: int) -> Wanted:
     return lambda r: bool(r["m"] == m)
 
@@ -187,6 +193,11 @@ BARS: Final[tuple[Bar, ...]] = (
         Bar(f"BERT-Large layer, m = {m} × {name}", bar, 1, "layer", _rows(m), times(rival), least, (rival,))
         for m in LAYER_ROWS
         for name, rival, bar in (("PyTorch", "torch", 1.15), ("ONNX Runtime", "onnxruntime", 1.05))
+    ),
+    *(
+        Bar(f"{model}'s layers × {name}: mean by FLOPs", bar, 1, "maps", of_model(model), times(rival), mean, (rival,))
+        for model in MODELS
+        for name, rival, bar in (("PyTorch", "torch", 1.0), ("ONNX Runtime", "onnxruntime", 0.9))
     ),
 )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, get_args
 
-from hepti_mqtt.bench import kernel_linear, kernel_options
+from hepti_mqtt.bench import kernel_linear, kernel_maps, kernel_options
 from hepti_mqtt.bench.encoder_layer import checked_runners
 from hepti_mqtt.bench.kernel_rivals import int8_rivals, rivals
 from hepti_mqtt.bench.kernel_shapes import Shape, shapes
@@ -22,7 +22,7 @@ from hepti_mqtt.plan import Storage
 
 # Shapes with fewer weights than this are judged in the mean alone.
 LARGE_WEIGHTS: Final = 1 << 18
-QUICK_SHAPES, QUICK_INT8_SHAPES, QUICK_MANY_ROWS = 24, 8, 16
+QUICK_SHAPES, QUICK_INT8_SHAPES, QUICK_MANY_ROWS, QUICK_LAYERS = 24, 8, 16, 4
 # Rows from which several threads are held against one.
 MANY_ROWS: Final = 64
 SINGLE: Final = "ours, 1 thread"
@@ -48,16 +48,22 @@ _STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape of one group; `storage` is that of the weights, where a group has cases in several."""
+    """One shape of one group; `storage` is that of the weights, where a group has cases in several.
+
+    model, layer: of an image model, where the product is one of patches.
+    """
 
     group: str
     shape: Shape
     storage: Storage = "f32"
+    model: str = ""
+    layer: kernel_maps.Layer | None = None
 
     @property
     def key(self) -> str:
         """Return what names the case in the file of results."""
-        return f"{self.group}:{self.shape.m}x{self.shape.n}x{self.shape.k}:{self.storage}"
+        shape = f"{self.shape.m}x{self.shape.n}x{self.shape.k}" if self.layer is None else f"{self.model}:{self.layer}"
+        return f"{self.group}:{shape}:{self.storage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,17 @@ class Conditions:
 
 
 Pools = Mapping[str, Workers]
-Cases = Iterator[tuple[Shape, Storage]]
+Chosen = tuple[Shape, Storage, str, kernel_maps.Layer | None]
+Cases = Iterator[Chosen]
+
+
+def _f32(shape: Shape) -> Chosen:
+    return shape, "f32", "", None
 
 
 def _sample(of: Sequence[Shape], count: int, quick: bool, seed: int) -> Cases:
     chosen = random.Random(seed).sample(of, min(count, len(of))) if quick else of
-    return ((shape, "f32") for shape in chosen)
+    return map(_f32, chosen)
 
 
 def _every_shape(quick: bool, seed: int) -> Cases:
@@ -89,14 +100,14 @@ def _every_shape(quick: bool, seed: int) -> Cases:
 
 def _curve_shapes(quick: bool, _seed: int) -> Cases:
     """Return t(rows) over the matrices that make up most of BERT-Large."""
-    return ((Shape(m, n, k, 0.0), "f32") for n, k in _MATRICES[: 1 if quick else None] for m in CURVE_ROWS)
+    return (_f32(Shape(m, n, k, 0.0)) for n, k in _MATRICES[: 1 if quick else None] for m in CURVE_ROWS)
 
 
 def _stream_shapes(quick: bool, _seed: int) -> Cases:
     for n, k in _MATRICES[: 1 if quick else None]:
         for storage in _STORAGES:
             rows = (1,) if quick else (1, 2, 4, 8)
-            yield from ((Shape(m, n, k, 0.0), storage) for m in rows)
+            yield from ((Shape(m, n, k, 0.0), storage, "", None) for m in rows)
 
 
 def _int8_shapes(quick: bool, seed: int) -> Cases:
@@ -111,7 +122,15 @@ def _many_rows_shapes(quick: bool, seed: int) -> Cases:
 
 def _layer_shapes(_quick: bool, _seed: int) -> Cases:
     spec = encoder(spec_of_kind(LAYER_MODEL))
-    return ((Shape(m, spec.mlp, spec.hidden, 0.0), "f32") for m in LAYER_ROWS)
+    return (_f32(Shape(m, spec.mlp, spec.hidden, 0.0)) for m in LAYER_ROWS)
+
+
+def _layers_of_maps(quick: bool, seed: int) -> Cases:
+    """Return the convolutions of image models, whole and in shares of rows, each with its FLOPs in all of them."""
+    for model in kernel_maps.MODELS:
+        found = kernel_maps.layers(model)
+        for layer, weight in random.Random(seed).sample(found, min(QUICK_LAYERS, len(found))) if quick else found:
+            yield layer.shape._replace(weight=weight), "f32", model, layer
 
 
 # The loop of one pool is the same for all cases.
@@ -180,6 +199,15 @@ def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     return {"seconds": interleaved(contenders, conditions.rounds, conditions.pause_s), "flops": flops}
 
 
+def _convolution(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
+    if case.layer is None:
+        raise ValueError(f"{case.key} has no layer")
+    of = kernel_maps.data(case.layer, conditions.seed)
+    contenders = {"ours": kernel_maps.ours(of, pools["ours"]), **kernel_maps.theirs(of, conditions.threads)}
+    found = _below({ROOF: _peak(pools["ours"])}, contenders, conditions.rounds, conditions.pause_s)
+    return {**found, "flops": case.shape.flops, "model": case.model}
+
+
 Measure = Callable[[Case, Conditions, Pools], dict[str, Any]]
 Choose = Callable[[bool, int], Cases]
 
@@ -189,6 +217,7 @@ GROUPS: Final[Mapping[str, tuple[Choose, Measure]]] = {
     "stream": (_stream_shapes, _streaming),
     "int8": (_int8_shapes, _narrow),
     "layer": (_layer_shapes, _layer),
+    "maps": (_layers_of_maps, _convolution),
     THREADS: (_many_rows_shapes, _beside_one_thread),
 }
 
@@ -201,8 +230,8 @@ def cases(groups: Sequence[str], quick: bool, seed: int, threads: int) -> Iterat
     for group in groups:
         if group == THREADS and threads == 1:
             continue
-        for shape, storage in GROUPS[group][0](quick, seed):
-            yield Case(group, shape, storage)
+        for chosen in GROUPS[group][0](quick, seed):
+            yield Case(group, *chosen)
 
 
 def measure(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Final
 
 OUT: Final = Path("results/kernels")
 # The keys of kernel_cases.GROUPS, which checks that they are.
-GROUPS: Final = ("linear", "curve", "stream", "int8", "layer", "threads")
+GROUPS: Final = ("linear", "curve", "stream", "int8", "layer", "maps", "threads")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from hepti_mqtt.bench.kernel_bars import (
     times,
 )
 from hepti_mqtt.bench.kernel_cases import MANY_ROWS, SINGLE, THREADS
+from hepti_mqtt.bench.kernel_maps import MODELS
 from hepti_mqtt.errors import BenchError
 
 # Ticks of the axis of rows.
@@ -52,6 +53,10 @@ def summary(records: Sequence[Record]) -> list[Figure]:
             few = [r for r in linear if kernel_bars.few_rows(r)]
             low, high = kernel_bars.FEW_ROWS
             figures += _against(f"f32 × {rival}, {word}, {low} ≤ m ≤ {high}", few, rival)
+        for model in MODELS:
+            maps = [r for r in mine if r["group"] == "maps" and r["model"] == model]
+            for rival in _rivals(maps):
+                figures += _both(f"{model}'s layers × {rival}, {word}", maps, times(rival))
         alone = [r for r in mine if r["group"] == THREADS]
         figures += _both(f"× own one thread, {word}, m ≥ {MANY_ROWS}", alone, times(SINGLE))
         figures += _both(f"FMA peak of {word} × of one, same rounds", alone, lambda r: median(cores(r)))

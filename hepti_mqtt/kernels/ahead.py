@@ -32,7 +32,15 @@ LOCKS: Final = "hepti-compiling.lock"
 _CORE: Final = "hepti-compiling-{}.lock"
 _LOOK_S: Final = 0.5
 # They take longest, so they come first: the last one that is begun holds up the others least.
-_LONG: Final = ("attention_units", "linear_w8a8", "linear_int8", "quantise_rows", "_linear_stream", "_linear")
+_LONG: Final = (
+    "attention_units",
+    "linear_w8a8",
+    "linear_int8",
+    "_conv2d",
+    "quantise_rows",
+    "_linear_stream",
+    "_linear",
+)
 
 ROOT: Final = Path(__file__).parents[2]
 

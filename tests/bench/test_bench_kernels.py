@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import closing
 from dataclasses import replace
 from statistics import median
 
 import numpy as np
 import pytest
 
-from hepti_mqtt.bench import kernel_bars, kernel_cases, kernel_linear, kernel_report, kernel_rivals, kernels
+from hepti_mqtt.bench import (
+    kernel_bars,
+    kernel_cases,
+    kernel_linear,
+    kernel_maps,
+    kernel_report,
+    kernel_rivals,
+    kernels,
+)
 from hepti_mqtt.bench.kernel_cases import Case, Conditions
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.kernel_shapes import Shape, shapes
@@ -103,6 +112,47 @@ def test_a_rival_that_computes_wrongly_stops_the_case(monkeypatch):
     monkeypatch.setattr(kernel_cases, "rivals", lambda: {"liar": make})
     with pytest.raises(BenchError, match="liar computes"):
         kernel_cases.measure(Case("linear", Shape(2, 3, 4, 1.0)), Conditions(1, 1, 1), {"ours": Workers(1)})
+
+
+def test_the_layers_of_image_models_are_those_that_are_published():
+    macs = {name: sum(layer.shape.flops for layer in layers()) / 2e9 for name, layers in kernel_maps.MODELS.items()}
+    assert macs["vgg16"] == pytest.approx(15.35, abs=0.01)
+    assert macs["resnet50"] == pytest.approx(4.09, abs=0.01)
+    assert macs["mobilenet-v2"] == pytest.approx(0.30, abs=0.01)
+
+
+def test_shares_of_a_layer_make_its_rows_from_those_that_they_see():
+    layer = kernel_maps.Layer(14, 9, 4, 6, 3, 2, (1, 1, 1, 1), 1, "relu")
+    assert list(kernel_maps.shares(layer, 1)) == [layer._replace(pad=(1, 1, 0, 1))]  # no patch sees the row beyond
+    whole = kernel_maps.data(layer, 1)
+    with closing(Workers(1)) as workers:
+        wanted = called(kernel_maps.ours(whole, workers))
+        for devices in (2, 3, 9):
+            parts, first = list(kernel_maps.shares(layer, devices)), 0
+            found = []
+            for part in parts:
+                low = max(first * 2 - 1, 0)
+                of = replace(whole, layer=part, x=np.ascontiguousarray(whole.x[low : low + part.rows]))
+                found.append(called(kernel_maps.ours(of, workers)))
+                first += part.out[0]
+            np.testing.assert_array_equal(np.concatenate(found), wanted)
+
+
+def called(contender):
+    contender()
+    return contender.args[1][0]
+
+
+def test_a_convolution_is_checked_and_timed():
+    layer = kernel_maps.Layer(5, 6, 8, 8, 3, 1, (1, 1, 0, 1), 8, "relu6")
+    case = Case("maps", layer.shape, "f32", "small", layer)
+    with closing(Workers(1)) as workers:
+        found = kernel_cases.measure(case, Conditions(1, 2, 1), {"ours": workers})
+    assert set(found["seconds"]) == {"ours", *kernel_maps.theirs(kernel_maps.data(layer, 1), 1)}
+    assert (found["model"], found["flops"]) == ("small", 2.0 * 4 * 6 * 8 * 9)
+    of = kernel_maps.data(layer, 1)
+    with pytest.raises(BenchError, match=r"ours computes 5x6x8 to 8, 3x3 by 1 in 8 groups.* wrongly in 192 of 192"):
+        of.check("ours", np.full(layer.out, np.nan, np.float32))
 
 
 def test_the_summary_weighs_by_flops_and_names_the_worst_shape():
@@ -211,7 +261,7 @@ def test_the_report_is_tables_and_plots(tmp_path):
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Return options for two small shapes, measured in this process; NumPy alone is the rival."""
-    two = [(Shape(2, 33, 7, 2.0), "f32"), (Shape(3, 16, 5, 1.0), "f32")]
+    two = [(Shape(2, 33, 7, 2.0), "f32", "", None), (Shape(3, 16, 5, 1.0), "f32", "", None)]
     monkeypatch.setitem(kernel_cases.GROUPS, "linear", (lambda _quick, _seed: two, kernel_cases.GROUPS["linear"][1]))
     monkeypatch.setattr(kernels, "_in_own_process", kernels._measure_all)
     monkeypatch.setattr(kernels, "provenance", lambda: {k: v for k, v in ORIGIN.items() if k != "rounds"})

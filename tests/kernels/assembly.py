@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba.core.fastmathpass import rewrite_module
 
 from hepti_mqtt.kernels.attention.softmax import _write_copy, _write_softmax
+from hepti_mqtt.kernels.conv.places import PlacesWriter
 from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, form
 from hepti_mqtt.kernels.gemm.tile import TileWriter
 from hepti_mqtt.kernels.machine import jit
@@ -109,6 +110,14 @@ def _matmul(kind: str) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     return write
 
 
+def _places(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
+        for rows, vectors in product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1)):
+            yield PlacesWriter(module, f"hepti_{kind}_{rows}x{vectors}", target.tile, rows, vectors, kind).write()
+
+    return write
+
+
 def _storage(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
         shape = form(kind, target.tile, target.dot, target.half_in_hardware)
@@ -129,9 +138,11 @@ def _vectors(
 
 
 # Every function that is written as LLVM vector IR and has a loop, by the kernel that it is part of.
-MATMUL: Final = ("panel_ahead_rows", "panel_rows", "panel_columns")
+_OF_PANELS: Final = ("panel_ahead_rows", "panel_rows", "panel_columns")
+MATMUL: Final = (*_OF_PANELS, "places")
 KINDS: Final[dict[str, Callable[[ir.Module, Target], Iterator[ir.Function]]]] = {
-    **{kind: _matmul(kind) for kind in MATMUL},
+    **{kind: _matmul(kind) for kind in _OF_PANELS},
+    **{kind: _places(kind) for kind in ("places", "depthwise")},
     **{kind: _storage(kind) for kind in ("f16", "w8a32", "w8a8")},
     "softmax": _vectors("softmax", _write_softmax),
     "copy": _vectors("copy", _write_copy),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 from hypothesis import settings
 from numpy.typing import NDArray
@@ -39,6 +41,15 @@ RNG.seed(1)
 
 def array(*shape: int, scale: float = 1.0) -> Array:
     return (RNG.standard_normal(shape) * scale).astype(np.float32)
+
+
+def runnable() -> list[str]:
+    """Return the instruction sets with a tile that this CPU can run."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return ["generic", "neon"]
+    features = llvm.get_host_cpu_features()
+    wide = [("avx2", "avx2"), ("avx512", "avx512f")]
+    return ["generic", "sse", *(name for name, feature in wide if features.get(feature))]
 
 
 def spec(a: Array) -> SlotSpec:

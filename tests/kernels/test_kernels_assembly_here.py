@@ -10,6 +10,7 @@ from assembly import compiled, loops
 
 from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.attention import tiles
+from hepti_mqtt.kernels.conv import conv2d
 from hepti_mqtt.kernels.gemm import int8, linear, narrow
 from hepti_mqtt.kernels.gemm.narrow_tile import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.machine import jit
@@ -25,6 +26,8 @@ KERNELS = {
     "w8a8": int8.linear_int8,
     "panel_rows": tiles.attention_units,
     "panel_columns": tiles.attention_units,
+    "places": conv2d._conv2d,
+    "depthwise": conv2d._conv2d,
 }
 SLOW = {"w8a8": not DOT.intrinsic, "f16": not HALF_IN_HARDWARE}
 FUSED = r"vfmadd\d+ps|fmla" if TILE.fma else "mulps"
@@ -36,7 +39,14 @@ def loops_of(kernel):
     return loops(compiled(kernel))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KERNELS if not SLOW.get(kind)])
+# Compiled for this test alone, which takes long.
+WIDE = ("places", "depthwise")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.wide if k in WIDE else []) for k in KERNELS if not SLOW.get(k)],
+)
 def test_the_tiles_are_compiled_as_they_are_written(kind):
     rows = {"w8a8": DOT.rows, "panel_ahead_rows": TILING.rows}.get(kind, TILE.rows)
     found = [loop for loop in loops_of(KERNELS[kind]) if loop.kind == kind]

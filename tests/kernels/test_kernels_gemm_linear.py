@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array
+from kernels_support import ALONE, Case, array, runnable
 
 from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.gemm import tilings
@@ -20,15 +18,6 @@ from hepti_mqtt.kernels.machine.isa import OVERRIDE
 from hepti_mqtt.kernels.machine.jit import JIT
 
 DEPTH = TILING.depth
-
-
-def runnable():
-    """Return the instruction sets with a tile that this CPU can run."""
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return ["generic", "neon"]
-    features = llvm.get_host_cpu_features()
-    wide = [("avx2", "avx2"), ("avx512", "avx512f")]
-    return ["generic", "sse", *(name for name, feature in wide if features.get(feature))]
 
 
 def linear(m, k, widths, bias=True, activation=None, residual=False, x=None):

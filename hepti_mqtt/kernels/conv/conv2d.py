@@ -1,80 +1,252 @@
 """Kernel `conv2d` of one image in f32: x, or x and residual [y, x, n] -> activation(patches @ W + b) + residual.
 
-Patches and the attributes kernel, stride and pad (zeros beyond x) are those of `windows`; writes [y, x, n]. Weights: W
-packed [ky kx C, n], whose row (i kx + j) C + c is for pixel (i, j) and channel c of a patch, and with a bias b plain
-[n]. Attributes: activation (one of `ACTIVATIONS`), bias and residual (bool).
+Patches and the attributes kernel, stride, pad (zeros beyond x) and dilation are those of `windows`; writes [y, x, n].
+Attributes: activation (one of `ACTIVATIONS`), bias and residual (bool); where wanted, residual_first (bool: the
+residual is added before the activation) and groups (int, 1 where absent): channels of x, and columns of W, fall into so
+many groups, in order, and a column sees the channels of its group. Weights: W packed [ky kx C / groups, n], whose row
+(i kx + j) C / groups + c is for pixel (i, j) and channel c of the group, and with a bias b plain [n].
 
-Patches of some pixels at a time are copied to rows of a matrix that is kept, and multiplied by the weights as every
-matrix is (Chellapilla, Puri and Simard 2006, with the blocks of an implicit GEMM): each output is one sum over k in
-ascending order, whatever the block.
+Pixels are multiplied where they lie (`places`): no patch is copied. Every output is one sum over k in ascending order,
+so its bits depend neither on how rows of the map are divided, nor on the block or the thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import float32
+from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import references
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts
+from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
+from hepti_mqtt.kernels.conv.places import PIXELS, depthwise_tile, places_tile
 from hepti_mqtt.kernels.conv.windows import Window, patches_of, window_of
-from hepti_mqtt.kernels.elementary import ZERO
-from hepti_mqtt.kernels.gemm.epilogue import activation_of
-from hepti_mqtt.kernels.gemm.linear import bind_product
-from hepti_mqtt.kernels.gemm.tile import MR
+from hepti_mqtt.kernels.gemm.epilogue import NONE, RELU, RELU6, activate, activation_of
+from hepti_mqtt.kernels.gemm.tile import MR, NR
 from hepti_mqtt.kernels.machine.addresses import floats
-from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, fills, helper, kernel, reads
-from hepti_mqtt.kernels.machine.workers import Workers
-from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.kernels.machine.isa import TILE
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
+from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts
+from hepti_mqtt.kernels.weights import PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec
 from hepti_mqtt.work import Work
 
-# Elements of patches that are multiplied at once: they stay in the second-level cache. But at least so many pixels,
-# since every block reads all weights.
-_PATCHES: Final = 1 << 16
-_LEAST_PIXELS: Final = 96
+# A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay near while the tiles pass over them.
+DEPTH: Final = 512
+_LANES: Final = TILE.lanes
+# Below so many channels a row of a patch is one piece of memory, in a copy of the map with its border.
+_FEW_CHANNELS: Final = 16
+# Activations that cut to low..high are done in registers.
+_LIMITS: Final = {NONE: (-math.inf, math.inf), RELU: (0.0, math.inf), RELU6: (0.0, 6.0)}
+# Columns of the table of units: address of weights, address of biases, first column of out, columns, those of the panel
+# before the first one, bytes from a pixel to its first channel.
+_WEIGHTS, _BIAS, _COLUMN, _VALID, _SHIFT, _OFFSET = range(6)
+# How products are made: what `_conv2d` reads of it, in this order.
+_LENGTH, _DEPTHWISE, _ACTIVATION, _IN_REGISTERS, _BOUNDS, _RESIDUAL_FIRST = range(6)
 
 
 @helper
-def _fill(target: int, count: int, value: Any) -> None:
-    to = floats(target, count)
-    for i in range(len(to)):
-        to[i] = value
+def _signed(array: Any) -> Any:
+    """Return the address of an array as a signed number: a difference of addresses may be negative."""
+    return np.int64(array.ctypes.data)
 
 
 @helper
-def _copy(source: int, target: int, count: int) -> None:
-    values, to = floats(source, count), floats(target, count)
-    for i in range(len(to)):
-        to[i] = values[i]
+def _find(at: int, zeros: int, window: Any, pixel: int, count: int, corners: Any, table: Any) -> None:
+    """Fill table [places, PIXELS] with the addresses of the places of `count` patches from `pixel` on.
 
-
-@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, INT, part=2)
-def _gather(x: Any, patches: Any, window: Any, pixel: int, first: int, stop: int) -> None:
-    """Fill rows first..stop of patches [pixels, ky kx C]; row 0 is patch `pixel` of the image x [Y X C].
-
-    Of a patch's row of pixels, those inside the image lie side by side there.
+    at: address of the map; zeros: of a pixel of zeros; corners: i64 [2, PIXELS], scratch.
     """
-    height, width, channels = window[0], window[1], window[2]
-    ky, kx, across = window[3], window[4], window[10]
-    for row in range(first, stop):
-        y = (pixel + row) // across * window[5] - window[7]
-        x0 = (pixel + row) % across * window[6] - window[8]
-        low = min(max(0, -x0), kx)
-        high = max(low, min(kx, width - x0))
-        for i in range(ky):
-            at = patches.ctypes.data + 4 * channels * (row * ky + i) * kx
-            if 0 <= y + i < height:
-                _fill(at, low * channels, ZERO)
-                source = x.ctypes.data + 4 * channels * ((y + i) * width + x0 + low)
-                _copy(source, at + 4 * channels * low, (high - low) * channels)
-                _fill(at + 4 * channels * high, (kx - high) * channels, ZERO)
-            else:
-                _fill(at, kx * channels, ZERO)
+    height, width, size = window[0], window[1], 4 * window[2]
+    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
+    ys, xs = corners[0], corners[1]
+    for p in range(count):
+        ys[p] = (pixel + p) // across * window[5] - window[7]
+        xs[p] = (pixel + p) % across * window[6] - window[8]
+    for i in range(ky):
+        for j in range(kx):
+            row = table[i * kx + j]
+            for p in range(count):
+                y, x = ys[p] + i * dy, xs[p] + j * dx
+                is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+                row[p] = at + size * (y * width + x) if is_inside else zeros
+
+
+@helper
+def _multiply(
+    is_depthwise: int, size: Any, at: int, places: int, weights: int, begin: Any, end: Any, offset: int
+) -> None:
+    """Call the tile of `size` (rows, vectors, depth); begin: (sums, their stride), end: (place, stride, finish)."""
+    rows, vectors, depth = size
+    start, start_stride = begin
+    to, stride, finish = end
+    if is_depthwise:
+        depthwise_tile(rows, vectors, at, places, 1, weights, start, start_stride, to, stride, offset, finish)
+    else:
+        places_tile(rows, vectors, at, places, depth, weights, start, start_stride, to, stride, offset, finish)
+
+
+@helper
+def _beside(table: Any, first: int, count: int, unit: Any, places: int, sums: Any) -> None:
+    """Fill the sums [count, NR] of a depthwise unit's channels beyond its last whole vector."""
+    whole = unit[_VALID] // _LANES * _LANES
+    rest = unit[_VALID] - whole
+    bias = floats(unit[_BIAS] + 4 * whole, rest)
+    for i in range(count):
+        total = floats(sums + 4 * (i * NR + whole), rest)
+        for c in range(rest):
+            total[c] = bias[c]
+        for place in range(places):
+            pixel = floats(table[place, first + i] + unit[_OFFSET] + 4 * whole, rest)
+            weight = floats(unit[_WEIGHTS] + 4 * (place * NR + whole), rest)
+            for c in range(rest):
+                total[c] += pixel[c] * weight[c]
+
+
+@helper
+def _finish(sums: Any, first: int, count: int, pixel: int, unit: Any, how: Any, out: Any, residual: Any) -> None:
+    """Finish rows first..first + count of sums [PIXELS, NR] and copy them to the pixels of out from `pixel` on."""
+    valid, n = unit[_VALID], out.shape[1]
+    has, is_first = residual.size > 0, how[_RESIDUAL_FIRST] != 0
+    for i in range(count):
+        tile = floats(sums.ctypes.data + 4 * ((first + i) * NR + unit[_SHIFT]), valid)
+        target = floats(out.ctypes.data + 4 * ((pixel + i) * n + unit[_COLUMN]), valid)
+        added = floats(residual.ctypes.data + 4 * ((pixel + i) * n + unit[_COLUMN]), valid if has else 0)
+        if has and is_first:
+            for j in range(valid):
+                tile[j] += added[j]
+        activate(tile, how[_ACTIVATION])
+        if has and not is_first:
+            for j in range(valid):
+                tile[j] += added[j]
+        for j in range(valid):
+            target[j] = tile[j]
+
+
+@kernel(
+    reads(float32, 1),
+    fills(float32, 2),
+    reads(float32, 2),
+    reads(float32, 1),
+    TABLE,
+    INT_ARRAY,
+    INT_ARRAY,
+    INT,
+    INT,
+    INT,
+    INT,
+    part=4,
+    maps=True,
+)
+def _conv2d(
+    x: Any,
+    out: Any,
+    residual: Any,
+    zeros: Any,
+    units: Any,
+    window: Any,
+    how: Any,
+    first_unit: int,
+    last_unit: int,
+    first_pixel: int,
+    last_pixel: int,
+) -> None:
+    """Fill the columns of some units in some pixels of out [y x, n]."""
+    n, places, length, is_depthwise = out.shape[1], window[3] * window[4], how[_LENGTH], how[_DEPTHWISE]
+    table, corners = np.empty((places, PIXELS), np.int64), np.empty((2, PIXELS), np.int64)
+    sums = np.empty(PIXELS * NR, np.float32)
+    finish = np.empty(3, np.int64)
+    finish_at, out_at, sums_at, table_at = _signed(finish), _signed(out), _signed(sums), _signed(table)
+    map_at, zeros_at = _signed(x), _signed(zeros)
+    finish[0] = how[_BOUNDS]
+    finish[1] = _signed(residual) - out_at if residual.size > 0 else 0
+    finish[2] = how[_RESIDUAL_FIRST]
+    # Some places at once, or some channels of one.
+    most = min(length, DEPTH)
+    at_once = places if is_depthwise else max(1, DEPTH // max(length, 1))
+    for block in range(first_pixel, last_pixel, PIXELS):
+        pixels = min(PIXELS, last_pixel - block)
+        tiles = -(-pixels // MR)
+        _find(map_at, zeros_at, window, block, pixels, corners, table)
+        for u in range(first_unit, last_unit):
+            unit = units[u]
+            width = unit[_SHIFT] + unit[_VALID]
+            is_whole = unit[_SHIFT] == 0 and width % _LANES == 0
+            vectors = width // _LANES if is_depthwise else -(-width // _LANES)
+            direct = how[_IN_REGISTERS] != 0 and is_whole
+            for place in range(0, places, at_once):
+                count = min(at_once, places - place)
+                for low in range(0, max(length, 1), max(most, 1)):
+                    depth = min(most, length - low)
+                    begins, ends = place + low == 0, place + count == places and low + depth == length
+                    weights = unit[_WEIGHTS] + 4 * NR * (place * length + low)
+                    offset = unit[_OFFSET] + 4 * low
+                    for t in range(tiles):
+                        i = t * pixels // tiles
+                        rows = (t + 1) * pixels // tiles - i
+                        to, stride = sums_at + 4 * i * NR, NR
+                        start, start_stride = (unit[_BIAS], 0) if begins else (to, NR)
+                        done, at = 0, table_at + 8 * (place * PIXELS + i)
+                        if ends and direct:
+                            to, stride = out_at + 4 * ((block + i) * n + unit[_COLUMN]), n
+                            done = finish_at
+                        size, begin, end = (rows, vectors, depth), (start, start_stride), (to, stride, done)
+                        _multiply(is_depthwise, size, at, count, weights, begin, end, offset)
+                        if is_depthwise and not is_whole:
+                            _beside(table, i, rows, unit, places, to)
+                        if ends and not direct:
+                            _finish(sums, i, rows, block + i, unit, how, out, residual)
+
+
+@kernel(reads(float32, 3), fills(float32, 3), INT, INT, INT, INT, part=2, maps=True)
+def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> None:
+    """Copy rows first..stop of x to wide [.., .., C], whose border stays as it is."""
+    for y in range(first, stop):
+        count = x.shape[1] * x.shape[2]
+        source = floats(x.ctypes.data + 4 * y * count, count)
+        row = ((y + top) * wide.shape[1] + left) * x.shape[2]
+        target = floats(wide.ctypes.data + 4 * row, count)
+        for i in range(count):
+            target[i] = source[i]
+
+
+class _Groups(NamedTuple):
+    """How channels of x and columns of W fall into groups: of a group, so many of each."""
+
+    number: int
+    channels: int
+    columns: int
+
+
+def _groups_of(check: Check, op: Compute, window: Window, n: int) -> _Groups:
+    count = int(op.attrs.get("groups", 1))
+    check.that(count >= 1, f"groups {count} must be >= 1")
+    divides = window.channels % count == n % count == 0
+    check.that(divides, f"groups {count} must divide {window.channels} channels and {n} columns")
+    return _Groups(count, window.channels // count, n // count)
+
+
+def _units(matrix: PackedMatrix, bias: NDArray[np.float32], groups: _Groups, depthwise: bool) -> NDArray[np.int64]:
+    """Return the table of units: columns of one panel and one group; depthwise, of one panel."""
+    found = []
+    address = matrix.panels.__array_interface__["data"][0]
+    biases = bias.__array_interface__["data"][0]
+    for panel in range(len(matrix.panels)):
+        first, stop = panel * NR, min((panel + 1) * NR, matrix.columns)
+        while first < stop:
+            group = 0 if depthwise else first // groups.columns
+            end = stop if depthwise else min(stop, (group + 1) * groups.columns)
+            # Vectors of a panel begin at whole vectors.
+            skipped = (first - panel * NR) // _LANES * _LANES
+            weights = address + 4 * (panel * matrix.rows * NR + skipped)
+            shift = first - panel * NR - skipped
+            offset = first if depthwise else group * groups.channels
+            found.append((weights, biases + 4 * (first - shift), first, end - first, shift, 4 * offset))
+            first = end
+    return np.asarray(found, np.int64)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
@@ -86,50 +258,76 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     activation = activation_of(check, op.attrs["activation"])
     window = window_of(check, op)
     matrix, n = check.packed(weights[0]), check.writes[0].shape[2]
-    k = window.kernel_rows * window.kernel_columns * window.channels
+    groups = _groups_of(check, op, window, n)
+    k = window.places * groups.channels
     check.that((matrix.rows, matrix.columns) == (k, n), f"weight {matrix.rows, matrix.columns} should be {(k, n)}")
-    biases = [check.plain(weights[1], (n,))] if has_bias else []
+    bias = np.zeros(len(matrix.panels) * NR, np.float32)
+    if has_bias:
+        bias[:n] = check.plain(weights[1], (n,))
     if has_residual:
         check.shape(check.reads[1], check.writes[0].shape)
     if not window.pixels or not n:
         return nothing
-
-    def product(pixels: int) -> Run:
-        return bind_product((pixels, k), [matrix], biases, has_residual, activation, pool)
-
-    if window[3:9] == (1, 1, 1, 1, 0, 0) and window[:2] == window[-2:]:
-        return _of_pixels(product(window.pixels), n, k)
-    return _of_patches(product, window, n, k, pool)
-
-
-def _of_pixels(product: Run, n: int, k: int) -> Run:
-    """Return the run of a convolution whose patches are the pixels."""
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pixels = [a.reshape(-1, width) for a, width in zip(reads, (k, n), strict=False)]
-        product(pixels, [writes[0].reshape(-1, n)])
-
-    return run
+    low, high = np.asarray(_LIMITS.get(activation, (0.0, 0.0)), np.float32).view(np.int32).tolist()
+    bounds = (low & 0xFFFFFFFF) | high << 32
+    is_first = int(bool(op.attrs.get("residual_first", False)))
+    depthwise = groups.channels == groups.columns == 1 and groups.number > 1
+    how = [groups.channels, int(depthwise), activation, int(activation in _LIMITS), bounds, is_first]
+    units = _units(matrix, bias, groups, depthwise)
+    return _Convolution(matrix, bias, units, window, how).run(has_residual, pool)
 
 
-def _of_patches(product: Callable[[int], Run], window: Window, n: int, k: int, pool: Workers) -> Run:
-    """Return the run of a convolution by blocks of patches; `product(rows)` returns that of a product of so many."""
-    total = window.pixels
-    most = max(_LEAST_PIXELS, _PATCHES // max(k, 1))
-    size = min(total, MR * -(-total // (-(-total // most) * MR)))
-    cuts = [*range(0, total, size), total]
-    scratch, table = np.empty((size, k), np.float32), window.table()
-    by_rows = {rows: (scratch[:rows], row_parts(rows, k, pool), product(rows)) for rows in {size, cuts[-1] - cuts[-2]}}
-    blocks = [(first, stop, *by_rows[stop - first]) for first, stop in pairwise(cuts)]
+class _Convolution(NamedTuple):
+    """A checked convolution; its matrix and biases stay alive with it, since `units` has only addresses."""
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        x, residuals = reads[0].reshape(-1), [a.reshape(-1, n) for a in reads[1:]]
-        out = writes[0].reshape(-1, n)
-        for first, stop, patches, parts, multiply in blocks:
-            pool.each(_gather, (x, patches, table, first), parts)
-            multiply([patches, *(a[first:stop] for a in residuals)], [out[first:stop]])
+    matrix: PackedMatrix
+    bias: NDArray[np.float32]
+    units: NDArray[np.int64]
+    window: Window
+    how: list[int]
 
-    return run
+    def run(self, has_residual: bool, pool: Workers) -> Run:
+        """Return its run."""
+        window, n = self.window, self.matrix.columns
+        how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
+        zeros, units = np.zeros(max(1, window.channels), np.float32), self.units
+        ragged = bool(units[-1, _VALID] < NR)
+        parts = matmul_parts(len(units), ragged, window.pixels, NR * self.matrix.rows, pool.threads, MR)
+        is_thin = window.channels < _FEW_CHANNELS and window.kernel_columns > 1 and window.dilation_columns == 1
+        surround = _surrounding(window, pool) if is_thin and how[_LENGTH] == window.channels > 0 else None
+        if surround is not None:
+            window, how[_LENGTH] = _of_rows(window), window.kernel_columns * window.channels
+        table, alive = window.table(), self
+
+        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
+            x = reads[0] if surround is None else surround(reads[0])
+            residual = reads[1].reshape(-1, n) if has_residual else none
+            pool.each(_conv2d, (x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, how), parts)
+
+        return run
+
+
+def _of_rows(window: Window) -> Window:
+    """Return the window over a map with its border whose places are whole rows of a patch."""
+    rows = (window.out_rows - 1) * window.stride_rows + (window.kernel_rows - 1) * window.dilation_rows + 1
+    columns = (window.out_columns - 1) * window.stride_columns + window.kernel_columns
+    return window._replace(rows=rows, columns=columns, kernel_columns=1, top=0, left=0)
+
+
+def _surrounding(window: Window, pool: Workers) -> Any:
+    """Return the function that copies a map into one with its border of zeros, as far as patches reach."""
+    whole = _of_rows(window)
+    wide = np.zeros((whole.rows, whole.columns, whole.channels), np.float32)
+    # Rows and columns that no patch reaches are not copied.
+    rows, columns = whole.rows - window.top, whole.columns - window.left
+    parts = row_parts(min(rows, window.rows), window.columns * window.channels, pool)
+
+    def surround(x: Array) -> Array:
+        seen = x if columns >= window.columns else np.ascontiguousarray(x[:, : max(columns, 0)])
+        pool.each(_surround, (seen, wide, window.top, window.left), parts)
+        return wide
+
+    return surround
 
 
 def _reference(
@@ -139,16 +337,27 @@ def _reference(
     weights: Sequence[Array],
 ) -> list[Array]:
     out = slots[op.writes[0]]
-    patches = patches_of(op, reads[0], out, 0.0).reshape(out.shape[0] * out.shape[1], len(weights[0]))
-    total = patches @ weights[0].astype(np.float64) + (weights[1] if op.attrs["bias"] else 0.0)
-    result = references.ACTIVATIONS[op.attrs["activation"]](total).reshape(out.shape)
-    return [result + reads[1] if op.attrs["residual"] else result]
+    y, x, n = out.shape
+    groups, activation = op.attrs.get("groups", 1), references.ACTIVATIONS[op.attrs["activation"]]
+    patches = patches_of(op, reads[0], out, 0.0)
+    c = reads[0].shape[2] // groups
+    by_group = np.moveaxis(patches.reshape(*patches.shape[:4], groups, c), 4, 0).reshape(groups, y * x, len(weights[0]))
+    of_groups = weights[0].astype(np.float64).reshape(len(weights[0]), groups, n // groups).transpose(1, 0, 2)
+    total = (by_group @ of_groups).transpose(1, 0, 2).reshape(out.shape)
+    total += weights[1] if op.attrs["bias"] else 0.0
+    if not op.attrs["residual"]:
+        return [activation(total)]
+    is_first = op.attrs.get("residual_first", False)
+    return [activation(total + reads[1]) if is_first else activation(total) + reads[1]]
 
 
 def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     y, x, n = slots[op.writes[0]].shape
-    k = math.prod(op.attrs["kernel"]) * slots[op.reads[0]].shape[2]
+    channels, groups = slots[op.reads[0]].shape[2], op.attrs.get("groups", 1)
+    if channels == groups > 1:  # each channel alone: the map is read and written, there is little to multiply
+        return rowwise(op, slots)
+    k = math.prod(op.attrs["kernel"]) * channels // groups
     return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n)
 
 
-CONV2D: Final = Kernel("conv2d", _bind, _reference, _work)
+CONV2D: Final = Kernel("conv2d", _bind, _reference, _work, maps=True)

@@ -205,7 +205,7 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = 
             return TileWriter(builder.module, name, tile, count, width, layout, prefetch).write()
 
         sizes = [(count, width) for width, count in product(widths, range(1, tile.rows + 1))]
-        _call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
+        call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
         return context.get_dummy_value()
 
     def emit(_context: Any, _rows: Any, _a: Any, _as: Any, _k: Any, _b: Any, _s: Any, _ss: Any, _c: Any) -> Any:
@@ -246,7 +246,7 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = 
     return (emit_panel_ahead if prefetch else emit_panel) if panel else emit
 
 
-def _call_chosen(
+def call_chosen(
     builder: Any,
     size: tuple[Any, Any],
     sizes: list[tuple[int, int]],
