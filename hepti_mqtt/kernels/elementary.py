@@ -160,3 +160,20 @@ def gelu_tanh(x: Any) -> Any:
 def relu(x: Any) -> Any:
     """Return max(x, 0)."""
     return ZERO if x < ZERO else x
+
+
+_SIX: Final = f32(6.0)
+_LEAK: Final = f32(0.1)
+
+
+@exact
+def relu6(x: Any) -> Any:
+    """Return x cut to 0..6."""
+    y = ZERO if x < ZERO else x
+    return _SIX if y > _SIX else y
+
+
+@exact
+def leaky_relu(x: Any) -> Any:
+    """Return x, or 0.1 x below 0."""
+    return x * _LEAK if x < ZERO else x

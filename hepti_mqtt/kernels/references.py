@@ -28,6 +28,8 @@ ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.where(x < 0, 0.0, x),
     "tanh": np.tanh,
+    "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
+    "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
 }
 
 

@@ -13,7 +13,9 @@ from hepti_mqtt.kernels.attention.cache import APPEND_ROWS, ATTENTION_AT
 from hepti_mqtt.kernels.attention.combine import ATTENTION_COMBINE
 from hepti_mqtt.kernels.attention.ragged import ATTENTION, ATTENTION_BLOCK
 from hepti_mqtt.kernels.base import Kernel
+from hepti_mqtt.kernels.conv.average_pool2d import AVERAGE_POOL2D
 from hepti_mqtt.kernels.conv.conv2d import CONV2D
+from hepti_mqtt.kernels.conv.global_sum import GLOBAL_SUM
 from hepti_mqtt.kernels.conv.max_pool2d import MAX_POOL2D
 from hepti_mqtt.kernels.gemm.linear import LINEAR
 from hepti_mqtt.kernels.reorder.codecs import FROM_F16, FROM_I8, TO_F16, TO_I8
@@ -44,6 +46,8 @@ _ALL: Final = (
     NORMALIZE_ROWS,
     CONV2D,
     MAX_POOL2D,
+    AVERAGE_POOL2D,
+    GLOBAL_SUM,
     EMBED_AT,
     APPEND_ROWS,
     ATTENTION_AT,

@@ -43,6 +43,11 @@ BY_HAND = {
         (IMAGE, MAP, MAP),
     ),
     "max_pool2d": (Compute("max_pool2d", (0,), (1,), (), WINDOW), (IMAGE, SlotSpec((3, 2, 6)))),
+    "average_pool2d": (
+        Compute("average_pool2d", (0,), (1,), (), {**WINDOW, "count_pad": False}),
+        (IMAGE, SlotSpec((3, 2, 6))),
+    ),
+    "global_sum": (Compute("global_sum", (0,), (1,), (), {"scale": 0.05}), (IMAGE, SlotSpec((1, 6)))),
     "embed_at": (
         Compute("embed_at", (0, 1), (2,), (WeightRef("w", (0, 7), (0, 12), "plain"),) * 2, {}),
         (SlotSpec((5,), "i32"), SlotSpec((1,), "i32"), ROWS),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kernels_support import Case, array
 
 from hepti_mqtt.kernels.conv import conv2d as conv
+from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
 from hepti_mqtt.work import Work
 
 WINDOWS = {
@@ -16,26 +17,28 @@ WINDOWS = {
     "stride": st.tuples(st.integers(1, 3), st.integers(1, 3)),
     "pad": st.tuples(*[st.integers(0, 5)] * 4),
 }
+DILATION = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
-def patches(height, width, kernel, stride, pad):
+def patches(height, width, kernel, stride, pad, dilation=(1, 1)):
     """Return how many patches fit in (rows, columns)."""
-    (ky, kx), (sy, sx), (top, left, bottom, right) = kernel, stride, pad
+    (sy, sx), (top, left, bottom, right) = stride, pad
+    ky, kx = ((size - 1) * apart + 1 for size, apart in zip(kernel, dilation, strict=True))
     return max(0, (height + top + bottom - ky) // sy + 1), max(0, (width + left + right - kx) // sx + 1)
 
 
-def conv2d(x, weight, *, kernel, stride=(1, 1), pad=(0, 0, 0, 0), activation=None, bias=None, residual=False):
-    y, across = patches(*x.shape[:2], kernel, stride, pad)
+def conv2d(x, weight, *, kernel, stride=(1, 1), pad=(0, 0, 0, 0), activation=None, bias=None, residual=False, **more):
+    y, across = patches(*x.shape[:2], kernel, stride, pad, more.get("dilation", (1, 1)))
     out = (y, across, weight.shape[1])
     weights = [weight] if bias is None else [weight, bias]
     attrs = {"kernel": kernel, "stride": stride, "pad": pad, "activation": activation, "bias": bias is not None}
     reads = [x, array(*out)] if residual else [x]
-    return Case("conv2d", reads, [out], weights, packed=1, residual=residual, **attrs)
+    return Case("conv2d", reads, [out], weights, packed=1, residual=residual, **attrs, **more)
 
 
-def pool2d(x, kernel, stride, pad):
+def pool2d(x, kernel, stride, pad, name="max_pool2d", **more):
     out = (*patches(*x.shape[:2], kernel, stride, pad), x.shape[2])
-    return Case("max_pool2d", [x], [out], kernel=kernel, stride=stride, pad=pad)
+    return Case(name, [x], [out], kernel=kernel, stride=stride, pad=pad, **more)
 
 
 @given(**WINDOWS, channels=st.integers(0, 5), n=st.integers(0, 40), bias=st.booleans(), residual=st.booleans())
@@ -45,7 +48,39 @@ def test_conv2d(height, width, kernel, stride, pad, channels, n, bias, residual)
     conv2d(x, weight, kernel=kernel, stride=stride, pad=pad, bias=bias, residual=residual).check()
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu", "tanh"])
+@given(
+    **WINDOWS,
+    dilation=DILATION,
+    groups=st.integers(1, 4),
+    channels=st.integers(0, 3),
+    columns=st.integers(1, 18),
+    residual_first=st.booleans(),
+)
+def test_conv2d_in_groups(height, width, kernel, stride, pad, dilation, groups, channels, columns, residual_first):
+    x, weight = array(height, width, groups * channels), array(kernel[0] * kernel[1] * channels, groups * columns)
+    attrs = {"kernel": kernel, "stride": stride, "pad": pad, "dilation": dilation, "groups": groups}
+    epilogue = {"activation": "relu", "bias": array(groups * columns), "residual": True}
+    conv2d(x, weight, **attrs, **epilogue, residual_first=residual_first).check()
+
+
+@given(**WINDOWS, dilation=DILATION, channels=st.integers(1, 150))
+def test_depthwise(height, width, kernel, stride, pad, dilation, channels):
+    x, weight = array(height, width, channels), array(kernel[0] * kernel[1], channels)
+    attrs = {"kernel": kernel, "stride": stride, "pad": pad, "dilation": dilation, "groups": channels}
+    conv2d(x, weight, **attrs, activation="relu6", bias=array(channels)).check()
+
+
+def test_a_residual_comes_before_the_activation_where_it_is_first():
+    x, weight = np.zeros((2, 2, 3), np.float32), array(3, 40)
+    case = conv2d(x, weight, kernel=(1, 1), activation="relu", residual=True, residual_first=True)
+    got = case.check()[0]
+    np.testing.assert_array_equal(got, np.maximum(case.reads[1], 0))
+    assert (case.reads[1] < 0).any()
+    case = conv2d(x, weight, kernel=(1, 1), activation="relu", residual=True)
+    np.testing.assert_array_equal(case.check()[0], case.reads[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 def test_what_is_fused_is_what_linear_fuses(activation, residual):
     x, weight, bias = array(7, 9, 6), array(54, 40), array(40)
@@ -125,6 +160,34 @@ def test_max_pool2d(height, width, kernel, stride, pad, channels):
         np.testing.assert_array_equal(got, case.reference()[0])
 
 
+@given(**WINDOWS, channels=st.integers(0, 40), count_pad=st.booleans())
+def test_average_pool2d(height, width, kernel, stride, pad, channels, count_pad):
+    pool2d(array(height, width, channels), kernel, stride, pad, "average_pool2d", count_pad=count_pad).check()
+
+
+def test_places_beyond_the_map_count_where_they_shall():
+    x = np.ones((2, 2, 1), np.float32)
+    for count_pad, corner in ((True, 4 / 9), (False, 1.0)):
+        got = pool2d(x, (3, 3), (1, 1), (1,) * 4, "average_pool2d", count_pad=count_pad).check()[0]
+        np.testing.assert_allclose(got, np.full((2, 2, 1), corner), rtol=1e-6)
+
+
+@given(
+    height=st.integers(0, 9), width=st.integers(0, 9), channels=st.integers(0, 40), scale=st.sampled_from([1.0, 0.1])
+)
+def test_global_sum(height, width, channels, scale):
+    Case("global_sum", [array(height, width, channels)], [(1, channels)], scale=scale).check()
+
+
+def test_sums_of_those_who_own_rows_add_up_to_the_mean():
+    x = array(31, 7, 1030)
+    whole = Case("global_sum", [x], [(1, 1030)], scale=1 / (31 * 7))
+    parts = [Case("global_sum", [part], [(1, 1030)], scale=1 / (31 * 7)) for part in (x[:3], x[3:3], x[3:])]
+    total = sum(part.run()[0] for part in parts)
+    np.testing.assert_allclose(total[0], x.astype("f8").mean(axis=(0, 1)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(whole.run(3)[0], whole.check()[0])
+
+
 @pytest.mark.parametrize("place", range(9))
 def test_nan_is_the_largest_value_and_infinity_the_next(place):
     x = array(3, 3, 20)
@@ -149,6 +212,13 @@ def test_ops_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Case("conv2d", [x], [(4, 3, 4)], [weight], packed=1, **{**good, **change}).run()
+    for change, message in (
+        ({"dilation": (0, 1)}, "dilation .* must be >= 1"),
+        ({"groups": 0}, "groups 0 must be >= 1"),
+        ({"groups": 2}, "groups 2 must divide 3 channels and 4 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case("conv2d", [x], [(4, 3, 4)], [weight], packed=1, **{**good, **change}).run()
     with pytest.raises(ValueError, match=r"weight \(27, 4\) should be \(27, 5\)"):
         Case("conv2d", [x], [(4, 3, 5)], [weight], packed=1, **good).run()
     with pytest.raises(ValueError, match="needs a packed f32 matrix"):
@@ -165,5 +235,9 @@ def test_ops_that_do_not_fit_are_refused():
 def test_work_is_that_of_the_product():
     case = conv2d(array(6, 5, 3), array(27, 4), kernel=(3, 3))
     assert case.kernel.work(case.op, case.slots) == Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4)
+    case = conv2d(array(6, 5, 4), array(18, 6), kernel=(3, 3), groups=2)
+    assert case.kernel.work(case.op, case.slots) == Work("linear", rows=12, k=18, n=6, flops=2 * 12 * 18 * 6)
+    case = conv2d(array(6, 5, 4), array(9, 4), kernel=(3, 3), groups=4)
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 4 * (30 + 12))
     case = pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4)
     assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 3 * (24 + 6))

@@ -8,7 +8,7 @@ from kernels_support import Case, array
 
 from hepti_mqtt.work import Work
 
-ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh"]
+ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu"]
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple) | st.sampled_from(
     [(1023,), (5, 411), (2049, 1)]
 )

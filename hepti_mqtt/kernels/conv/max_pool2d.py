@@ -22,19 +22,22 @@ from hepti_mqtt.program import Compute, SlotSpec
 _MINUS_INF: Final = np.float32(-np.inf)
 
 
-@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, part=2)
+@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, part=2, maps=True)
 def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
     """Fill rows first..stop of out [y x, C] with the largest values in the patches of the image x [Y X C]."""
     height, width, channels = window[0], window[1], window[2]
-    ky, kx, across = window[3], window[4], window[10]
+    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
     for pixel in range(first, stop):
         best = floats(out.ctypes.data + 4 * channels * pixel, channels)
         for c in range(channels):
             best[c] = _MINUS_INF
         y0 = pixel // across * window[5] - window[7]
         x0 = pixel % across * window[6] - window[8]
-        for y in range(max(y0, 0), min(y0 + ky, height)):
-            for column in range(max(x0, 0), min(x0 + kx, width)):
+        for i in range(ky):
+            for j in range(kx):
+                y, column = y0 + i * dy, x0 + j * dx
+                if y < 0 or y >= height or column < 0 or column >= width:
+                    continue
                 values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
                 for c in range(channels):
                     # NaN is above everything, and nothing is above NaN.
@@ -50,7 +53,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     window = window_of(check, op)
     c = window.channels
     check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
-    parts = row_parts(window.pixels, c * window.kernel_rows * window.kernel_columns, pool)
+    parts = row_parts(window.pixels, c * window.places, pool)
     table = window.table()
     if not c:
         return nothing
@@ -70,4 +73,4 @@ def _reference(
     return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
-MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, rowwise)
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, rowwise, maps=True)

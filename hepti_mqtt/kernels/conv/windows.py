@@ -1,7 +1,8 @@
 """How patches lie on an image, f32 [Y, X, C], rows first and channels last: what the kernels of a map share.
 
-Attributes kernel (ky, kx), stride (sy, sx) and pad (top, left, bottom, right) say where patches are. There are as many
-as fit: y = (Y + top + bottom - ky) // sy + 1.
+Attributes kernel (ky, kx), stride (sy, sx), pad (top, left, bottom, right) and, where wanted, dilation (dy, dx) say
+where patches are: places of a patch lie dilation apart. There are as many patches as fit: y = (Y + top + bottom -
+(ky - 1) dy - 1) // sy + 1.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Window(NamedTuple):
     left: int
     out_rows: int
     out_columns: int
+    dilation_rows: int
+    dilation_columns: int
 
     def table(self) -> NDArray[np.int64]:
         """Return the window as compiled code reads it."""
@@ -39,28 +42,38 @@ class Window(NamedTuple):
         """Return the number of patches."""
         return self.out_rows * self.out_columns
 
+    @property
+    def places(self) -> int:
+        """Return the pixels of a patch."""
+        return self.kernel_rows * self.kernel_columns
+
 
 def window_of(check: Check, op: Compute) -> Window:
     """Return the window of an op whose first read is [Y, X, C] and whose result is [y, x, n]."""
     check.that(len(check.reads[0].shape) == len(check.writes[0].shape) == 3, "slots must have 3 dimensions")
     height, width, channels = check.reads[0].shape
     (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
+    dy, dx = op.attrs.get("dilation", (1, 1))
     top, left, bottom, right = op.attrs["pad"]
     check.that(min(ky, kx, sy, sx) >= 1, f"kernel {(ky, kx)} and stride {(sy, sx)} must be >= 1")
+    check.that(min(dy, dx) >= 1, f"dilation {(dy, dx)} must be >= 1")
     check.that(min(top, left, bottom, right) >= 0, f"pad {(top, left, bottom, right)} must be >= 0")
-    y, x = (height + top + bottom - ky) // sy + 1, (width + left + right - kx) // sx + 1
+    y = (height + top + bottom - (ky - 1) * dy - 1) // sy + 1
+    x = (width + left + right - (kx - 1) * dx - 1) // sx + 1
     check.shape(check.writes[0], (max(0, y), max(0, x), check.writes[0].shape[2]))
-    return Window(height, width, channels, ky, kx, sy, sx, top, left, max(0, y), max(0, x))
+    return Window(height, width, channels, ky, kx, sy, sx, top, left, max(0, y), max(0, x), dy, dx)
 
 
 def patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:
     """Return the patches of x as [y, x, ky, kx, C], for references."""
     (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
+    dy, dx = op.attrs.get("dilation", (1, 1))
     top, left, bottom, right = op.attrs["pad"]
     padded = np.pad(x.astype(np.float64), ((top, bottom), (left, right), (0, 0)), constant_values=fill)
     y, across, _ = out.shape
     found = np.empty((y, across, ky, kx, x.shape[2]))
     for i in range(y):
         for j in range(across):
-            found[i, j] = padded[i * sy : i * sy + ky, j * sx : j * sx + kx]
+            rows = slice(i * sy, i * sy + (ky - 1) * dy + 1, dy)
+            found[i, j] = padded[rows, j * sx : j * sx + (kx - 1) * dx + 1 : dx]
     return found

@@ -9,10 +9,11 @@ from hepti_mqtt.kernels.base import Check
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.jit import helper
 
-ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh")
-NONE, GELU, GELU_TANH, RELU, TANH = range(5)
+ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu")
+NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU = range(7)
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
+_relu6, _leaky_relu = elementary.relu6, elementary.leaky_relu
 
 
 def activation_of(check: Check, name: str | None) -> int:
@@ -36,6 +37,12 @@ def activate(tile: Any, activation: int) -> None:
     elif activation == TANH:
         for i in range(tile.size):
             tile[i] = _tanh(tile[i])
+    elif activation == RELU6:
+        for i in range(tile.size):
+            tile[i] = _relu6(tile[i])
+    elif activation == LEAKY_RELU:
+        for i in range(tile.size):
+            tile[i] = _leaky_relu(tile[i])
 
 
 @helper
