@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import hash_cache
-from hepti_mqtt.checkpoint.safetensors_file import StoredTensor, WeightsFile, close_all, open_weights, read_json
+from hepti_mqtt.checkpoint.folded import Stored, folded
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_weights, read_json
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
@@ -55,7 +56,7 @@ class Checkpoint:
         self.config = config
         self.extras = extras
         self._files = files
-        self._stored: dict[str, StoredTensor] = {k: v for file in files for k, v in file.tensors.items()}
+        self._stored: dict[str, Stored] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = as_stored(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
@@ -190,7 +191,7 @@ class Checkpoint:
 class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
     """Canonical tensors, read when asked for."""
 
-    def __init__(self, stored: Mapping[TensorSource, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[TensorSource, Stored]) -> None:
         self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
@@ -224,20 +225,23 @@ def _located(source: TensorSource, place: TilePlace) -> _Tile:
     return _Tile(source, (row, row + rows), (column, column + columns))
 
 
-def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mapping[TensorSource, StoredTensor]:
+def _match(stored: Mapping[str, Stored], spec: Spec, path: Path) -> Mapping[TensorSource, Stored]:
     """Return the stored tensor of each source; raises ModelError naming those that are missing or of another shape."""
-    found: dict[TensorSource, StoredTensor] = {}
-    missing, wrong = [], []
+    found: dict[TensorSource, Stored] = {}
+    missing: dict[str, None] = {}
+    wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
-        name = next((name for name in source.stored if name in stored), None)
-        if name is None:
-            missing.append(source.usual)
-        elif stored[name].shape != source.stored_shape:
-            wrong.append(f"{name} is {list(stored[name].shape)} instead of {list(source.stored_shape)}")
-        elif not stored[name].is_float:
-            wrong.append(f"{name} has the dtype {stored[name].dtype}, which is not supported (F32, F16, BF16, F64 are)")
-        else:
-            found[source] = stored[name]
+        name = next((name for name in source.stored if name in stored), source.usual)
+        for part, shape in {name: source.stored_shape, **source.parts}.items():
+            if part not in stored:
+                missing[part] = None
+            elif stored[part].shape != shape:
+                wrong[f"{part} is {list(stored[part].shape)} instead of {list(shape)}"] = None
+            elif not stored[part].is_float:
+                dtype = stored[part].dtype
+                wrong[f"{part} has the dtype {dtype}, which is not supported (F32, F16, BF16, F64 are)"] = None
+        if name in stored:
+            found[source] = folded(source, stored, name)
     if missing:
         raise ModelError(f"{path} lacks {_some(missing)}; {_whose(stored, spec)}")
     if wrong:
@@ -245,7 +249,7 @@ def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mappin
     return found
 
 
-def _whose(stored: Mapping[str, StoredTensor], spec: Spec) -> str:
+def _whose(stored: Mapping[str, Stored], spec: Spec) -> str:
     family = family_stored(stored)
     if family is None or spec.architecture in family.ARCHITECTURES:
         return "config.json and the weights must be of the same model"
@@ -255,6 +259,6 @@ def _whose(stored: Mapping[str, StoredTensor], spec: Spec) -> str:
     )
 
 
-def _some(items: list[str]) -> str:
+def _some(items: Collection[str]) -> str:
     more = len(items) - _LISTED
-    return ", ".join(items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join([*items][:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -27,6 +27,7 @@ CASES = (
     ("tiny-debert", "decoupled", {"original": "megatron"}),
     ("tiny-convnet", "map_rows", {}),
     ("tiny-convnet", "fused_tiles", {}),
+    ("tiny-resnet", "map_rows", {}),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
 
