@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import hash_cache
-from hepti_mqtt.checkpoint.folded import Stored, folded
-from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_weights, read_json
+from hepti_mqtt.checkpoint import hash_cache, onnx_file
+from hepti_mqtt.checkpoint.folded import Stored, Weights, folded
+from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
@@ -49,7 +49,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, model: str, config: Mapping[str, Any], extras: Mapping[str, Any], files: list[WeightsFile]
+        self, path: Path, model: str, config: Mapping[str, Any], extras: Mapping[str, Any], files: Sequence[Weights]
     ) -> None:
         self.path = path
         self.model = model
@@ -63,21 +63,27 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, model: str | None = None) -> Checkpoint:
-        """Open the directory `path`; `model` is its name on the site, by default made from the directory's.
+        """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = Path(path)
-        if not path.is_dir():
+        onnx = onnx_file.find(path)
+        if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is no directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
-        config = read_json(path / "config.json")
+        root = path if path.is_dir() else path.parent
         extras = {
-            file.relative_to(path).as_posix(): read_json(file)
+            file.relative_to(root).as_posix(): read_json(file)
             for pattern in _EXTRAS
-            for file in sorted(path.glob(pattern))
+            for file in sorted(root.glob(pattern))
         }
+        if onnx is not None:
+            beside = root / "config.json"
+            opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
+            return cls(path, name, opened.config, extras, [opened])
+        config = read_json(path / "config.json")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec_from_config(config, extras)
         files = open_weights(path)
@@ -209,7 +215,7 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower()).strip("-_")[:64]
+    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower().removesuffix(".onnx")).strip("-_")[:64]
     return name or "model"
 
 

@@ -33,6 +33,21 @@ class Stored(Protocol):
         """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
 
 
+class Weights(Protocol):
+    """An open file of tensors."""
+
+    @property
+    def stamp(self) -> tuple[str, int, int]:
+        """Return its path, size and modification time."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Return its tensors by name."""
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+
+
 def folded(source: TensorSource, stored: Mapping[str, Stored], name: str) -> Stored:
     """Return the tensor `name` of a checkpoint as its source wants it."""
     if not source.channels_first and source.norm is None:

@@ -201,7 +201,12 @@ def node_from_dict(data: Mapping[str, Any]) -> Node:
 
 def shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
     """Return the shape of every tensor of a net; raises ModelError naming a node that does not fit what it reads."""
-    found = {IMAGE: image}
+    return more_shapes(nodes, {IMAGE: image})
+
+
+def more_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, Dims]:
+    """Return the known shapes and those of nodes that read them; raises ModelError as `shapes` does."""
+    found = dict(known)
     for node in nodes:
         try:
             found[node.name] = node.shape(*(found[x] for x in node.inputs))
