@@ -82,7 +82,9 @@ def _load(path: Path) -> Any:
     try:
         return onnx.load(os.fspath(path)).graph
     except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to
-        raise ModelError(f"{path} cannot be read as ONNX ({error}); it may be an incomplete copy: copy it again") from error
+        raise ModelError(
+            f"{path} cannot be read as ONNX ({error}); it may be an incomplete copy: copy it again"
+        ) from error
 
 
 def _constants(graph: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -112,8 +114,8 @@ def _steps(path: Path, graph: Any) -> Iterator[Step]:
     unknown = sorted({node.op_type for node in graph.node} - OPERATORS - {"Constant"})
     if unknown:
         raise UnsupportedModelError(
-            f"{path}: the operators {', '.join(unknown)} are not supported; supported are {', '.join(sorted(OPERATORS))}"
-            " with constant weights"
+            f"{path}: the operators {', '.join(unknown)} are not supported; supported are "
+            f"{', '.join(sorted(OPERATORS))} with constant weights"
         )
     for node in graph.node:
         if node.op_type != "Constant":

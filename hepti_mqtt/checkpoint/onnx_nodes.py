@@ -127,8 +127,8 @@ class Reader:
         before = self._alone(step)
         if not isinstance(before, nodes.Conv) or before.norm is not None:
             raise _wrong(step, "it is supported only behind a Conv that nothing else reads")
-        names = [self._weight(step, i, 1) for i in range(1, 5)]
-        norm = BatchNorm(*names, eps=float(step.attributes.get("epsilon", 1e-5)))
+        scale, bias, mean, variance = (self._weight(step, i, 1) for i in range(1, 5))
+        norm = BatchNorm(scale, bias, mean, variance, float(step.attributes.get("epsilon", 1e-5)))
         self._nodes[before.name] = replace(before, norm=norm)
         return before.name
 
@@ -203,7 +203,9 @@ class Reader:
         row = int(np.prod(dims))
         if target is None or target.size != 2 or target[0] not in (0, 1, -1) or target[1] not in (-1, row):
             shown = "computed" if target is None else target.tolist()
-            raise _wrong(step, f"its shape is {shown}; supported: [1, -1], of a model that was exported for one picture")
+            raise _wrong(
+                step, f"its shape is {shown}; supported: [1, -1], of a model that was exported for one picture"
+            )
         return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
 
     def gemm(self, step: Step) -> str:
@@ -219,9 +221,7 @@ class Reader:
         weight = self._weight(step, 1, 2)
         columns = self.constants[weight].shape[0 if turned else 1]
         what: dict[str, Any] = {"weight": weight, "bias": bias, "stored_in_out": not turned}
-        return self._put(
-            nodes.Linear(name=self._name("linear"), inputs=(self._source(step),), columns=columns, **what)
-        )
+        return self._put(nodes.Linear(name=self._name("linear"), inputs=(self._source(step),), columns=columns, **what))
 
 
 def _wrong(step: Step, why: str) -> UnsupportedModelError:

@@ -177,7 +177,7 @@ def test_several_outputs_are_refused(tmp_path):
 def test_a_damaged_file_says_so(tmp_path):
     path = a_map(tmp_path / "m.onnx")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ModelError, match="cannot be read as ONNX .*copy it again"):
+    with pytest.raises(ModelError, match=r"cannot be read as ONNX .*copy it again"):
         Checkpoint.open(path)
 
 

@@ -25,7 +25,12 @@ def spec_of(kind, pre=None, **changes):
 # Of torchvision's models, less the norms' weights and biases, which are folded into what is before them.
 @pytest.mark.parametrize(
     ("kind", "parameters", "norms"),
-    [("vgg16", 138357544, 0), ("resnet18", 11689512, 4800), ("resnet50", 25557032, 26560), ("mobilenet-v2", 3504872, 17056)],
+    [
+        ("vgg16", 138357544, 0),
+        ("resnet18", 11689512, 4800),
+        ("resnet50", 25557032, 26560),
+        ("mobilenet-v2", 3504872, 17056),
+    ],
 )
 def test_models_have_as_many_parameters_as_published(kind, parameters, norms):
     sources = models.tensor_sources(spec_of_kind(kind))
@@ -111,7 +116,12 @@ def test_without_a_size_of_its_own_the_preprocessor_says_how_large_pictures_are(
         ("tiny-convnet", None, {"num_labels": 3, "id2label": None}, r"the last node gives \[1, 5\], and there are 3"),
         ("tiny-hf-resnet", None, {"layer_type": "dense"}, "layer_type 'dense' is not supported"),
         ("tiny-hf-resnet", None, {"depths": [1]}, "'depths' must be 3 integers"),
-        ("tiny-hf-mobilenet", None, {"hidden_act": "swish"}, "hidden_act 'swish' is not supported; supported: 'relu', 'relu6'"),
+        (
+            "tiny-hf-mobilenet",
+            None,
+            {"hidden_act": "swish"},
+            "hidden_act 'swish' is not supported; supported: 'relu', 'relu6'",
+        ),
     ],
 )
 def test_wrong_configs_are_named(kind, pre, changes, says):
@@ -120,7 +130,9 @@ def test_wrong_configs_are_named(kind, pre, changes, says):
 
 
 def test_an_architecture_that_is_not_known_lists_those_that_are():
-    with pytest.raises(UnsupportedModelError, match="'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"
+    ):
         spec_of("tiny-resnet", architectures=["densenet121"])
 
 

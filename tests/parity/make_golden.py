@@ -32,7 +32,14 @@ def main() -> None:
                 pooling = "mean" if spec.head.pooling == "mean" else None
                 hidden, output = outputs(path, spec.architecture, inputs, shape, pooling)
                 weights = checksum(checkpoint.tensors())
-        write(case.file, inputs[..., :: case.thin], shape, hidden[:: case.stride], output, weights_sha256=np.array(weights))
+        write(
+            case.file,
+            inputs[..., :: case.thin],
+            shape,
+            hidden[:: case.stride],
+            output,
+            weights_sha256=np.array(weights),
+        )
     if not MINILM.exists():
         minilm()
 
