@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
-Task = Literal["embedding", "classification", "masked_token", "image_classification", "generation"]
+Task = Literal["embedding", "classification", "masked_token", "image_classification", "feature_map", "generation"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import hash_cache
-from hepti_mqtt.checkpoint.safetensors_file import StoredTensor, WeightsFile, close_all, open_weights, read_json
+from hepti_mqtt.checkpoint import hash_cache, onnx_file
+from hepti_mqtt.checkpoint.folded import Stored, Weights, folded
+from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
@@ -48,35 +49,41 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, model: str, config: Mapping[str, Any], extras: Mapping[str, Any], files: list[WeightsFile]
+        self, path: Path, model: str, config: Mapping[str, Any], extras: Mapping[str, Any], files: Sequence[Weights]
     ) -> None:
         self.path = path
         self.model = model
         self.config = config
         self.extras = extras
         self._files = files
-        self._stored: dict[str, StoredTensor] = {k: v for file in files for k, v in file.tensors.items()}
+        self._stored: dict[str, Stored] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = as_stored(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
     def open(cls, path: str | Path, model: str | None = None) -> Checkpoint:
-        """Open the directory `path`; `model` is its name on the site, by default made from the directory's.
+        """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = Path(path)
-        if not path.is_dir():
+        onnx = onnx_file.find(path)
+        if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is no directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
-        config = read_json(path / "config.json")
+        root = path if path.is_dir() else path.parent
         extras = {
-            file.relative_to(path).as_posix(): read_json(file)
+            file.relative_to(root).as_posix(): read_json(file)
             for pattern in _EXTRAS
-            for file in sorted(path.glob(pattern))
+            for file in sorted(root.glob(pattern))
         }
+        if onnx is not None:
+            beside = root / "config.json"
+            opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
+            return cls(path, name, opened.config, extras, [opened])
+        config = read_json(path / "config.json")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec_from_config(config, extras)
         files = open_weights(path)
@@ -190,7 +197,7 @@ class Checkpoint:
 class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
     """Canonical tensors, read when asked for."""
 
-    def __init__(self, stored: Mapping[TensorSource, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[TensorSource, Stored]) -> None:
         self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
@@ -208,7 +215,7 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower()).strip("-_")[:64]
+    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower().removesuffix(".onnx")).strip("-_")[:64]
     return name or "model"
 
 
@@ -224,20 +231,23 @@ def _located(source: TensorSource, place: TilePlace) -> _Tile:
     return _Tile(source, (row, row + rows), (column, column + columns))
 
 
-def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mapping[TensorSource, StoredTensor]:
+def _match(stored: Mapping[str, Stored], spec: Spec, path: Path) -> Mapping[TensorSource, Stored]:
     """Return the stored tensor of each source; raises ModelError naming those that are missing or of another shape."""
-    found: dict[TensorSource, StoredTensor] = {}
-    missing, wrong = [], []
+    found: dict[TensorSource, Stored] = {}
+    missing: dict[str, None] = {}
+    wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
-        name = next((name for name in source.stored if name in stored), None)
-        if name is None:
-            missing.append(source.usual)
-        elif stored[name].shape != source.stored_shape:
-            wrong.append(f"{name} is {list(stored[name].shape)} instead of {list(source.stored_shape)}")
-        elif not stored[name].is_float:
-            wrong.append(f"{name} has the dtype {stored[name].dtype}, which is not supported (F32, F16, BF16, F64 are)")
-        else:
-            found[source] = stored[name]
+        name = next((name for name in source.stored if name in stored), source.usual)
+        for part, shape in {name: source.stored_shape, **source.parts}.items():
+            if part not in stored:
+                missing[part] = None
+            elif stored[part].shape != shape:
+                wrong[f"{part} is {list(stored[part].shape)} instead of {list(shape)}"] = None
+            elif not stored[part].is_float:
+                dtype = stored[part].dtype
+                wrong[f"{part} has the dtype {dtype}, which is not supported (F32, F16, BF16, F64 are)"] = None
+        if name in stored:
+            found[source] = folded(source, stored, name)
     if missing:
         raise ModelError(f"{path} lacks {_some(missing)}; {_whose(stored, spec)}")
     if wrong:
@@ -245,7 +255,7 @@ def _match(stored: Mapping[str, StoredTensor], spec: Spec, path: Path) -> Mappin
     return found
 
 
-def _whose(stored: Mapping[str, StoredTensor], spec: Spec) -> str:
+def _whose(stored: Mapping[str, Stored], spec: Spec) -> str:
     family = family_stored(stored)
     if family is None or spec.architecture in family.ARCHITECTURES:
         return "config.json and the weights must be of the same model"
@@ -255,6 +265,6 @@ def _whose(stored: Mapping[str, StoredTensor], spec: Spec) -> str:
     )
 
 
-def _some(items: list[str]) -> str:
+def _some(items: Collection[str]) -> str:
     more = len(items) - _LISTED
-    return ", ".join(items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join([*items][:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -2,7 +2,8 @@
 
 The weights depend on seed and tensor name only: Generator(PCG64(SeedSequence([seed, crc32(stored name)]))), float32
 standard normals in chunks, times the kind's spread, plus 1 for the weights of norms. So a model of fewer layers has
-the first layers of the whole one, and a test can write a model again from its seed.
+the first layers of the whole one, and a test can write a model again from its seed. Without a spread it is that of He
+et al., 2015, for matrices, and 0.1 for vectors; variances are 1 and the normals' absolute values.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint.tokenizer_files import write_tokenizer
 from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.models import FAMILIES, Kind, TensorSource, spec_from_config, tensor_sources
+from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources
 from hepti_mqtt.models.reads import Text
 from hepti_mqtt.spec import Spec
 
@@ -64,45 +65,66 @@ def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
     return _files(kind, layers)[1]
 
 
-def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float]:
-    """Return a kind's JSON files by name, its spec, and the spread of its weights."""
+def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float | None]:
+    """Return a kind's JSON files by name, its spec, and the spread of its weights, if it has one."""
     if kind not in KINDS:
         raise ConfigError(f"model kind {kind!r} is unknown; known are {', '.join(KINDS)}")
     made = KINDS[kind]
     config = dict(made.config) if layers is None else {**made.config, made.depth: layers}
     spec = spec_from_config(config, made.extras)
-    return {"config.json": config, **made.extras}, spec, config["initializer_range"]
+    return {"config.json": config, **made.extras}, spec, config.get("initializer_range")
 
 
-def _write_weights(path: Path, spec: Spec, seed: int, spread: float) -> None:
-    """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
-    sources: dict[str, TensorSource] = {}
+class _Stored(NamedTuple):
+    """A tensor to write: its shape and spread, and whether it is around 1, or above it."""
+
+    shape: tuple[int, ...]
+    spread: float
+    one: bool = False
+    positive: bool = False
+
+
+def _stored(spec: Spec, spread: float | None) -> dict[str, _Stored]:
+    """Return what to write by stored name; tensors that are tied have one."""
+    found: dict[str, _Stored] = {}
     for source in tensor_sources(spec):
-        sources.setdefault(source.usual, source)  # tensors that are tied have one name
+        shape = source.stored_shape
+        he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
+        own = _Stored(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
+        found.setdefault(source.usual, own)
+        for name, part in source.parts.items():
+            assert source.norm is not None
+            positive = name == source.norm.variance
+            one = positive or name == source.norm.weight
+            found.setdefault(name, _Stored(part, 1.0 if positive else 0.1, one, positive))
+    return found
+
+
+def _write_weights(path: Path, spec: Spec, seed: int, spread: float | None) -> None:
+    """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
+    stored = _stored(spec, spread)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, source in sources.items():
-        nbytes = 4 * math.prod(source.stored_shape)
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(source.stored_shape),
-            "data_offsets": [at, at + nbytes],
-        }
+    for name, tensor in stored.items():
+        nbytes = 4 * math.prod(tensor.shape)
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for source in sources.values():
-            _write_tensor(file, source, seed, spread)
+        for name, tensor in stored.items():
+            _write_tensor(file, name, tensor, seed)
     os.replace(partial, path)
 
 
-def _write_tensor(file: BinaryIO, source: TensorSource, seed: int, spread: float) -> None:
-    for chunk in _normals(seed, source.usual, math.prod(source.shape)):
-        chunk *= np.float32(spread)
-        if source.name.endswith("norm.weight"):
+def _write_tensor(file: BinaryIO, name: str, tensor: _Stored, seed: int) -> None:
+    for chunk in _normals(seed, name, math.prod(tensor.shape)):
+        if tensor.positive:
+            np.abs(chunk, out=chunk)
+        chunk *= np.float32(tensor.spread)
+        if tensor.one:
             chunk += np.float32(1)
         file.write(chunk.astype("<f4", copy=False).data)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from hepti_mqtt.checkpoint.folded import Weights
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
@@ -129,7 +130,7 @@ def open_weights(directory: Path) -> list[WeightsFile]:
     return files
 
 
-def close_all(files: list[WeightsFile]) -> None:
+def close_all(files: Sequence[Weights]) -> None:
     """Close every file."""
     for file in files:
         file.close()

@@ -63,7 +63,7 @@ def _verify(args: argparse.Namespace) -> int:
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", Epoch(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
         got = run_local(program(spec, alone, shape, "here"), tensors, inputs)
-    error = float(np.abs(got - expected).max())
+    error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
         raise ModelError(
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"

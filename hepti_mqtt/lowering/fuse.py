@@ -20,11 +20,14 @@ Pieces = Mapping[str, tuple[Piece, ...]]
 
 
 def _activation(op: Op, sources: list[Op]) -> Op | None:
-    """A product, then activation: in its epilogue."""
+    """A product, then activation: in its epilogue; of a convolution also behind the residual that it adds to."""
     first = sources[0]
-    if isinstance(op, Activation) and isinstance(first, Linear | Conv) and not (first.activation or first.residual):
-        return _but(first, activation=op.function).renamed(inputs=first.inputs, tensors=first.tensors)
-    return None
+    if not isinstance(op, Activation) or not isinstance(first, Linear | Conv) or first.activation:
+        return None
+    if first.residual and not isinstance(first, Conv):
+        return None
+    more = {"residual_first": True} if first.residual else {}
+    return _but(first, activation=op.function, **more).renamed(inputs=first.inputs, tensors=first.tensors)
 
 
 def _residual(op: Op, sources: list[Op]) -> Op | None:

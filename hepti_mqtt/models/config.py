@@ -63,7 +63,7 @@ class Config:
             raise self.wrong(key, "true or false", value)
         return value
 
-    def per_channel(self, key: str, channels: int, default: float) -> tuple[float, ...]:
+    def per_channel(self, key: str, channels: int, default: float | tuple[float, ...]) -> tuple[float, ...]:
         """Return one finite number per channel; a single one counts for all."""
         value = self.get(key, default)
         values = [value] * channels if _is_number(value) else value

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, Net
-from hepti_mqtt.models import albert, bert, convnet, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models import albert, bert, cnn, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.reads import Decoding
@@ -67,7 +67,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "electra": electra,
     "gpt2": gpt2,
     "decoupled": decoupled,
-    "convnet": convnet,
+    "cnn": cnn,
 }
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
 _TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}

@@ -39,8 +39,8 @@ TINY: Final = {
 class Kind:
     """A model that can be made from a seed.
 
-    config: config.json; its initializer_range is the spread of the weights. extras: the other JSON files by name.
-    depth: config.json's key of the number of layers.
+    config: config.json; its initializer_range, if any, is the spread of the weights. extras: the other JSON files by
+    name. depth: config.json's key of the number of layers.
     """
 
     config: Mapping[str, Any]

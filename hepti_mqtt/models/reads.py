@@ -63,11 +63,15 @@ class Decoding(Text):
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """A request brings pictures u8 [B, channels, size, size], each of which counts as `rows` tokens of its length."""
+    """A request brings pictures u8 [B, channels, size, size], each of which counts as `rows` tokens of its length.
+
+    shortest: pixels of the shorter side of a picture whose middle is taken; 0: all of it, made square.
+    """
 
     size: int
     channels: int
     rows: int = 1
+    shortest: int = 0
 
     @property
     def below(self) -> int:

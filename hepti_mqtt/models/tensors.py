@@ -5,11 +5,27 @@ Canonical names are the same for all families; matrices are in [in, out] orienta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Layout, WeightRef
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm:
+    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint."""
+
+    weight: str
+    bias: str
+    mean: str
+    variance: str
+    eps: float
+
+    @classmethod
+    def under(cls, prefix: str, eps: float = 1e-5) -> BatchNorm:
+        """Return the names that PyTorch gives it."""
+        return cls(f"{prefix}.weight", f"{prefix}.bias", f"{prefix}.running_mean", f"{prefix}.running_var", eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +35,9 @@ class TensorSource:
     shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
     first found counts. stored_shape: as the checkpoint has it, with `shape`'s elements in the same order, or in the
     order of its transpose where `transposed` ([out, in]). layout: how kernels use it. made: the name in a new
-    checkpoint where that is not the first; two tensors that are tied have one.
+    checkpoint where that is not the first; two tensors that are tied have one. channels_first: of a stored row, what it
+    is there, [C, ...], while its channels come last here. norm: folded in at reading, as a factor of each stored row,
+    or, of a vector, which is then stored as the norm's bias, with what the norm does to `before`, if anything.
     """
 
     name: str
@@ -29,11 +47,22 @@ class TensorSource:
     transposed: bool = False
     layout: Layout = "plain"
     made: str = ""
+    channels_first: tuple[int, ...] = ()
+    norm: BatchNorm | None = None
+    before: str = ""
 
     @property
     def usual(self) -> str:
         """Return the name that most checkpoints have for it."""
         return self.made or self.stored[0]
+
+    @property
+    def parts(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the other stored tensors that it is made of, and their shapes."""
+        if self.norm is None:
+            return {}
+        names = (self.norm.weight, self.norm.mean, self.norm.variance, self.before)
+        return {name: self.stored_shape[:1] for name in names if name}
 
 
 def names(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:

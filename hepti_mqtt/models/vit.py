@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import heads, plain
+from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.blocks import Layer, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
@@ -66,21 +66,13 @@ def _image_stem(config: Config, extras: Mapping[str, Any]) -> ImageStem:
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
-    file = "preprocessor_config.json"
-    pre = Config(file, extras.get(file, {}))
+    pre = pictures.preprocessor(extras)
     pre.only("do_center_crop", False, False)
     wanted = pre.get("size", size)
     sides = wanted.values() if isinstance(wanted, Mapping) else (wanted,)
     if any(side != size for side in sides):
-        raise ModelError(f"{file}: size {wanted!r} is not config.json's image_size {size}; make both the same")
-    mean, std = (0.0,) * channels, (1.0,) * channels
-    if pre.flag("do_normalize", True):
-        mean = pre.per_channel("image_mean", channels, 0.5)
-        std = pre.per_channel("image_std", channels, 0.5)
-        if min(std) <= 0:
-            raise pre.wrong("image_std", "numbers > 0", std)
-    scale = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
-    return ImageStem(size, patch, channels, tuple(v / scale for v in mean), tuple(v / scale for v in std))
+        raise ModelError(f"{pre.file}: size {wanted!r} is not config.json's image_size {size}; make both the same")
+    return ImageStem(size, patch, channels, *pictures.scale(pre, 0.5, 0.5))
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:

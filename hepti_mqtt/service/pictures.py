@@ -84,5 +84,20 @@ def _pixels(name: str, file: bytes, reads: Pictures, resample: Image.Resampling)
         ImageOps.exif_transpose(picture, in_place=True)
         # Without the detour Pillow warns of a palette's transparency, and drops it just so.
         known = picture.convert("RGBA") if "transparency" in picture.info else picture
-        small = (known if known.mode == "RGB" else known.convert("RGB")).resize((reads.size, reads.size), resample)
-        return np.ascontiguousarray(np.asarray(small, np.uint8).transpose(2, 0, 1))
+        colours = known if known.mode == "RGB" else known.convert("RGB")
+        seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
+        return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
+
+
+def _middle(picture: Image.Image, reads: Pictures, resample: Image.Resampling) -> Image.Image:
+    """Return the middle S x S of a picture whose shorter side becomes `shortest`; what is odd is cut off behind.
+
+    Only what is seen of it is computed, whatever the picture's other side: a line of a million pixels has no end here.
+    """
+    width, height = picture.size
+    short = min(width, height)
+    sides = [reads.shortest * side // short for side in (width, height)]
+    left, top = ((side - reads.size) // 2 for side in sides)
+    x, y = (side / scaled for side, scaled in zip((width, height), sides, strict=True))
+    box = (left * x, top * y, (left + reads.size) * x, (top + reads.size) * y)
+    return picture.resize((reads.size,) * 2, resample, box)

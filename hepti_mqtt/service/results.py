@@ -19,7 +19,8 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
 
     {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
     [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape", "base64"} for hidden states.
-    {"ids", "text"} of the tokens that a decoder has generated. A request with a list (texts, images, ids of ids) gets
+    {"ids", "text"} of the tokens that a decoder has generated; {"map": {"dtype", "shape", "base64"}} for a feature map
+    whose pixels are rows. A request with a list (texts, images, ids of ids) gets
     {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output
     of another shape, ModelError for one that is not finite.
     """
@@ -35,12 +36,20 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
     if not np.isfinite(values).all():
         raise ModelError(f"model {checkpoint.model} answered with NaN or infinity; check its weights, or use f32")
     if shape.want == "hidden":
-        data = base64.b64encode(values.astype("<f4", copy=False).tobytes()).decode()
-        return {"dtype": "f32", "shape": list(values.shape), "base64": data}
+        return _numbers(values)
     results = _RESULTS[spec.head.task](checkpoint, prepared, values)
     for place in prepared.empty:
         results.insert(place, {"embedding": [0.0] * values.shape[1]})
     return {"results": results} if prepared.several else results[0]
+
+
+def _numbers(values: Floats) -> dict[str, Any]:
+    data = base64.b64encode(values.astype("<f4", copy=False).tobytes()).decode()
+    return {"dtype": "f32", "shape": list(values.shape), "base64": data}
+
+
+def _maps(_checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
+    return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.lengths))]
 
 
 def _embeddings(_checkpoint: Checkpoint, _prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
@@ -70,6 +79,7 @@ _RESULTS: Final[Mapping[str, Callable[[Checkpoint, Prepared, Floats], list[dict[
     "embedding": _embeddings,
     "classification": _labels,
     "image_classification": _labels,
+    "feature_map": _maps,
     "masked_token": _masks,
 }
 

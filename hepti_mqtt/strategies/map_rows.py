@@ -17,7 +17,7 @@ def table(division: Division) -> Table:
     def rows(op: Op) -> list[Piece]:
         return [Piece(i, box(op, {0: span(*r)})) for i, r in enumerate(apportion(op.space[0], weights))]
 
-    return Table({roles.MAP: rows, roles.DENSE: split(division.parts(DENSE), 1)})
+    return Table({roles.MAP: rows}, {roles.DENSE: split(division.parts(DENSE), 1)})
 
 
 METHOD = Method(
@@ -25,5 +25,5 @@ METHOD = Method(
     "own rows of every feature map, halo from the neighbours",
     table,
     shares=(MAP_ROWS, DENSE),
-    needs=(roles.MAP, roles.DENSE),
+    needs=(roles.MAP,),
 )

@@ -34,7 +34,9 @@ class Share:
         return graph.first(self.role).space[self.dim]
 
     def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
-        """Return one range of indices per device, in whole units."""
+        """Return one range of indices per device, in whole units; empty ones where a model has nothing of the role."""
+        if self.role not in graph.roles:
+            return ((0, 0),) * len(weights)
         total = self.total(graph)
         unit = min(graph.first(self.role).unit(self.dim), total)
         parts = apportion(-(-total // unit), weights)

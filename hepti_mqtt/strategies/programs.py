@@ -11,7 +11,7 @@ from typing import Final
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
-from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.passes import narrow, routed, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
@@ -130,25 +130,28 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     yield hidden
 
 
-def widest(plan: Plan) -> Plan:
+def widest(spec: Spec, plan: Plan) -> Plan:
     """Return the plan whose Programs use every weight and hear every peer that any request's Programs do.
 
-    Shares by length are equal wherever a device has one, so that rounding cannot hide a device's part.
+    Shares by length are equal wherever a device has one, so that rounding cannot hide a device's part; where all
+    requests have one length, as pictures do, they are what they are.
     """
-    if all(len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()):
+    if shape_for(spec, 1) == largest_shape(spec) or all(
+        len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()
+    ):
         return plan
     return replace(plan, weights={k: tuple(float(w > 0) for w in weights) for k, weights in plan.weights.items()})
 
 
 def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
     """Return every weight range that any request's Program of this device uses: what the loader must hold."""
-    refs = dict.fromkeys(ref for made in largest(spec, widest(plan), device) for ref in made.refs(device))
+    refs = dict.fromkeys(ref for made in largest(spec, widest(spec, plan), device) for ref in made.refs(device))
     return tuple(stored(ref, plan.storage) for ref in refs)
 
 
 def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return every device that any request's Program of this device hears."""
-    found = (made.sources(device) for made in largest(spec, widest(plan), device))
+    found = (made.sources(device) for made in largest(spec, widest(spec, plan), device))
     return frozenset().union(*found) - {PLANNER}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from PIL import Image
 from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
 
 from hepti_mqtt import models
@@ -14,6 +17,7 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.check import random_input
 from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.results import answer
 
 # GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
@@ -27,6 +31,7 @@ CASES = (
     ("tiny-debert", "decoupled", {"original": "megatron"}),
     ("tiny-convnet", "map_rows", {}),
     ("tiny-convnet", "fused_tiles", {}),
+    ("tiny-resnet", "map_rows", {}),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
 
@@ -46,6 +51,21 @@ def hepti(site: Site) -> Iterator[Hepti]:
                 kind, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
             )
         yield found
+
+
+def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
+    """A picture of another size, cut as the preprocessor says, over both devices."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)).save(file, "PNG")
+    body = {"image": base64.b64encode(file.getvalue()).decode()}
+    with Checkpoint.open(site.models["tiny-resnet"], "tiny-resnet") as checkpoint:
+        prepared = prepare(checkpoint, body)
+        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        want = answer(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
+    got = hepti.infer("tiny-resnet", **body, strategy="map_rows", devices=list(AGENTS), timeout_s=PATIENCE_S)
+    assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
+    scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
+    np.testing.assert_allclose(*scores, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options"), CASES)

@@ -14,7 +14,12 @@ from hepti_mqtt.models.reads import Pictures, Text
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import RequestShape
 
-TINY = [kind for kind in KINDS if kind.startswith("tiny") and kind != "tiny-gpt2"]  # whose inputs begin otherwise
+LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
+TINY = [
+    pytest.param(kind, marks=[pytest.mark.wide] if kind in LONG else [])
+    for kind in KINDS
+    if kind.startswith("tiny") and kind != "tiny-gpt2"  # whose inputs begin otherwise
+]
 
 
 @pytest.fixture(scope="module", params=TINY)

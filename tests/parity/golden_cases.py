@@ -23,22 +23,28 @@ TEXTS = (
 
 
 class Case(NamedTuple):
-    """A seeded random model: a golden file keeps every `stride`-th row of its final hidden states."""
+    """A seeded random model: a golden file keeps every `stride`-th row of its final hidden states.
+
+    thin: of the inputs, every so many along their last dimension.
+    """
 
     kind: str
     layers: int | None = None
     seed: int = 7
     stride: int = 1
+    thin: int = 1
 
     @property
     def file(self) -> Path:
         return GOLDEN / f"{self.kind}.npz"
 
 
-# Of these, transformers knows those that have a file: `make_golden` writes one for each architecture that it has.
+# Of these, transformers and torchvision know those that have a file: `make_golden` writes one for each architecture.
 CANDIDATES = (
     Case("bert-base", layers=2, stride=2),
     Case("vit-base", layers=2, stride=7),
+    Case("resnet18", thin=16),
+    Case("mobilenet-v2", thin=16),
     *(Case(kind) for kind in KINDS if kind.startswith("tiny-")),
 )
 CASES = tuple(case for case in CANDIDATES if case.file.exists())

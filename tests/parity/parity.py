@@ -19,7 +19,7 @@ import transformers
 from golden_cases import TEXTS, request
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from torch_oracle import outputs
+from torch_oracle import known, outputs, scaled
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models import FAMILIES, reference
@@ -29,6 +29,7 @@ from hepti_mqtt.spec import RequestShape
 
 TOLERANCE = 2e-4
 LAYERS = 2
+LARGE = 20  # values above are compared by the part that they are off
 
 SMALL_TEXT = {
     "vocab_size": 90,
@@ -61,7 +62,8 @@ def compare(name, path, inputs=None, shape=None):
         hidden, output = reference(spec, checkpoint.tensors(), inputs, shape)
     pooling = "mean" if spec.head.pooling == "mean" else None
     want_hidden, want_output = outputs(path, spec.architecture, inputs, shape, pooling)
-    off = [float(np.abs(a - b).max()) for a, b in ((hidden, want_hidden), (output, want_output))]
+    pairs = ((hidden, want_hidden), (output, want_output))
+    off = [float(np.abs(a - b).max() / max(1, np.abs(b).max() / LARGE)) for a, b in pairs]
     return report(name, max(off), f"hidden {off[0]:.1e}  output {off[1]:.1e}")
 
 
@@ -72,7 +74,7 @@ def report(name, off, text):
 
 def made_here(root):
     """Yield a comparison of each kind of `make_model`, with two layers of its real shape."""
-    for kind in (name for name, kind in KINDS.items() if hasattr(transformers, kind.config["architectures"][0])):
+    for kind in (name for name, kind in KINDS.items() if known(kind.config)):
         yield compare(f"make_model {kind}", make_model(kind, root / kind, 11, LAYERS))
 
 
@@ -82,7 +84,8 @@ def saved_by_transformers(root):
     known = (name for family in FAMILIES.values() for name in family.ARCHITECTURES if hasattr(transformers, name))
     for architecture in known:
         config = getattr(transformers, architecture).config_class
-        for activation in () if config is transformers.ViTConfig else ACTIVATIONS:
+        images = (transformers.ViTConfig, transformers.ResNetConfig, transformers.MobileNetV2Config)
+        for activation in () if config in images else ACTIVATIONS:
             options = {"hidden_act": activation, "activation": activation}  # the second is DistilBERT's
             yield saved(root, architecture, config(**SMALL_TEXT, **options, num_labels=3))
     electra = transformers.ElectraConfig(**{**SMALL_TEXT, "embedding_size": SMALL_TEXT["hidden_size"]})
@@ -124,6 +127,60 @@ def with_decoders(root):
         yield compare(f"{model.__name__} tied, decoder only", path)
 
 
+RESNETS = (
+    {"layer_type": "basic"},
+    {"layer_type": "bottleneck"},
+    {"layer_type": "bottleneck", "downsample_in_bottleneck": True, "downsample_in_first_stage": True},
+)
+MOBILENETS = (
+    {"depth_multiplier": 0.35},
+    {"tf_padding": False, "finegrained_output": False, "depth_multiplier": 0.5, "hidden_act": "relu"},
+    {"output_stride": 8, "first_layer_is_expansion": False, "expand_ratio": 3.0, "image_size": 97},
+)
+EXPORTED = ("vgg11", "resnet18", "mobilenet_v2", "googlenet", "squeezenet1_1")
+
+
+def nets(root):
+    """Yield a comparison of convolutional nets that transformers wrote, in all of their variants."""
+    sizes = {"embedding_size": 12, "hidden_sizes": [16, 24, 40], "depths": [1, 2, 2], "num_labels": 6}
+    for options in RESNETS:
+        yield saved(root, "ResNetForImageClassification", transformers.ResNetConfig(**sizes, **options))
+    for options in MOBILENETS:
+        config = transformers.MobileNetV2Config(num_labels=6, **{"image_size": 64, **options})
+        yield saved(root, "MobileNetV2ForImageClassification", config)
+
+
+def onnx_files(root):
+    """Yield a comparison with ONNX Runtime of torchvision's nets that PyTorch exported."""
+    import onnxruntime
+    import torchvision
+
+    for name in EXPORTED:
+        options = {"init_weights": True} if name == "googlenet" else {}
+        model = getattr(torchvision.models, name)(**options).eval()
+        with torch.no_grad():
+            randomised(model)
+        path = root / f"{name}.onnx"
+        torch.onnx.export(model, torch.zeros(1, 3, 224, 224), str(path), dynamo=False)
+        with Checkpoint.open(path) as checkpoint:
+            inputs, shape = request(checkpoint.spec)
+            _, output = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
+        session = onnxruntime.InferenceSession(str(path))
+        given = {session.get_inputs()[0].name: scaled(root, inputs).astype(np.float32)}
+        want = session.run(None, given)[0].reshape(output.shape)
+        off = float(np.abs(output - want).max() / max(1, np.abs(want).max()))
+        yield report(f"{name}.onnx", off, f"output {off:.1e} of {np.abs(want).max():.1e}")
+
+
+def randomised(model):
+    """Give norms statistics of their own: 0 and 1, as they begin, would hide mistakes."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
+        elif name.endswith("running_var"):
+            buffer.add_(torch.rand_like(buffer))
+
+
 def saved(root, architecture, config, dtype=torch.float32, **options):
     path = written(root, getattr(transformers, architecture)(config).to(dtype), **options)
     kind = " ".join(
@@ -142,6 +199,7 @@ def written(root, model, **options):
         # transformers begins with biases of 0 and norms of 1, behind which mistakes could hide.
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        randomised(model)
     path = Path(tempfile.mkdtemp(dir=root))
     model.save_pretrained(path, **options)
     return path
@@ -178,6 +236,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         off = [sentences(), pictures(root), *saved_by_transformers(root), *with_decoders(root), *made_here(root)]
+        off += [*nets(root), *onnx_files(root)]
     print(f"{sum(v >= TOLERANCE for v in off)} of {len(off)} comparisons are off by {TOLERANCE} or more")
     return int(max(off) >= TOLERANCE)
 

@@ -19,20 +19,25 @@ def test_every_golden_file_is_compared():
     assert {case.file for case in CASES} == set(GOLDEN.glob("*.npz")) - {MINILM}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+LONG = {"resnet18", "mobilenet-v2"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.kind, marks=[pytest.mark.wide] if c.kind in LONG else []) for c in CASES]
+)
 def test_the_oracle_computes_what_transformers_computed(case):
     golden = np.load(case.file)
     with tempfile.TemporaryDirectory() as root:
         path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)
         with Checkpoint.open(path) as checkpoint:
             inputs, shape = request(checkpoint.spec)
-            np.testing.assert_array_equal(inputs, golden["inputs"])
+            np.testing.assert_array_equal(inputs[..., :: case.thin], golden["inputs"])
             assert shape.lengths == tuple(golden["lengths"])
             weights = checksum(checkpoint.tensors())
             assert weights == golden["weights_sha256"], "NumPy's random stream changed: run make_golden.py again"
             hidden, output = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
-    assert np.abs(hidden[:: case.stride] - golden["hidden"]).max() < TOLERANCE
-    assert np.abs(output - golden["output"]).max() < TOLERANCE
+    for got, want in ((hidden[:: case.stride], golden["hidden"]), (output, golden["output"])):
+        assert np.abs(got - want).max() < TOLERANCE * max(1, np.abs(want).max() / 20)
 
 
 def test_real_sentence_embeddings_are_those_of_transformers():

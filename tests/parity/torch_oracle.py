@@ -5,9 +5,13 @@ Everything runs in float64, so that a difference is ours.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import torch
+import torchvision
 import transformers
+from safetensors.torch import load_file
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -18,6 +22,8 @@ def outputs(path, architecture, inputs, shape, pooling=None):
 
     pooling: "mean" for sentence embeddings (mean over the tokens, then L2), None for what the architecture returns.
     """
+    if (net := _net(path, architecture)) is not None:
+        return of_net(net, scaled(path, inputs))
     model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").double().eval()
     hidden, output = [], []
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
@@ -38,6 +44,45 @@ def outputs(path, architecture, inputs, shape, pooling=None):
         hidden.append(rows.numpy())
         output.append(_task(result, rows, masks, pooling))
     return np.concatenate(hidden), np.concatenate(output)
+
+
+def known(config):
+    """Return whether PyTorch's libraries have the architecture of a config.json; torchvision's in one width only."""
+    narrow = {"width", "width_mult"} & config.keys()
+    return hasattr(transformers, config["architectures"][0]) or (config["model_type"] == "torchvision" and not narrow)
+
+
+def _net(path, architecture):
+    """Return a convolutional net, None if it is none."""
+    if architecture in ("ResNetForImageClassification", "MobileNetV2ForImageClassification"):
+        return getattr(transformers, architecture).from_pretrained(path).double().eval()
+    if json.loads((path / "config.json").read_text())["model_type"] != "torchvision":
+        return None
+    model = getattr(torchvision.models, architecture)().double().eval()
+    found = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys
+    assert all(name.endswith("num_batches_tracked") for name in found.missing_keys)
+    return model
+
+
+def scaled(path, pixels):
+    """Return pixels [B, 3, S, S] as a net reads them, by the preprocessor's mean and deviation."""
+    file = path / "preprocessor_config.json"
+    read = json.loads(file.read_text()) if file.is_file() else {}
+    mean = read.get("image_mean", [0.485, 0.456, 0.406])
+    std = read.get("image_std", [0.229, 0.224, 0.225])
+    return (pixels / 255 - np.array(mean)[:, None, None]) / np.array(std)[:, None, None]
+
+
+def of_net(model, pictures):
+    """Return (what the last dense layer reads, the logits)."""
+    seen = []
+    last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+    hook = last.register_forward_hook(lambda _module, given, _result: seen.append(given[0]))
+    with torch.no_grad():
+        result = model(torch.from_numpy(pictures))
+    hook.remove()
+    return seen[0].numpy(), getattr(result, "logits", result).numpy()
 
 
 def _task(result, rows, masks, pooling):

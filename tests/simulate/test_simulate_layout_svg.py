@@ -138,7 +138,7 @@ def test_maps_have_one_scale_for_both_directions_and_show_their_halo():
     x = net.whole("x", [net.input("given", (8, 8, 2), "f32")], roles.STEM, "any", (8, 8, 2))
     for name in ("a", "b"):
         tensors = (f"{name}.weight", f"{name}.bias")
-        sides = {"size": 3, "stride": 1, "pad": 1, "source": (8, 8, 2)}
+        sides = {"kernel": (3, 3), "pad": (1, 1, 1, 1), "source": (8, 8, 2)}
         x = net.put(Conv(name=name, inputs=(x,), role=roles.MAP, tensors=tensors, space=(8, 8, 2), **sides))
     table = Table({roles.INPUT: on(PLANNER_PLACE), roles.STEM: on(0), roles.MAP: split([span(0, 4), span(4, 8)], 0)})
     picture = layout_svg(Lowered(net.graph(), table, ("left", "right")), [0], "t")

@@ -16,9 +16,12 @@ from hepti_mqtt.program import check
 from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
 
-SPECS = {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet")}
+SPECS = {
+    kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-resnet", "tiny-mobilenet", "tiny-yolo")
+}
+LONG = {"tiny-mobilenet"}
 ABLE = [
-    (kind, name)
+    pytest.param(kind, name, marks=[pytest.mark.wide] if kind in LONG else [])
     for kind, spec in SPECS.items()
     for name, method in STRATEGIES.items()
     if method.unsupported(models.graph(spec, models.largest_shape(spec))) is None
@@ -31,9 +34,10 @@ def batches(spec):
 
 
 def test_each_of_them_has_methods_of_its_own():
-    assert ("tiny-debert", "decoupled") in ABLE
-    assert {("tiny-convnet", "map_rows"), ("tiny-convnet", "fused_tiles")} <= set(ABLE)
-    assert ("tiny-convnet", "row") not in ABLE
+    able = {case.values for case in ABLE}
+    assert ("tiny-debert", "decoupled") in able
+    assert {(kind, name) for kind in SPECS if kind != "tiny-debert" for name in ("map_rows", "fused_tiles")} <= able
+    assert ("tiny-convnet", "row") not in able
 
 
 @pytest.mark.parametrize(("kind", "name"), ABLE)
@@ -57,7 +61,7 @@ def test_equals_the_reference(kind, name, want):
                 np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-convnet", "tiny-resnet"])
 def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
     """Priced, planned, loaded, run on a network with duplicates, and counted exactly."""
     spec = SPECS[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hepti_mqtt.lowering.ops.attention import Attention, AttentionAt
 from hepti_mqtt.lowering.ops.base import Call, Input, Op, Operand
 from hepti_mqtt.lowering.ops.dense import Activation, Add, LayerNorm, Linear, Moments, Normalise, Whole
-from hepti_mqtt.lowering.ops.maps import Conv, MaxPool
+from hepti_mqtt.lowering.ops.maps import AveragePool, Conv, GlobalAverage, JoinMaps, MaxPool, Pixels
 from hepti_mqtt.lowering.ops.session import Append, State
 from hepti_mqtt.lowering.ops.views import Columns, Flatten, Join, Reshape, Rows, Slice
 
@@ -15,12 +15,15 @@ __all__ = [
     "Append",
     "Attention",
     "AttentionAt",
+    "AveragePool",
     "Call",
     "Columns",
     "Conv",
     "Flatten",
+    "GlobalAverage",
     "Input",
     "Join",
+    "JoinMaps",
     "LayerNorm",
     "Linear",
     "MaxPool",
@@ -28,6 +31,7 @@ __all__ = [
     "Normalise",
     "Op",
     "Operand",
+    "Pixels",
     "Reshape",
     "Rows",
     "Slice",

@@ -1,0 +1,141 @@
+"""ResNet and MobileNetV2 as Hugging Face's transformers writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hepti_mqtt.models.cnn.nodes import Pad
+from hepti_mqtt.models.cnn.stack import Stack
+from hepti_mqtt.models.cnn.torchvision import rounded
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.tensors import BatchNorm
+
+# MobileNetV2's inverted residual blocks behind the stem: channels and stride.
+_BLOCKS: Final = (
+    *((24, 2), (24, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1), (64, 1)),
+    *((96, 1), (96, 1), (96, 1), (160, 2), (160, 1), (160, 1), (320, 1)),
+)
+_STEM: Final = 16  # channels of the stem
+
+
+def resnet(config: Config, stack: Stack, labels: int) -> None:
+    """Add a ResNet, of basic blocks or of bottlenecks."""
+    config.only("layer_type", "bottleneck", "basic", "bottleneck")
+    config.only("hidden_act", "relu", "relu")
+    config.only("num_channels", 3, 3)
+    bottleneck = config.get("layer_type", "bottleneck") == "bottleneck"
+    sizes, depths = (_counts(config, key) for key in ("hidden_sizes", "depths"))
+    if len(sizes) != len(depths):
+        raise config.wrong("depths", f"{len(sizes)} integers, one for each of hidden_sizes", list(depths))
+    embedder = "resnet.embedder.embedder"
+    width = config.positive("embedding_size", 64)
+    _conv(stack, embedder, width, 7, 2, 3, "relu")
+    stack.max_pool("resnet.embedder.pooler", 3, 2, 1)
+    for stage, (n, depth) in enumerate(zip(sizes, depths, strict=True)):
+        first = 2 if stage or config.flag("downsample_in_first_stage", False) else 1
+        for block in range(depth):
+            here, stride = f"resnet.encoder.stages.{stage}.layers.{block}", 1 if block else first
+            early = bottleneck and config.flag("downsample_in_bottleneck", False)
+            _block(stack, here, n, stride, bottleneck, early)
+    stack.classifier("classifier.1", labels)
+
+
+def _block(stack: Stack, here: str, n: int, stride: int, bottleneck: bool, early: bool) -> None:
+    """Add a block; early: of a bottleneck the first convolution has the stride."""
+    x, source = stack.at, stack.dims
+    if bottleneck:
+        _conv(stack, f"{here}.layer.0", n // 4, 1, stride if early else 1, 0, "relu")
+        _conv(stack, f"{here}.layer.1", n // 4, 3, 1 if early else stride, 1, "relu")
+        y = _conv(stack, f"{here}.layer.2", n, 1, 1, 0)
+    else:
+        _conv(stack, f"{here}.layer.0", n, 3, stride, 1, "relu")
+        y = _conv(stack, f"{here}.layer.1", n, 3, 1, 1)
+    if source[2] != n or stride != 1:
+        stack.at = x
+        x = _conv(stack, f"{here}.shortcut", n, 1, stride, 0)
+        stack.at = y
+    stack.add(f"{here}.sum", x, "relu")
+
+
+def _conv(stack: Stack, here: str, n: int, kernel: int, stride: int, pad: int, function: str = "") -> str:
+    norm = BatchNorm.under(f"{here}.normalization")
+    return stack.conv(f"{here}.convolution", n, kernel, stride, pad, norm=norm, function=function)
+
+
+def _counts(config: Config, key: str) -> tuple[int, ...]:
+    values = config.need(key)
+    if not isinstance(values, list) or not values or not all(type(n) is int and n > 0 for n in values):
+        raise config.wrong(key, "a list of integers >= 1", values)
+    return tuple(values)
+
+
+class _MobileNet:
+    """A MobileNetV2's options, and its convolutions."""
+
+    def __init__(self, config: Config, stack: Stack) -> None:
+        config.only("hidden_act", "relu6", "relu", "relu6")
+        config.only("num_channels", 3, 3)
+        self.stack, self.function = stack, config.get("hidden_act", "relu6")
+        self.eps = config.number("layer_norm_eps", 0.001)
+        self.same = config.flag("tf_padding", True)
+
+    def conv(
+        self, here: str, n: int, kernel: int = 1, stride: int = 1, groups: int = 1, dilation: int = 1, act: bool = True
+    ) -> str:
+        """Add a convolution, padded as TensorFlow does or by half of its window."""
+        pad: Pad | int = (kernel - 1) // 2 * dilation
+        if self.same:
+            rows, columns = (_around(side, kernel, stride) for side in self.stack.dims[:2])
+            top, left = rows // 2 * dilation, columns // 2 * dilation
+            pad = (top, left, (rows - rows // 2) * dilation, (columns - columns // 2) * dilation)
+        return self.stack.conv(
+            f"{here}.convolution", n, kernel, stride, pad, groups=groups, dilation=dilation,
+            norm=BatchNorm.under(f"{here}.normalization", self.eps), function=self.function if act else "",
+        )  # fmt: skip
+
+
+def _around(side: int, kernel: int, stride: int) -> int:
+    """Return how many rows TensorFlow adds around so many, the odd one behind them, before dilation."""
+    return max(kernel - (side % stride or stride), 0)
+
+
+def mobilenet_v2(config: Config, stack: Stack, labels: int) -> None:
+    """Add a MobileNetV2."""
+    by, divisor = config.number("depth_multiplier", 1.0), config.positive("depth_divisible_by", 8)
+    least, expand = config.positive("min_depth", 8), config.number("expand_ratio", 6.0)
+    most = config.positive("output_stride", 32)
+    net = _MobileNet(config, stack)
+
+    def depth(channels: float) -> int:
+        return rounded(round(channels), divisor, least)
+
+    stem = "mobilenet_v2.conv_stem"
+    first = depth(32 * by)
+    net.conv(f"{stem}.first_conv", first, 3, 2)
+    if not config.flag("first_layer_is_expansion", True):
+        net.conv(f"{stem}.expand_1x1", first)
+    net.conv(f"{stem}.conv_3x3", first, 3, 1, first)
+    net.conv(f"{stem}.reduce_1x1", depth(_STEM * by), act=False)
+    reached, later = 2, 1
+    for i, (channels, by_stride) in enumerate(_BLOCKS):
+        if reached == most:  # maps get no smaller, and the next windows wider instead
+            stride, dilation, later = 1, later, later * by_stride
+        else:
+            stride, dilation, reached = by_stride, 1, reached * by_stride
+        x, source, n, here = stack.at, stack.dims, depth(channels * by), f"mobilenet_v2.layer.{i}"
+        wide = depth(source[2] * expand)
+        net.conv(f"{here}.expand_1x1", wide)
+        net.conv(f"{here}.conv_3x3", wide, 3, stride, wide, dilation)
+        net.conv(f"{here}.reduce_1x1", n, act=False)
+        if stride == 1 and source[2] == n:
+            stack.add(f"{here}.sum", x)
+    fine = config.flag("finegrained_output", True) and by < 1
+    net.conv("mobilenet_v2.conv_1x1", 1280 if fine else depth(1280 * by))
+    stack.classifier("classifier", labels)
+
+
+ARCHITECTURES: Final[Mapping[str, Callable[[Config, Stack, int], None]]] = {
+    "ResNetForImageClassification": resnet,
+    "MobileNetV2ForImageClassification": mobilenet_v2,
+}

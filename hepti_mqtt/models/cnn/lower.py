@@ -1,0 +1,211 @@
+"""A net's nodes as stored tensors, and as the graph of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from math import prod
+from typing import Any, Final
+
+from hepti_mqtt.lowering import Net, roles
+from hepti_mqtt.lowering import ops as maps
+from hepti_mqtt.models.cnn import nodes
+from hepti_mqtt.models.cnn.nodes import IMAGE, Conv, Linear, Node
+from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.tensors import TensorSource
+from hepti_mqtt.spec import RequestShape
+
+_HEAVY: Final = (nodes.Window, nodes.GlobalAverage, nodes.Flatten, Linear)
+
+
+def tensors(spec: CnnSpec) -> Iterator[TensorSource]:
+    """Yield the matrix and the bias of every convolution and dense layer, in the order of the nodes."""
+    for node in spec.nodes:
+        if isinstance(node, Conv):
+            yield from _conv_tensors(node, spec.shapes[node.inputs[0]][2])
+        elif isinstance(node, Linear):
+            yield from _linear_tensors(spec, node)
+
+
+def _conv_tensors(node: Conv, channels: int) -> Iterator[TensorSource]:
+    here, n, c = f"{node.name}.weight", node.channels, channels // node.groups
+    stored, first = (n, c, *node.kernel), (c, *node.kernel)
+    yield TensorSource(
+        here, (prod(first), n), (node.weight,), stored, True, "packed", channels_first=first, norm=node.norm
+    )
+    if node.norm is not None:
+        name = f"{node.name}.bias"
+        yield TensorSource(name, (n,), (node.norm.bias,), (n,), norm=node.norm, before=node.bias)
+    elif node.bias:
+        yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
+
+
+def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
+    k, n = spec.shapes[node.inputs[0]][1], node.columns
+    first = _flattened(spec, node.inputs[0])
+    stored = (k, n) if node.stored_in_out else (n, k)
+    turned = not node.stored_in_out
+    yield TensorSource(f"{node.name}.weight", (k, n), (node.weight,), stored, turned, "packed", channels_first=first)
+    if node.bias:
+        yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
+
+
+def _flattened(spec: CnnSpec, name: str) -> tuple[int, ...]:
+    """Return the map [C, Y, X] that a row was flattened from, as a checkpoint has it; empty if it was none."""
+    by_name = {node.name: node for node in spec.nodes}
+    node = by_name.get(name)
+    while isinstance(node, nodes.Activation):
+        node = by_name.get(node.inputs[0])
+    if not isinstance(node, nodes.Flatten):
+        return ()
+    y, x, c = (1, *spec.shapes[node.inputs[0]])[-3:]
+    return () if y * x == 1 else (c, y, x)
+
+
+def add(net: Net, spec: CnnSpec, shape: RequestShape) -> None:
+    """Add the graph of one picture: pixels u8 [1, 3, S, S] -> logits [1, n], or the pixels of a map [Y X, n]."""
+    s = spec.size
+    pixels = net.input("pixels", (1, 3, s, s), "u8")
+    rows = net.whole("rows", (pixels,), roles.STEM, "patchify", (s * s, 3), patch=1, mean=spec.mean, std=spec.std)
+    net.put(maps.Reshape(name=IMAGE, inputs=(rows,), role=roles.STEM, space=(s, s, 3), rank=3, source=(s * s, 3)))
+    last = spec.hidden if shape.want == "hidden" else spec.nodes[-1].name
+    needed = _needed(spec, last)
+    layer, adder = 0, _Adder(net, spec, last)
+    for node, begins in zip(needed, _begins(needed), strict=True):
+        if begins:
+            layer += 1
+            net.layer(layer - 1)
+            net.block()
+        adder.add(node)
+    net.block()
+    if len(net.dims(last)) == 3:
+        y, x, n = source = _map(net.dims(last))
+        net.put(maps.Pixels(name="answer", inputs=(last,), role=roles.TASK, space=(y * x, n), source=source))
+    elif shape.want == "hidden" or not isinstance(spec.nodes[-1], Linear):
+        net.rows("answer", last, roles.TASK)
+
+
+def _needed(spec: CnnSpec, last: str) -> list[Node]:
+    """Return the nodes that a tensor is computed from, itself last."""
+    wanted, found = {last}, []
+    for node in reversed(spec.nodes):
+        if node.name in wanted:
+            wanted.update(node.inputs)
+            found.append(node)
+    return found[::-1]
+
+
+def _begins(needed: list[Node]) -> list[bool]:
+    """Return which nodes begin a layer: where nothing but one tensor is read behind, and real work begins."""
+    read = {x: i for i, node in enumerate(needed) for x in node.inputs}  # where each is read last
+    out, open_until, last = [], -1, IMAGE
+    for i, node in enumerate(needed):
+        alone = open_until < i and read[last] >= i
+        out.append(alone and isinstance(node, _HEAVY))
+        # What was there before this node, itself left out, is still read behind it.
+        open_until = max(open_until, read[last])
+        last = node.name
+    return out
+
+
+def _map(dims: tuple[int, ...]) -> tuple[int, int, int]:
+    y, x, c = dims
+    return y, x, c
+
+
+class _Adder:
+    """Adds nodes to a graph in the making; last: the one that is asked for."""
+
+    def __init__(self, net: Net, spec: CnnSpec, last: str) -> None:
+        self.net, self.spec, self.last = net, spec, last
+        self.order = {node.name: i for i, node in enumerate(spec.nodes)}
+
+    def add(self, node: Node) -> None:
+        """Add a node."""
+        _ADDS[type(node)](self, node)
+
+    def conv(self, node: Conv) -> None:
+        tensors = (f"{node.name}.weight", f"{node.name}.bias")[: 1 + node.has_bias]
+        what: dict[str, Any] = {"tensors": tensors, "groups": node.groups, "bias": node.has_bias}
+        self.net.put(maps.Conv(**self.window(node), role=self.role(node), **what))
+
+    def max_pool(self, node: nodes.MaxPool) -> None:
+        self.net.put(maps.MaxPool(**self.window(node), role=roles.MAP))
+
+    def average_pool(self, node: nodes.AveragePool) -> None:
+        self.net.put(maps.AveragePool(**self.window(node), role=roles.MAP, count_pad=node.count_pad))
+
+    def window(self, node: nodes.Window) -> dict[str, Any]:
+        sides = {"kernel": node.kernel, "stride": node.stride, "pad": node.pad, "dilation": node.dilation}
+        space, source = self.spec.shapes[node.name], self.spec.shapes[node.inputs[0]]
+        return {"name": node.name, "inputs": node.inputs, "space": space, "source": source, **sides}
+
+    def global_average(self, node: nodes.GlobalAverage) -> None:
+        y, _, c = source = self.net.dims(node.inputs[0])
+        what: dict[str, Any] = {"role": roles.FLAT, "space": (1, c, y), "source": source}
+        self.net.put(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
+
+    def sum(self, node: nodes.Add) -> None:
+        """Add a sum: what is computed last comes last, so that its kernel adds the other."""
+        first, second = sorted(node.inputs, key=lambda x: self.order.get(x, -1))
+        self.net.add(node.name, first, second, self.role(node))
+
+    def concat(self, node: nodes.Concat) -> None:
+        *starts, _ = accumulate((self.net.dims(x)[2] for x in node.inputs), initial=0)
+        space = self.spec.shapes[node.name]
+        what: dict[str, Any] = {"role": roles.MAP, "space": space, "starts": tuple(starts)}
+        self.net.put(maps.JoinMaps(name=node.name, inputs=node.inputs, **what))
+
+    def flatten(self, node: nodes.Flatten) -> None:
+        source = self.net.dims(node.inputs[0])
+        if len(source) == 2:
+            self.net.rows(node.name, node.inputs[0], roles.FLAT)
+            return
+        what: dict[str, Any] = {"role": roles.FLAT, "space": self.spec.shapes[node.name], "source": source}
+        self.net.put(maps.Flatten(name=node.name, inputs=node.inputs, **what))
+
+    def linear(self, node: Linear) -> None:
+        """Add a dense layer, with the activation behind it."""
+        role = roles.TASK if node is self.spec.nodes[-1] else roles.DENSE
+        act = self.activation_of(node)
+        name, function = (node.name, None) if act is None else (act.name, act.function)
+        self.net.linear(name, node.inputs[0], role, {node.name: node.columns}, bool(node.bias), function)
+
+    def activation(self, node: nodes.Activation) -> None:
+        source = self.spec.nodes[self.order[node.inputs[0]]] if node.inputs[0] in self.order else None
+        if isinstance(source, Linear) and self.activation_of(source) is node:
+            return  # it is there already
+        role = self.role(node) if len(self.spec.shapes[node.name]) == 3 else roles.FLAT
+        self.net.activation(node.name, node.inputs[0], role, node.function)
+
+    def activation_of(self, node: Linear) -> nodes.Activation | None:
+        """Return the activation that alone reads a dense layer."""
+        readers = self.spec.readers(node.name)
+        alone = len(readers) == 1 and node.name != self.last
+        return readers[0] if alone and isinstance(readers[0], nodes.Activation) else None
+
+    def role(self, node: Node) -> str:
+        """Return the role of a map: what its only reader does in the same kernel has no place of its own."""
+        readers = self.spec.readers(node.name)
+        if len(readers) == 1 and node.name != self.last:
+            reader = readers[0]
+            if isinstance(reader, nodes.Activation):
+                return roles.MAP_SUM
+            if isinstance(node, Conv) and isinstance(reader, nodes.Add):
+                return (
+                    roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else roles.MAP
+                )
+        return roles.MAP
+
+
+_ADDS: Final[Mapping[type[Node], Callable[[_Adder, Any], None]]] = {
+    Conv: _Adder.conv,
+    nodes.MaxPool: _Adder.max_pool,
+    nodes.AveragePool: _Adder.average_pool,
+    nodes.GlobalAverage: _Adder.global_average,
+    nodes.Add: _Adder.sum,
+    nodes.Concat: _Adder.concat,
+    nodes.Flatten: _Adder.flatten,
+    Linear: _Adder.linear,
+    nodes.Activation: _Adder.activation,
+}

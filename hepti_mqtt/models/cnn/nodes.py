@@ -1,0 +1,217 @@
+"""What a convolutional net is made of: nodes that name the nodes they read, plain data that JSON can say.
+
+Maps are [Y, X, C] and rows [1, C]. `image` is the picture that every net begins with. Two numbers are rows and columns;
+four of a pad are top, left, bottom, right. weight, bias: names of tensors in a checkpoint, none where empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, ClassVar, Final
+
+from hepti_mqtt.errors import ModelError
+from hepti_mqtt.models.tensors import BatchNorm
+
+IMAGE: Final = "image"
+
+Pair = tuple[int, int]
+Pad = tuple[int, int, int, int]
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A tensor of a net, and the tensors that it is computed from."""
+
+    name: str
+    inputs: tuple[str, ...]
+
+    op: ClassVar[str] = ""
+
+    def shape(self, *sources: Dims) -> Dims:
+        """Return the shape of the result; raises ValueError for sources of which there is none."""
+        return sources[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"op": self.op, **{k: v for k, v in asdict(self).items() if v != _DEFAULTS[self.op].get(k, ...)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Node):
+    """A window that moves over a map by `stride`, whose places are `dilation` apart."""
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    pad: Pad = (0, 0, 0, 0)
+    dilation: Pair = (1, 1)
+
+    def sides(self, source: Dims) -> Pair:
+        """Return rows and columns of the result."""
+        if len(source) != 3:
+            raise ValueError(f"it reads a map [Y, X, C], not {list(source)}")
+        sizes = [(n - 1) * by + 1 for n, by in zip(self.kernel, self.dilation, strict=True)]
+        if any(p >= size for p, size in zip(self.pad, sizes * 2, strict=True)):
+            raise ValueError(f"pad {self.pad} is no smaller than the window of {sizes}: some of it would see nothing")
+        top, left, bottom, right = self.pad
+        padded = (source[0] + top + bottom, source[1] + left + right)
+        if any(size > side for size, side in zip(sizes, padded, strict=True)):
+            raise ValueError(f"its window of {sizes} is larger than the padded map of {list(padded)}")
+        y, x = ((side - size) // by + 1 for side, size, by in zip(padded, sizes, self.stride, strict=True))
+        return y, x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv(Window):
+    """Convolution to `channels` channels, of which each group reads its own; norm: a batch norm behind it."""
+
+    channels: int
+    weight: str
+    bias: str = ""
+    groups: int = 1
+    norm: BatchNorm | None = None
+
+    op = "conv"
+
+    def shape(self, *sources: Dims) -> Dims:
+        (source,) = sources
+        sides = self.sides(source)
+        if source[2] % self.groups or self.channels % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {source[2]} channels into {self.channels}")
+        return (*sides, self.channels)
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether anything is added, by itself or by the norm."""
+        return bool(self.bias) or self.norm is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxPool(Window):
+    """The largest value under the window."""
+
+    op = "max_pool"
+
+    def shape(self, *sources: Dims) -> Dims:
+        return (*self.sides(sources[0]), sources[0][2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragePool(MaxPool):
+    """The mean under the window; count_pad: what lies beyond the map counts as zeros."""
+
+    count_pad: bool = False
+
+    op = "average_pool"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalAverage(Node):
+    """The mean of each channel over all of a map: [1, C]."""
+
+    op = "global_average"
+
+    def shape(self, *sources: Dims) -> Dims:
+        if len(sources[0]) != 3:
+            raise ValueError(f"it reads a map [Y, X, C], not {list(sources[0])}")
+        return 1, sources[0][2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Node):
+    """The sum of two tensors of one shape."""
+
+    op = "add"
+
+    def shape(self, *sources: Dims) -> Dims:
+        if len(sources) != 2 or sources[0] != sources[1]:
+            raise ValueError(f"it adds two tensors of one shape, not {' and '.join(str(list(s)) for s in sources)}")
+        return sources[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concat(Node):
+    """Maps behind each other along their channels."""
+
+    op = "concat"
+
+    def shape(self, *sources: Dims) -> Dims:
+        if len({s[:2] for s in sources}) != 1 or any(len(s) != 3 for s in sources):
+            raise ValueError(f"it joins maps of one size, not {' and '.join(str(list(s)) for s in sources)}")
+        return (*sources[0][:2], sum(s[2] for s in sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flatten(Node):
+    """A map as one row."""
+
+    op = "flatten"
+
+    def shape(self, *sources: Dims) -> Dims:
+        return 1, prod(sources[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Node):
+    """A dense layer [1, k] -> [1, n]; stored [n, k], or [k, n] where `stored_in_out`.
+
+    What was flattened has its channels first in a checkpoint, and last here.
+    """
+
+    columns: int
+    weight: str
+    bias: str = ""
+    stored_in_out: bool = False
+
+    op = "linear"
+
+    def shape(self, *sources: Dims) -> Dims:
+        if len(sources[0]) != 2:
+            raise ValueError(f"it reads a row [1, k], not {list(sources[0])}; flatten the map before it")
+        return 1, self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation(Node):
+    """An elementwise function: relu, relu6 or leaky_relu (slope 0.1)."""
+
+    function: str
+
+    op = "activation"
+
+
+FUNCTIONS: Final = ("relu", "relu6", "leaky_relu")
+KINDS: Final[Mapping[str, type[Node]]] = {
+    kind.op: kind for kind in (Conv, MaxPool, AveragePool, GlobalAverage, Add, Concat, Flatten, Linear, Activation)
+}
+_DEFAULTS: Final = {
+    op: {name: f.default for name, f in kind.__dataclass_fields__.items()} for op, kind in KINDS.items()
+}
+
+
+def node_from_dict(data: Mapping[str, Any]) -> Node:
+    """Return the node that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "op"}
+    if isinstance(fields.get("norm"), Mapping):
+        fields["norm"] = BatchNorm(**fields["norm"])
+    return KINDS[data["op"]](**fields)
+
+
+def shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
+    """Return the shape of every tensor of a net; raises ModelError naming a node that does not fit what it reads."""
+    return more_shapes(nodes, {IMAGE: image})
+
+
+def more_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, Dims]:
+    """Return the known shapes and those of nodes that read them; raises ModelError as `shapes` does."""
+    found = dict(known)
+    for node in nodes:
+        try:
+            found[node.name] = node.shape(*(found[x] for x in node.inputs))
+        except KeyError as error:
+            raise ModelError(f"node {node.name!r} reads {error}, which no node before it computes") from error
+        except (ValueError, IndexError) as error:
+            raise ModelError(f"node {node.name!r} ({node.op}) cannot be computed: {error}") from error
+    return found

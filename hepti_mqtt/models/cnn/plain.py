@@ -1,0 +1,93 @@
+"""What a net computes, node by node in plain NumPy: the oracle of every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from hepti_mqtt.models.cnn import nodes
+from hepti_mqtt.models.cnn.nodes import IMAGE, Node
+from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.plain import Array, Tensors, linear
+from hepti_mqtt.spec import RequestShape
+
+
+def reference(spec: CnnSpec, tensors: Tensors, pixels: Array, shape: RequestShape) -> tuple[Array, Array]:
+    """Return (hidden states, the output), a row or the rows of a map for each of the pixels [B, 3, S, S]."""
+    dtype = next(iter(tensors.values())).dtype
+    mean, std = (np.array(v, dtype)[:, None, None] for v in (spec.mean, spec.std))
+    found = []
+    for picture in pixels:
+        values = {IMAGE: ((picture.astype(dtype) / 255 - mean) / std).transpose(1, 2, 0)}
+        for node in spec.nodes:
+            values[node.name] = _COMPUTES[type(node)](tensors, node, *(values[x] for x in node.inputs))
+        found.append([_rows(values[name]) for name in (spec.hidden, spec.nodes[-1].name)])
+    hidden, output = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return hidden, hidden if shape.want == "hidden" else output
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _places(node: nodes.Window, x: Array, beyond: float) -> Iterator[Array]:
+    """Yield what each place of a window sees of x [Y, X, C], over all positions: [y, x, C]."""
+    top, left, bottom, right = node.pad
+    sides = node.sides(x.shape)
+    padded = np.pad(x, ((top, bottom), (left, right), (0, 0)), constant_values=beyond)
+    for i in range(node.kernel[0]):
+        for j in range(node.kernel[1]):
+            y, z = i * node.dilation[0], j * node.dilation[1]
+            yield padded[y :: node.stride[0], z :: node.stride[1]][: sides[0], : sides[1]]
+
+
+def _conv(tensors: Tensors, node: nodes.Conv, x: Array) -> Array:
+    seen = np.stack([*_places(node, x, 0.0)], axis=2)  # [y, x, ky kx, C]
+    weight = tensors[f"{node.name}.weight"]  # [ky kx C/groups, n]
+    by_group = seen.reshape(*seen.shape[:3], node.groups, -1)  # [y, x, ky kx, groups, C/groups]
+    of_group = weight.reshape(seen.shape[2], -1, node.groups, node.channels // node.groups)
+    if node.groups == 1:
+        total = seen.reshape(*seen.shape[:2], -1) @ weight
+    else:
+        total = np.einsum("yxkgc,kcgn->yxgn", by_group, of_group).reshape(*seen.shape[:2], -1)
+    return total + tensors[f"{node.name}.bias"] if node.has_bias else total
+
+
+def _max_pool(_tensors: Tensors, node: nodes.MaxPool, x: Array) -> Array:
+    return np.asarray(np.stack([*_places(node, x, -np.inf)]).max(axis=0))
+
+
+def _average_pool(_tensors: Tensors, node: nodes.AveragePool, x: Array) -> Array:
+    total = sum(_places(node, x, 0.0), np.zeros((), x.dtype))
+    if node.count_pad:
+        return np.asarray(total / (node.kernel[0] * node.kernel[1]))
+    return np.asarray(total / sum(_places(node, np.ones_like(x), 0.0), np.zeros((), x.dtype)))
+
+
+def _linear(tensors: Tensors, node: nodes.Linear, x: Array) -> Array:
+    return linear(tensors, node.name, x) if node.bias else np.asarray(x @ tensors[f"{node.name}.weight"])
+
+
+_FUNCTIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "leaky_relu": lambda x: np.where(x < 0, x * x.dtype.type(0.1), x),
+}
+
+_COMPUTES: Final[Mapping[type[Node], Callable[..., Array]]] = {
+    nodes.Conv: _conv,
+    nodes.MaxPool: _max_pool,
+    nodes.AveragePool: _average_pool,
+    nodes.GlobalAverage: lambda _tensors, _node, x: x.mean(axis=(0, 1))[None],
+    nodes.Add: lambda _tensors, _node, x, y: x + y,
+    nodes.Concat: lambda _tensors, _node, *xs: np.concatenate(xs, axis=2),
+    nodes.Flatten: lambda _tensors, _node, x: x.reshape(1, -1),
+    nodes.Linear: _linear,
+    nodes.Activation: lambda _tensors, node, x: _FUNCTIONS[node.function](x),
+}
+
+
+if {*_COMPUTES} != {*nodes.KINDS.values()} or {*_FUNCTIONS} != {*nodes.FUNCTIONS}:
+    raise ImportError("every node and every function needs its reference")

@@ -1,0 +1,88 @@
+"""The spec of a convolutional net: the picture that it reads, its nodes, and its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Linear, Node, node_from_dict, shapes
+from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.spec import RequestShape, TaskHead
+
+
+@dataclass(frozen=True)
+class CnnSpec:
+    """One picture a run, S x S after the preprocessor; the last node is the answer.
+
+    shortest: S x S is the middle of a picture whose shorter side was made so long; 0: it is all of it. mean, std: of
+    pixels from 0 to 1, per channel.
+    """
+
+    family: str
+    architecture: str
+    size: int
+    shortest: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    nodes: tuple[Node, ...]
+    head: TaskHead
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.architecture, self.size, self.shortest, self.mean, self.std, self.nodes, self.head))
+
+    @property
+    def reads(self) -> Pictures:
+        """Return what a request brings: pictures."""
+        return Pictures(self.size, 3, shortest=self.shortest)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Dims]:
+        """Return the shape of every tensor."""
+        return shapes(self.nodes, (self.size, self.size, 3))
+
+    @cached_property
+    def hidden(self) -> str:
+        """Return the tensor that is the hidden state: what the last node reads if that is dense, else its result."""
+        last = self.nodes[-1]
+        return last.inputs[0] if isinstance(last, Linear) else last.name
+
+    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
+        """Return the shape of the answer: for each picture a row of logits, or the pixels of a map as rows."""
+        *rows, columns = self.shapes[self.hidden if shape.want == "hidden" else self.nodes[-1].name]
+        return len(shape.lengths) * prod(rows), columns
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
+        plain = {name: getattr(self, name) for name in ("family", "architecture", "size", "shortest", "mean", "std")}
+        return {**plain, "nodes": [node.to_dict() for node in self.nodes], "head": asdict(self.head)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CnnSpec:
+        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+        head = dict(data["head"])
+        made = {
+            "mean": tuple(data["mean"]),
+            "std": tuple(data["std"]),
+            "nodes": tuple(node_from_dict(node) for node in data["nodes"]),
+            "head": TaskHead(**{**head, "labels": tuple(head["labels"])}),
+        }
+        return cls(**{**data, **made})
+
+    def readers(self, name: str) -> Sequence[Node]:
+        """Return the nodes that read a tensor."""
+        return self._readers.get(name, ())
+
+    @cached_property
+    def _readers(self) -> Mapping[str, list[Node]]:
+        found: dict[str, list[Node]] = {IMAGE: []}
+        for node in self.nodes:
+            for x in dict.fromkeys(node.inputs):
+                found.setdefault(x, []).append(node)
+        return found

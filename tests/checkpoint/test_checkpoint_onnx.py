@@ -1,0 +1,188 @@
+"""ONNX files: what is computed is what ONNX's own evaluator computes, and what is not supported is named."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.spec import RequestShape
+
+onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
+helper = onnx.helper
+evaluator = pytest.importorskip("onnx.reference")
+
+SIDE = 13
+FLOAT = onnx.TensorProto.FLOAT
+
+
+class Made:
+    """A model in the making: every weight is random."""
+
+    def __init__(self):
+        self.nodes, self.weights, self.rng = [], [], np.random.default_rng(0)
+
+    def weight(self, *shape, at=0.0, spread=0.4):
+        array = (at + spread * self.rng.standard_normal(shape)).astype(np.float32)
+        return self.constant(array)
+
+    def constant(self, value, dtype=np.float32):
+        name = f"w{len(self.weights)}"
+        self.weights.append(onnx.numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def put(self, op, *inputs, **attributes):
+        name = f"v{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op, inputs, [name], name=f"the {op}", **attributes))
+        return name
+
+    def norm(self, x, n):
+        positive = self.constant(1 + np.abs(self.rng.standard_normal(n)))
+        parts = (self.weight(n, at=1.0), self.weight(n), self.weight(n), positive)
+        return self.put("BatchNormalization", x, *parts, epsilon=1e-3)
+
+    def save(self, path, last, dims=(1, 3, SIDE, SIDE), more=()):
+        given = helper.make_tensor_value_info("x", FLOAT, dims)
+        ends = [helper.make_tensor_value_info(name, FLOAT, None) for name in (last, *more)]
+        graph = helper.make_graph(self.nodes, "net", [given], ends, self.weights)
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+        return path
+
+
+def every_operator(path):
+    m = Made()
+    x = m.put("Conv", "x", m.weight(6, 3, 3, 3), pads=[1, 1, 1, 1], kernel_shape=[3, 3])
+    x = m.put("Relu", m.norm(x, 6))
+    side = m.put("Conv", x, m.weight(6, 1, 3, 3), m.weight(6), group=6, dilations=[2, 2], pads=[2, 2, 2, 2])
+    side = m.put("Clip", m.norm(side, 6), m.constant(0.0), m.constant(6.0))
+    x = m.put("Add", m.put("Identity", side), x)
+    x = m.put("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
+    some = m.put("AveragePool", x, kernel_shape=[3, 3], pads=[1, 1, 1, 1], count_include_pad=1)
+    other = m.put("AveragePool", x, kernel_shape=[3, 2], auto_pad="SAME_UPPER")
+    x = m.put("Concat", some, other, x, axis=1)
+    x = m.put("Conv", x, m.weight(6, 6, 3, 3), group=3, strides=[2, 1], pads=[1, 0, 1, 2], kernel_shape=[3, 3])
+    x = m.put("LeakyRelu", x, alpha=0.1)
+    flat = m.put("Flatten", m.put("Dropout", x))
+    x = m.put("Add", m.put("MatMul", flat, m.weight(6 * 3 * 6, 9)), m.weight(9))
+    x = m.put("Gemm", m.put("Relu", x), m.weight(5, 9), m.weight(5), transB=1)
+    return m.save(path, m.put("Softmax", m.put("Gemm", x, m.weight(5, 5))))
+
+
+def a_map(path):
+    m = Made()
+    x = m.put("Conv", "x", m.weight(4, 3, 1, 1), m.weight(4))
+    return m.save(path, x, ("batch", 3, SIDE, SIDE))
+
+
+def a_mean(path):
+    m = Made()
+    x = m.put("GlobalAveragePool", m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[3, 3]))
+    return m.save(path, m.put("Reshape", x, m.constant([1, -1], np.int64)))
+
+
+def evaluated(path, pixels):
+    """Return what ONNX's evaluator computes of pixels as they are, [rows, columns]."""
+    found = evaluator.ReferenceEvaluator(str(path)).run(None, {"x": pixels})[0]
+    return found[0].transpose(1, 2, 0).reshape(-1, found.shape[1]) if found.ndim == 4 else found
+
+
+@pytest.mark.parametrize("make", [every_operator, a_map, a_mean])
+def test_the_reference_computes_what_onnx_computes(make, tmp_path):
+    path = make(tmp_path / "Some Net.onnx")
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.model == "some-net"
+        spec, shape = checkpoint.spec, RequestShape((1,))
+        inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
+        _, output = models.reference(spec, checkpoint.tensors(), inputs, shape)
+    assert models.spec_from_dict(spec.to_dict()) == spec
+    mean, std = (np.array(v)[:, None, None] for v in (spec.mean, spec.std))
+    want = evaluated(path, ((inputs / 255 - mean) / std).astype(np.float32))
+    if make is every_operator:  # whose softmax at the end is left out, since labels get their scores elsewhere
+        output = np.exp(output - output.max()) / np.exp(output - output.max()).sum()
+    assert output.shape == want.shape
+    np.testing.assert_allclose(output, want, atol=2e-5 * max(1, np.abs(want).max()))
+
+
+def test_a_directory_names_labels_and_pictures(tmp_path):
+    every_operator(tmp_path / "model.onnx")
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "a", "1": "b", "2": "c", "3": "d", "4": "e"}}')
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 13, "width": 13}}')
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.spec.head.labels == ("a", "b", "c", "d", "e")
+        assert checkpoint.spec.shortest == 0
+
+
+def unknown(m):
+    return m.put("Tanh", m.put("Sigmoid", m.put("Conv", "x", m.weight(4, 3, 1, 1))))
+
+
+def slope(m):
+    return m.put("LeakyRelu", m.put("Conv", "x", m.weight(4, 3, 1, 1)), alpha=0.2)
+
+
+def cut(m):
+    return m.put("Clip", m.put("Conv", "x", m.weight(4, 3, 1, 1)), m.constant(-1.0), m.constant(1.0))
+
+
+def added(m):
+    return m.put("Add", m.put("Conv", "x", m.weight(4, 3, 1, 1)), m.weight(4))
+
+
+def norm_alone(m):
+    return m.norm("x", 3)
+
+
+def too_large(m):
+    return m.put("Conv", "x", m.weight(4, 3, 15, 15))
+
+
+def good(m):
+    return m.put("Conv", "x", m.weight(4, 3, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("net", "dims", "says"),
+    [
+        (unknown, None, r"the operators Sigmoid, Tanh are not supported; supported are Add, AveragePool, "),
+        (slope, None, r"LeakyRelu 'the LeakyRelu': its slope is 0\.2; supported: 0\.1"),
+        (cut, None, r"Clip 'the Clip': it cuts to -1\.\.1; supported: 0\.\.6 and 0\.\.inf"),
+        (added, None, r"Add 'the Add': a constant is supported only behind a MatMul"),
+        (norm_alone, None, r"BatchNormalization .* only behind a Conv"),
+        (too_large, None, r"conv_0.*window of \[15, 15\] is larger than the padded map of \[13, 13\]"),
+        (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
+        (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
+        (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),
+        (good, (1, 1, 9, 9), r"\[1, 1, 9, 9\]; only pictures \[1, 3, side, side\]"),
+    ],
+)
+def test_what_is_not_supported_is_named(net, dims, says, tmp_path):
+    m = Made()
+    last = net(m)
+    path = m.save(tmp_path / "m.onnx", last, dims or (1, 3, SIDE, SIDE))
+    with pytest.raises(ModelError, match=says):
+        Checkpoint.open(path)
+
+
+def test_several_outputs_are_refused(tmp_path):
+    m = Made()
+    first = m.put("Conv", "x", m.weight(4, 3, 1, 1))
+    with pytest.raises(UnsupportedModelError, match="2 outputs are not supported; export the model with one"):
+        Checkpoint.open(m.save(tmp_path / "m.onnx", m.put("Relu", first), more=(first,)))
+
+
+def test_a_damaged_file_says_so(tmp_path):
+    path = a_map(tmp_path / "m.onnx")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"cannot be read as ONNX .*copy it again"):
+        Checkpoint.open(path)
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+    path = a_map(tmp_path / "m.onnx")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ModelError, match=r"needs the package onnx; install it: pip install 'hepti\[onnx\]'"):
+        Checkpoint.open(path)

@@ -1,0 +1,151 @@
+"""Convolutional nets: architectures by their published sizes, pictures by their preprocessor, and bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.checkpoint.safetensors_file import open_weights
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.models.cnn import nodes
+from hepti_mqtt.models.cnn.nodes import node_from_dict
+from hepti_mqtt.spec import RequestShape
+
+PRE = "preprocessor_config.json"
+
+
+def spec_of(kind, pre=None, **changes):
+    extras = KINDS[kind].extras if pre is None else {PRE: pre}
+    return models.spec_from_config({**KINDS[kind].config, **changes}, extras)
+
+
+# Of torchvision's models, less the norms' weights and biases, which are folded into what is before them.
+@pytest.mark.parametrize(
+    ("kind", "parameters", "norms"),
+    [
+        ("vgg16", 138357544, 0),
+        ("resnet18", 11689512, 4800),
+        ("resnet50", 25557032, 26560),
+        ("mobilenet-v2", 3504872, 17056),
+    ],
+)
+def test_models_have_as_many_parameters_as_published(kind, parameters, norms):
+    sources = models.tensor_sources(spec_of_kind(kind))
+    assert sum(int(np.prod(source.shape)) for source in sources) + norms == parameters
+
+
+def test_a_norm_is_folded_and_channels_come_last(tmp_path):
+    path = make_model("tiny-resnet", tmp_path / "m", seed=2)
+    with Checkpoint.open(path) as checkpoint:
+        tensors = dict(checkpoint.tensors())
+    (file,) = open_weights(path)
+
+    def stored(name):
+        tensor = file.tensors[name]
+        return tensor.read(0, 1, int(np.prod(tensor.shape)))[0].reshape(tensor.shape).astype(np.float64)
+
+    factor = stored("bn1.weight") / np.sqrt(stored("bn1.running_var") + 1e-5)
+    weight = stored("conv1.weight") * factor[:, None, None, None]  # [n, C, ky, kx]
+    np.testing.assert_allclose(tensors["conv1.weight"], weight.transpose(2, 3, 1, 0).reshape(147, 4), rtol=1e-6)
+    np.testing.assert_allclose(
+        tensors["conv1.bias"], stored("bn1.bias") - stored("bn1.running_mean") * factor, rtol=1e-6, atol=1e-7
+    )
+    file.close()
+
+
+def test_every_node_travels_as_plain_data():
+    listed = {node.to_dict()["op"]: node for kind in KINDS for node in getattr(spec_of_kind(kind), "nodes", ())}
+    listed["average_pool"] = nodes.AveragePool(name="a", inputs=("image",), kernel=(3, 2), pad=(1, 0, 1, 1))
+    assert set(listed) == set(nodes.KINDS)
+    for node in listed.values():
+        assert node_from_dict(node.to_dict()) == node
+
+
+def test_layers_are_parted_where_one_map_alone_is_read():
+    spec = spec_of_kind("resnet18")
+    graph = models.graph(spec, models.largest_shape(spec))
+    layers = {op.name: op.layer for op in graph.ops}
+    assert layers["layer1.0.conv1"] == layers["layer1.0.conv2"] == layers["layer1.0.sum.relu"]
+    assert layers["layer1.1.conv1"] == layers["layer1.0.sum.relu"] + 1
+    assert graph.layers() == 12  # two of the stem, eight blocks, mean and classifier
+    assert [op.role for op in graph.ops if op.name.startswith("layer1.0.")] == [
+        roles.MAP_SUM, roles.MAP, roles.MAP_SUM, roles.MAP_SUM, roles.MAP,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pre", "size", "shortest"),
+    [
+        ({}, 61, 70),
+        ({"size": {"shortest_edge": 70}, "do_center_crop": True, "crop_size": {"height": 61, "width": 61}}, 61, 70),
+        ({"size": {"shortest_edge": 61}, "crop_pct": 0.875}, 61, 69),
+        ({"size": 61, "image_processor_type": "ConvNextImageProcessor"}, 61, 69),
+        ({"size": {"height": 61, "width": 61}}, 61, 0),
+    ],
+)
+def test_what_of_a_picture_is_seen_is_what_the_preprocessor_says(pre, size, shortest):
+    spec = spec_of("tiny-resnet", pre)
+    assert (spec.reads.size, spec.reads.shortest) == (size, shortest)
+
+
+def test_without_a_size_of_its_own_the_preprocessor_says_how_large_pictures_are():
+    spec = spec_of("tiny-hf-resnet", {"size": {"shortest_edge": 96}, "crop_pct": 0.75})
+    assert (spec.size, spec.shortest) == (96, 128)
+    assert spec_of("tiny-hf-resnet", {"size": {"shortest_edge": 384}, "crop_pct": 1.0}).shortest == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre", "changes", "says"),
+    [
+        ("tiny-resnet", {"size": 70}, {}, "pictures become 70 x 70, and the model reads 61 x 61"),
+        ("tiny-resnet", {"do_resize": False}, {}, "do_resize false is not supported"),
+        ("tiny-resnet", {"size": {"height": 61, "width": 50}}, {}, "'size' must be an integer >= 1, or equal height"),
+        (
+            "tiny-resnet",
+            {"size": {"shortest_edge": 50}, "do_center_crop": True, "crop_size": 61},
+            {},
+            "crop_size 61 is larger than size",
+        ),
+        ("tiny-resnet", None, {"depths": [1, 2]}, "'depths' must be 4 integers >= 1"),
+        ("tiny-vgg", {}, {"image_size": 96}, "reads maps of 2 x 2 .* give 3 x 3; use image_size 64"),
+        ("tiny-vgg", {}, {"image_size": 16}, "pictures of 16 x 16 are too small for vgg11: its window"),
+        ("tiny-convnet", None, {"nodes": [{"op": "erf"}]}, "node 0 of `nodes` is none that is known"),
+        ("tiny-convnet", None, {"num_labels": 3, "id2label": None}, r"the last node gives \[1, 5\], and there are 3"),
+        ("tiny-hf-resnet", None, {"layer_type": "dense"}, "layer_type 'dense' is not supported"),
+        ("tiny-hf-resnet", None, {"depths": [1]}, "'depths' must be 3 integers"),
+        (
+            "tiny-hf-mobilenet",
+            None,
+            {"hidden_act": "swish"},
+            "hidden_act 'swish' is not supported; supported: 'relu', 'relu6'",
+        ),
+    ],
+)
+def test_wrong_configs_are_named(kind, pre, changes, says):
+    with pytest.raises(ModelError, match=says):
+        spec_of(kind, pre, **changes)
+
+
+def test_an_architecture_that_is_not_known_lists_those_that_are():
+    with pytest.raises(
+        UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"
+    ):
+        spec_of("tiny-resnet", architectures=["densenet121"])
+
+
+@pytest.mark.parametrize(("kind", "given"), [("tiny-resnet", "tiny-vgg"), ("tiny-vgg", "tiny-bert")])
+def test_weights_of_another_architecture_are_told(kind, given, tmp_path):
+    path = make_model(kind, tmp_path / "m")
+    other = make_model(given, tmp_path / "other")
+    (other / "model.safetensors").rename(path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks .* and \d+ more; (config.json and the weights|the weights are those)"):
+        Checkpoint.open(path)
+
+
+def test_several_pictures_are_rows_of_the_answer():
+    spec = spec_of_kind("tiny-yolo")
+    assert spec.output_shape(RequestShape((1, 1))) == (2 * 25, 14)
+    assert spec_of_kind("tiny-vgg").output_shape(RequestShape((1, 1, 1))) == (3, 7)
