@@ -26,7 +26,10 @@ CASES = (
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
     ("tiny-debert", "decoupled", {"original": "megatron"}),
     ("tiny-convnet", "map_rows", {}),
-    ("tiny-convnet", "fused_tiles", {}),
+    ("tiny-convnet", "fused_tiles", {"cut": "1"}),
+    ("tiny-convnet", "modnn", {}),
+    ("tiny-convnet", "coedge", {}),
+    ("tiny-convnet", "edgeflow", {}),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
 
