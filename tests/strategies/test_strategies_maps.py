@@ -18,7 +18,7 @@ from hepti_mqtt.strategies.linear_programme import least
 
 METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
-VGG = net(24, [("conv", 6, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
+VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
 STRIDES = net(23, [("stride", 4, 7), ("conv", 4, 1), ("conv", 4, 5), "residual", ("stride", 6, 3), ("conv", 5, 3)])
 SLOW = Lane(3e3, 1e-3)
 
