@@ -1,7 +1,8 @@
 """`coedge`: rows of every feature map with the halo from the neighbours, shares by a linear programme over computation,
 links and memory, as CoEdge (Zeng et al., 2021). Dense layers run on the head device.
 
-CoEdge minimises energy under a deadline; so does variant `energy` here, and variant `time` the time of a request.
+CoEdge minimises energy under a deadline. The programme here can (`shares_of`), but a plan takes the least time, since
+devices do not say what they draw. The first device is taken to be the head.
 """
 
 from __future__ import annotations
@@ -157,9 +158,9 @@ def table(division: Division) -> Table:
 
 
 def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
-    """Return the shares that take the least time; by speed alone if no shares fit into memory."""
+    """Return the shares that take the least time; by speed alone if none fit into memory, or no map has rows."""
     del options
-    shares = shares_of(costs_of(graph, weights, lanes))
+    shares = shares_of(costs_of(graph, weights, lanes)) if maps.sizes(graph) else None
     return {ROWS: tuple(map(float, weights if shares is None else shares))}, {}
 
 

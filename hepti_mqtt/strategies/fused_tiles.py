@@ -54,7 +54,7 @@ METHOD = Method(
     "tiles of a feature map, all below them computed with their halo",
     table,
     needs=(roles.MAP,),
-    options=({}, *maps.CUTS[:3]),
+    options=maps.CUTS[:4],
     solve=solve,
     differs=maps.cuts,
 )

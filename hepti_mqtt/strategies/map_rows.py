@@ -39,7 +39,7 @@ METHOD = Method(
     "own rows of every feature map, halo from the neighbours",
     table,
     needs=(roles.MAP,),
-    options=({}, *maps.CUTS),
+    options=maps.CUTS,
     solve=solve,
     differs=maps.cuts,
 )

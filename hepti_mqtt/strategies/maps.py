@@ -22,7 +22,8 @@ from hepti_mqtt.strategies.consecutive import consecutive
 from hepti_mqtt.strategies.method import Division, Lane, Options, Weights
 
 CUT: Final = "cut"
-CUTS: Final[tuple[Options, ...]] = tuple({CUT: str(n)} for n in range(1, 6))
+NO_CUT: Final = "none"
+CUTS: Final[tuple[Options, ...]] = tuple({CUT: name} for name in (NO_CUT, "1", "2", "3", "4", "5"))
 PLACED: Final = (roles.MAP, roles.DENSE)
 
 
@@ -33,13 +34,19 @@ def sizes(graph: Graph) -> list[int]:
 
 def cuts(graph: Graph, options: Options) -> bool:
     """Return whether something that could be divided is left behind the cut that options name."""
-    cut = int(options.get(CUT, "0"))
+    cut = _number(options)
     return not cut or (cut < len(sizes(graph)) and _alone(graph, cut) != _alone(graph, 0))
 
 
 def alone(division: Division) -> frozenset[str]:
     """Return the tensors that the head device computes alone under the plan's cut."""
-    return _alone(division.graph, int(division.option(CUT, "0")))
+    return _alone(division.graph, _number(division.plan.options))
+
+
+def _number(options: Options) -> int:
+    """Return the number of a cut, 0 for none."""
+    name = options.get(CUT, NO_CUT)
+    return 0 if name == NO_CUT else int(name)
 
 
 @lru_cache(maxsize=64)
@@ -81,7 +88,7 @@ def table_of(division: Division, maps: Rule, dense: Rule) -> Table:
 
     # The picture is everywhere: its first map is made where it is needed.
     beside = {roles.DENSE: before(dense), roles.STEM: lambda _: None}
-    return Table({roles.MAP: before(maps)}, beside, uniform=CUT not in division.plan.options)
+    return Table({roles.MAP: before(maps)}, beside, uniform=not _number(division.plan.options))
 
 
 def rows_of(parts: Sequence[Range]) -> Rule:

@@ -28,7 +28,6 @@ class Share:
     role: str
     dim: int
     by_length: bool = False
-    alike: bool = True  # all tensors of the role have this dimension in one size
 
     def total(self, graph: Graph) -> int:
         """Return how many indices there are to share."""
@@ -171,7 +170,7 @@ class Method:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:
             sizes = {op.space[share.dim] for op in graph.ops if op.role == share.role}
-            if share.alike and len(sizes) > 1:
+            if len(sizes) > 1:
                 return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
         return None
 

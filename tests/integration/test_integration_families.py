@@ -25,7 +25,7 @@ CASES = (
     ("tiny-electra", "block", {}),
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
     ("tiny-debert", "decoupled", {"original": "megatron"}),
-    ("tiny-convnet", "map_rows", {}),
+    ("tiny-convnet", "map_rows", {"cut": "none"}),
     ("tiny-convnet", "fused_tiles", {"cut": "1"}),
     ("tiny-convnet", "modnn", {}),
     ("tiny-convnet", "coedge", {}),

@@ -50,13 +50,13 @@ PINNED = {
     ),
     "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
     # Every device has the request's picture, and makes its first map of it.
-    "map_rows": (1.0, {"stem": 4.0}),
+    "map_rows/none": (1.0, {"stem": 4.0}),
     "map_rows/1": (1.0, {"stem": 4.0}),
     "map_rows/2": (1.0, {"stem": 4.0}),
     "modnn": (1.0, {"stem": 4.0}),
     "coedge": (1.0, {"stem": 4.0}),
     "edgeflow": (1.0, {"stem": 4.0}),
-    "fused_tiles": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
+    "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
     "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
     "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
 }

@@ -78,8 +78,8 @@ def test_cuts_are_where_few_bytes_come_together():
 
 
 def test_only_cuts_that_a_net_has_are_priced():
-    assert STRATEGIES["map_rows"].choices(3, VGG) == [{}, {"cut": "1"}, {"cut": "2"}]
-    assert STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=())) == [{}]
+    assert STRATEGIES["map_rows"].choices(3, VGG) == [{"cut": cut} for cut in ("none", "1", "2")]
+    assert STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=())) == [{"cut": "none"}]
     assert not STRATEGIES["modnn"].knows({"cut": "1"})
 
 
