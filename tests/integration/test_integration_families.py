@@ -29,9 +29,12 @@ CASES = (
     ("tiny-electra", "block", {}),
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
     ("tiny-debert", "decoupled", {"original": "megatron"}),
-    ("tiny-convnet", "map_rows", {}),
-    ("tiny-convnet", "fused_tiles", {}),
-    ("tiny-resnet", "map_rows", {}),
+    ("tiny-convnet", "map_rows", {"cut": "none"}),
+    ("tiny-convnet", "fused_tiles", {"cut": "1"}),
+    ("tiny-convnet", "modnn", {}),
+    ("tiny-convnet", "coedge", {}),
+    ("tiny-convnet", "edgeflow", {}),
+    ("tiny-resnet", "map_rows", {"cut": "none"}),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
 

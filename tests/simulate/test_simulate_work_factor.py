@@ -49,8 +49,16 @@ PINNED = {
         {"attention_sum": 1.0909, "after_attention": 2.5, "mlp_sum": 1.0205, "after_mlp": 1.75},
     ),
     "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
-    "map_rows": (1.0, {}),
-    "fused_tiles": (2.2586, {"map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
+    # Every device has the request's picture, and makes its first map of it.
+    "map_rows/none": (1.0, {"stem": 4.0}),
+    "map_rows/1": (1.0, {"stem": 4.0}),
+    "map_rows/2": (1.0, {"stem": 4.0}),
+    "modnn": (1.0, {"stem": 4.0}),
+    "coedge": (1.0, {"stem": 4.0}),
+    "edgeflow": (1.0, {"stem": 4.0}),
+    "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
+    "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
+    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
 }
 
 
@@ -65,10 +73,12 @@ def family(name: str) -> str | None:
 def variants() -> list[tuple[str, dict[str, str]]]:
     found = []
     for name, method in STRATEGIES.items():
-        if family(name) is None:
+        kind = family(name)
+        if kind is None:
             continue
         devices = min(DEVICES, method.most_devices or DEVICES)
-        found += [(name, dict(options)) for options in method.choices(devices)]
+        net = graph(EVERY_FAMILY[kind], request(EVERY_FAMILY[kind], (1,))[0])
+        found += [(name, dict(options)) for options in method.choices(devices, net)]
     return found
 
 

@@ -36,6 +36,8 @@ CHOSEN = (
     Picture("grid", {"nt": "2"}),
     Picture("two_d", {"x": "2"}),
     Picture("pipeline", {}, (10, 6), (3, 4)),
+    Picture("map_rows", {"cut": "none"}),
+    *(Picture("fused_tiles", {"cut": cut}) for cut in ("none", "1")),
     *(
         Picture("decoupled", {"original": o}, (16,), (2, 3), 2, (("layers", 6), ("groups", 3), ("parts", 2)))
         for o in ("everywhere", "megatron")

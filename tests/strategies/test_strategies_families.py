@@ -36,7 +36,8 @@ def batches(spec):
 def test_each_of_them_has_methods_of_its_own():
     able = {case.values for case in ABLE}
     assert ("tiny-debert", "decoupled") in able
-    assert {(kind, name) for kind in SPECS if kind != "tiny-debert" for name in ("map_rows", "fused_tiles")} <= able
+    for name in ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline"):
+        assert {(kind, name) for kind in SPECS if kind != "tiny-debert"} <= able, name
     assert ("tiny-convnet", "row") not in able
 
 
@@ -86,5 +87,7 @@ def test_a_method_that_cannot_divide_a_family_says_so_when_it_is_pinned():
     swarm = Swarm(spec, {}, {"d0": (1e7, 1 << 30), "d1": (1e7, 1 << 30)})
     cluster: Cluster = swarm.planner.membership.cluster({})
     question = Question(Naming("home", "m"), spec, cluster, models.largest_shape(spec), Epoch(1, 1), strategy="row")
-    with pytest.raises(ConfigError, match=r"row divides attention.* can be divided by: single, map_rows, fused_tiles"):
+    with pytest.raises(
+        ConfigError, match=r"row divides attention.* can be divided by: single, pipeline, map_rows, modnn"
+    ):
         decide(question)

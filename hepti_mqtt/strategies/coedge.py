@@ -1,0 +1,173 @@
+"""`coedge`: rows of every feature map with the halo from the neighbours, shares by a linear programme over computation,
+links and memory, as CoEdge (Zeng et al., 2021). Dense layers run on the head device.
+
+CoEdge minimises energy under a deadline. The programme here can (`shares_of`), but a plan takes the least time, since
+devices do not say what they draw. The first device is taken to be the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hepti_mqtt.lowering import Graph, Piece, Table, on, roles
+from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.plan import apportion
+from hepti_mqtt.strategies import maps
+from hepti_mqtt.strategies.linear_programme import Array, least
+from hepti_mqtt.strategies.method import Division, Lane, Method, Options, Shares, Weights
+
+ROWS: Final = "coedge_rows"
+
+
+class Power(NamedTuple):
+    """What a device draws beyond idling, in watts: while it computes, and while it sends or receives."""
+
+    compute_w: float
+    link_w: float
+
+
+class Costs(NamedTuple):
+    """What a request costs N devices in L layers, for the whole of each layer or for a share.
+
+    compute_s [L, N]: all of a layer on that device alone. halo_s [L, N]: the halo of a device that has a share.
+    gather_s [N]: bringing all of the last map from that device to the head, none for the head itself. most [N]: the
+    largest share that fits into memory. least [N]: the smallest share that a device may have if it has any.
+    """
+
+    compute_s: Array
+    halo_s: Array
+    gather_s: Array
+    most: Array
+    least: float
+
+
+def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
+    """Return what the maps of a graph cost on devices of given speeds, in FLOP/s, and links; the first is the head."""
+    found = [unit for unit in maps.units(graph) if unit.op.role == roles.MAP and unit.size > 1]
+    rates = np.array([lane.bytes_per_s for lane in lanes])
+    late = np.array([lane.latency_s for lane in lanes])
+    compute = np.array([[u.flops * u.size / s if s > 0 else inf for s in speeds] for u in found])
+    halo = [_halo(graph, unit) for unit in found]
+    exchange = np.array([(late if rows else 0 * late) + nbytes / rates for rows, nbytes in halo])
+    last = found[-1].op
+    gather = late + 4.0 * last.space[0] * last.space[1] * last.space[2] / rates
+    gather[0] = 0.0
+    # Maps are the part of memory that shares decide over: what a layer reads and what it makes.
+    peak = max(4.0 * u.op.space[0] * u.op.space[1] * u.op.space[2] for u in found) * 2
+    most = np.array([min(lane.memory_bytes / peak, 1.0) for lane in lanes])
+    smallest = max((rows / unit.size for unit, (rows, _) in zip(found, halo, strict=True)), default=0.0)
+    return Costs(compute, exchange, gather, most, min(smallest, 1.0))
+
+
+def _halo(graph: Graph, unit: maps.Unit) -> tuple[float, float]:
+    """Return (rows on one side, bytes in all) that a share in the middle of a map needs of others."""
+    rows = nbytes = 0.0
+    middle = unit.size // 2
+    for reads in unit.reads:
+        source = graph.by_name[reads.name]
+        if source.rank == 3:
+            beyond = max(reads.high[middle] - reads.low[middle] - source.space[0] / unit.size, 0.0)
+            rows, nbytes = max(rows, beyond / 2), nbytes + beyond * reads.nbytes
+    return rows, nbytes
+
+
+def shares_of(costs: Costs, power: Sequence[Power] = (), deadline_s: float = inf) -> Array | None:
+    """Return the share of each device, None if no shares meet deadline and memory.
+
+    Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
+    under the deadline. A share is nothing or at least as large as the halo of every layer: whoever has less after a
+    solution is left out of the next one, the smallest share first, as in CoEdge.
+    """
+    used = [i for i in range(costs.compute_s.shape[1]) if np.isfinite(costs.compute_s[:, i]).all()]
+    while used:
+        found = _solved(costs, used, power, deadline_s)
+        if found is None:
+            return None
+        smallest = int(np.argmin(found))
+        if found[smallest] >= min(costs.least, 1 / len(used)) or len(used) == 1:
+            shares = np.zeros(costs.compute_s.shape[1])
+            shares[used] = found
+            return shares
+        del used[smallest]
+    return None
+
+
+def _solved(costs: Costs, used: Sequence[int], power: Sequence[Power], deadline_s: float) -> Array | None:
+    """Return the shares of the devices that are used: variables are those, then the time of each layer, and of the end.
+
+    Layer l, device i: T_l - compute_s[l, i] x_i >= halo_s[l, i]. The end: T - sum of gather_s[i] x_i >= 0.
+    """
+    compute, halo = costs.compute_s[:, used], costs.halo_s[:, used] * (len(used) > 1)
+    layers, n = compute.shape
+    width = n + layers + 1
+    rows, bounds = [], []
+    for layer in range(layers):
+        for i in range(n):
+            row = np.zeros(width)
+            row[i], row[n + layer] = -compute[layer, i], 1.0
+            rows.append(row)
+            bounds.append(halo[layer, i])
+    end, total, in_time = np.zeros(width), np.zeros(width), np.zeros(width)
+    end[:n], end[-1] = -costs.gather_s[used], 1.0
+    total[:n], in_time[n:] = 1.0, -1.0
+    rows, bounds = [*rows, end, total], [*bounds, 0.0, 1.0]
+    for i, device in enumerate(used):
+        if costs.most[device] < 1:
+            rows.append(-np.eye(width)[i])
+            bounds.append(-costs.most[device])
+    if deadline_s < inf:
+        rows.append(in_time)
+        bounds.append(-deadline_s)
+    prices = np.zeros(width)
+    if power:
+        prices[:n] = [
+            power[d].compute_w * compute[:, i].sum() + power[d].link_w * costs.gather_s[d] for i, d in enumerate(used)
+        ]
+    else:
+        prices[n:] = 1.0
+    # Seconds in units of the whole, so that rounding is small beside every number.
+    unit = max(float(compute.sum(axis=0).max()), 1e-300)
+    found = least(prices, *_scaled(np.array(rows), np.array(bounds), n, unit))
+    if found is None:
+        return None
+    shares: Array = found[:n] / found[:n].sum()
+    return shares
+
+
+def _scaled(rows: Array, bounds: Array, n: int, unit: float) -> tuple[Array, Array]:
+    """Return the rows with times in `unit`; a row of seconds is one that has a time in it."""
+    seconds = np.any(rows[:, n:] != 0, axis=1)
+    rows, bounds = rows.copy(), bounds.copy()
+    rows[seconds, :n] /= unit
+    bounds[seconds] /= unit
+    return rows, bounds
+
+
+def table(division: Division) -> Table:
+    """Return the layouts: the same share of the rows of each map; dense layers on the head device."""
+    shares = division.plan.weights[ROWS]
+
+    def rows(op: Op) -> list[Piece] | None:
+        return maps.rows_of(apportion(op.space[0], shares))(op)
+
+    return maps.table_of(division, rows, on(division.head))
+
+
+def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+    """Return the shares that take the least time; by speed alone if none fit into memory, or no map has rows."""
+    del options
+    shares = shares_of(costs_of(graph, weights, lanes)) if maps.sizes(graph) else None
+    return {ROWS: tuple(map(float, weights if shares is None else shares))}, {}
+
+
+METHOD = Method(
+    "coedge",
+    "own rows of every feature map, shares by a linear programme",
+    table,
+    needs=(roles.MAP,),
+    solve=solve,
+)
