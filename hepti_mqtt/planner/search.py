@@ -16,7 +16,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
-from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
 EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
@@ -180,7 +180,7 @@ def _initial(question: Question) -> Iterator[_Guess]:
                 continue  # one device is what `single` is for
             share_rows = max(question.shape.tokens // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in method.choices(len(subset)):
+            for options in method.choices(len(subset), _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
                 with _dividing(question, method.name):
@@ -214,8 +214,17 @@ def _guess(
     template = Plan(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )
-    plan = make_plan(question.spec, template, method.name, options, weights)
+    plan = make_plan(question.spec, template, method.name, options, weights, _lanes(question, devices))
     return _Guess(on_route(question, plan, routes(question, devices)[0]), weights)
+
+
+def _lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
+    """Return what methods that solve for shares know of devices beside their speed."""
+    links, profiles = question.cluster.links, question.cluster.devices
+    return [
+        Lane(min(links[d].up_bytes_per_s, links[d].down_bytes_per_s), links[d].latency_s, profiles[d].memory_bytes)
+        for d in devices
+    ]
 
 
 def _draft(question: Question, guess: _Guess | Candidate) -> _Draft:
@@ -263,7 +272,8 @@ def _by_the_better_route(question: Question, c: Candidate) -> Candidate:
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
     """Return a candidate with other shares; its memory is not worked out."""
-    plan = make_plan(question.spec, c.plan, c.plan.strategy, c.plan.options, weights)
+    lanes = _lanes(question, c.plan.devices)
+    plan = make_plan(question.spec, c.plan, c.plan.strategy, c.plan.options, weights, lanes)
     return _guessed(question, _Guess(plan, tuple(weights)))
 
 
@@ -281,7 +291,8 @@ def _room(question: Question, device: str) -> float:
 
 
 def _reweighted(question: Question, draft: _Draft, weights: Sequence[float]) -> _Draft:
-    plan = make_plan(question.spec, draft.plan, draft.plan.strategy, draft.plan.options, weights)
+    lanes = _lanes(question, draft.plan.devices)
+    plan = make_plan(question.spec, draft.plan, draft.plan.strategy, draft.plan.options, weights, lanes)
     return _Draft(plan, tuple(weights), *memory(question, plan))
 
 

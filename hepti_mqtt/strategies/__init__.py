@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.strategies.method import Division, Method, Options, Share
+from hepti_mqtt.strategies.method import Division, Lane, Method, Options, Share
 from hepti_mqtt.strategies.programs import (
     largest,
     lowered,
@@ -20,6 +20,7 @@ from hepti_mqtt.strategies.registry import STRATEGIES
 __all__ = [
     "STRATEGIES",
     "Division",
+    "Lane",
     "Method",
     "Options",
     "Share",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Rule, Set, Table, on, roles, span, union
@@ -42,19 +43,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Layers(Share):
-    """Whole layers of a graph."""
-
-    def total(self, graph: Graph) -> int:
-        """Return how many layers there are."""
-        return graph.layers()
-
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
-        """Return consecutive layers per device."""
-        return apportion(self.total(graph), weights)
-
-
-@dataclass(frozen=True)
 class Branches(Share):
     """Branches of a layer."""
 
@@ -74,7 +62,21 @@ COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 MAP_ROWS: Final = Share("map_rows", roles.MAP, 0, by_length=True, alike=False)
 DENSE: Final = Share("dense", roles.DENSE, 1)
 PARTS: Final = Branches("parts", roles.SLICE, 1)
-LAYERS: Final = Layers("layers", roles.AFTER_MLP, 0)
+STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
+
+
+class Lane(NamedTuple):
+    """What a method that solves for shares knows of a device beside its speed.
+
+    bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps.
+    """
+
+    bytes_per_s: float = inf
+    latency_s: float = 0.0
+    memory_bytes: float = inf
+
+
+Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
 
 
 class Division(NamedTuple):
@@ -114,7 +116,9 @@ class Method:
 
     shares: what a plan of it divides. needs: roles that a graph must have. options: variants to price against each
     other; variants: the same where they depend on the number of devices. most_devices: None means any number. equal:
-    every device gets the same, however fast. keeps_cache: its table says where sessions keep keys and values. offered:
+    every device gets the same, however fast. solve: finds a plan's (weights, ranges) from devices' speeds in FLOP/s and
+    their links, where one weight per device does not say it all. differs: whether a variant is one of its own for a
+    graph; others are not priced. keeps_cache: its table says where sessions keep keys and values. offered:
     False keeps it out of the planner's own choice; it can be pinned.
     """
 
@@ -125,14 +129,19 @@ class Method:
     needs: tuple[str, ...] = (roles.ATTENTION, roles.AFTER_MLP)
     options: tuple[Options, ...] = ({},)
     variants: Callable[[int], Sequence[Options]] | None = None
+    solve: Callable[[Graph, Options, Weights, Sequence[Lane]], Shares] | None = None
+    differs: Callable[[Graph, Options], bool] | None = None
     most_devices: int | None = None
     equal: bool = False
     keeps_cache: bool = False
     offered: bool = True
 
-    def choices(self, devices: int) -> Sequence[Options]:
-        """Return the variants to price against each other for a number of devices."""
-        return self.options if self.variants is None else self.variants(devices)
+    def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
+        """Return the variants to price against each other for a number of devices, and for a graph if it is given."""
+        found = self.options if self.variants is None else self.variants(devices)
+        if graph is None or self.differs is None:
+            return found
+        return [options for options in found if self.differs(graph, options)]
 
     def knows(self, options: Options) -> bool:
         """Return whether these are options of the method, for some number of devices."""
@@ -152,11 +161,13 @@ class Method:
                 return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
         return None
 
-    def divide(
-        self, graph: Graph, options: Options, weights: Weights
-    ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]:
-        """Return (weights, ranges) of a plan in which every kind of share follows one weight per device."""
-        del options
+    def divide(self, graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane] = ()) -> Shares:
+        """Return (weights, ranges) of a plan in which every kind of share follows one weight per device.
+
+        lanes: of the devices; without any, links are taken to cost nothing.
+        """
+        if self.solve is not None:
+            return self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
         used = [1.0] * len(weights) if self.equal else list(weights)
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
         return {s.kind: tuple(used) for s in self.shares if s.by_length}, ranges

@@ -16,7 +16,7 @@ from hepti_mqtt.passes import narrow, routed, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies.method import Division, frame
+from hepti_mqtt.strategies.method import Division, Lane, frame
 from hepti_mqtt.strategies.registry import STRATEGIES
 
 LOWERED: Final = 32  # graphs under tables that are kept
@@ -100,9 +100,19 @@ def short_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Pro
     return {device: passes(made.short(device), plan) for device in plan.devices}
 
 
-def make_plan(spec: Spec, template: Plan, strategy: str, options: Mapping[str, str], weights: Sequence[float]) -> Plan:
-    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `weights`."""
-    by_length, ranges = STRATEGIES[strategy].divide(graph(spec, largest_shape(spec)), options, weights)
+def make_plan(
+    spec: Spec,
+    template: Plan,
+    strategy: str,
+    options: Mapping[str, str],
+    weights: Sequence[float],
+    lanes: Sequence[Lane] = (),
+) -> Plan:
+    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `weights`.
+
+    lanes: the devices' links, for methods that look at them.
+    """
+    by_length, ranges = STRATEGIES[strategy].divide(graph(spec, largest_shape(spec)), options, weights, lanes)
     return Plan(
         model=template.model,
         epoch=template.epoch,
