@@ -143,10 +143,14 @@ class Method:
             return found
         return [options for options in found if self.differs(graph, options)]
 
+    def every(self, most: int = MOST_NAMED) -> dict[str, Options]:
+        """Return every variant that there is for up to `most` devices, by its name: the values of its options."""
+        more = () if self.variants is None else (o for n in range(1, most + 1) for o in self.variants(n))
+        return {"/".join(options.values()): options for options in (*self.options, *more)}
+
     def knows(self, options: Options) -> bool:
         """Return whether these are options of the method, for some number of devices."""
-        more = () if self.variants is None else (o for n in range(1, MOST_NAMED + 1) for o in self.variants(n))
-        return any(dict(options) == dict(o) for o in (*self.options, *more))
+        return any(dict(options) == dict(known) for known in self.every().values())
 
     def unsupported(self, graph: Graph) -> str | None:
         """Return why a graph cannot be divided by this method, None if it can."""

@@ -46,7 +46,6 @@ METHOD = Method(
     "consecutive parts of layers per device, micro-batches in flight",
     table,
     shares=(STAGES,),
-    options=({}, {"goal": "latency"}),
     variants=lambda _: [{}, {"goal": "latency"}, *({"micro": str(n)} for n in (2, 4, 8))],
     solve=solve,
     offered=False,

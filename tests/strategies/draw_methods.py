@@ -35,6 +35,7 @@ class Picture(NamedTuple):
 CHOSEN = (
     Picture("grid", {"nt": "2"}),
     Picture("two_d", {"x": "2"}),
+    Picture("voltage", {}),
     Picture("pipeline", {}, (10, 6), (3, 4)),
     *(
         Picture("decoupled", {"original": o}, (16,), (2, 3), 2, (("layers", 6), ("groups", 3), ("parts", 2)))
