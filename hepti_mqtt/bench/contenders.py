@@ -25,13 +25,15 @@ class Contender(NamedTuple):
     most: int | None
     wires: bool
     strategy: str | None = None
-    options: Options = {}
+    options: Options | None = None
 
     def takes(self, devices: int) -> bool:
         """Return whether it runs on so many devices."""
         if self.least > devices or (self.most is not None and devices > self.most):
             return False
-        return self.strategy is None or self.options in [dict(o) for o in STRATEGIES[self.strategy].choices(devices)]
+        return self.strategy is None or (self.options or {}) in [
+            dict(o) for o in STRATEGIES[self.strategy].choices(devices)
+        ]
 
     def divides(self, kind: Graph) -> bool:
         """Return whether it can compute a model."""

@@ -121,7 +121,7 @@ def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
     return {
         "key": _key(cell),
         "strategy": contender.strategy or cell.strategy,
-        "options": dict(contender.options),
+        "options": dict(contender.options or {}),
         "devices": None if free else list(cell.devices),
         "wire": cell.wire,
         "route": None if cell.route == FREE else cell.route,

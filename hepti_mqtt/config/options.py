@@ -233,7 +233,7 @@ def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]
 
     if not variant:
         return {}
-    known = STRATEGIES[strategy].every() if strategy in STRATEGIES else {}
+    known = STRATEGIES[strategy].every() if strategy is not None and strategy in STRATEGIES else {}
     return dict(known.get(variant, {"variant": variant}))
 
 

@@ -195,7 +195,7 @@ def _initial(question: Question) -> Iterator[_Guess]:
                 continue  # one device is what `single` is for
             share_rows = max(question.shape.tokens // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in method.choices(len(subset), _graph(question)):
+            for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
                 with _dividing(question, method.name):

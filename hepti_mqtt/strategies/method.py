@@ -118,8 +118,8 @@ class Method:
     other; variants: the same where they depend on the number of devices. most_devices: None means any number. equal:
     every device gets the same, however fast. solve: finds a plan's (weights, ranges) from devices' speeds in FLOP/s and
     their links, where one weight per device does not say it all. differs: whether a variant is one of its own for a
-    graph; others are not priced. keeps_cache: its table says where sessions keep keys and values. offered:
-    False keeps it out of the planner's own choice; it can be pinned.
+    graph; others are priced only where they are asked for. keeps_cache: its table says where sessions keep keys and
+    values. offered: False keeps it out of the planner's own choice; it can be pinned.
     """
 
     name: str

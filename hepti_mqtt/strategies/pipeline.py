@@ -48,5 +48,6 @@ METHOD = Method(
     shares=(STAGES,),
     variants=lambda _: [{}, {"goal": "latency"}, *({"micro": str(n)} for n in (2, 4, 8))],
     solve=solve,
+    differs=lambda _, options: "micro" not in options,  # one request of one sequence tells them not apart
     offered=False,
 )

@@ -176,7 +176,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
-@pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=str)
 def test_variants_that_depend_on_the_number_of_devices_equal_the_reference(family, name, options, devices):
     spec, held = FAMILIES[family], tensors(FAMILIES[family])
     shape, inputs = request(spec, (5, 7, 3), "hidden")
