@@ -84,8 +84,9 @@ def matrix(found: Sequence[Figures]) -> Iterator[str]:
         )
 
 
-def _row(cell: Cell) -> tuple[str, str, str]:
-    return cell.strategy, cell.wire, cell.route
+def _row(cell: Cell) -> tuple[str, ...]:
+    load = f"{cell.requests} at once" if cell.requests else FREE
+    return cell.strategy, cell.wire, cell.route, cell.weights, load
 
 
 def choices(found: Sequence[Figures]) -> Iterator[str]:
@@ -97,6 +98,7 @@ def choices(found: Sequence[Figures]) -> Iterator[str]:
             if other.cell.strategy != AUTO
             and CONTENDERS[other.cell.strategy].source == SITE
             and (other.cell.rate, other.cell.wire) == (f.cell.rate, f.cell.wire)
+            and (other.cell.weights, other.cell.requests) == (f.cell.weights, f.cell.requests)
             and f.cell.route in (FREE, other.cell.route)
             and (other.cell.devices == f.cell.devices or other.cell.strategy == ALONE)
         ]

@@ -52,7 +52,7 @@ class Site:
         turn = self._ask(order(cell, self._lab.spec, do="bring"))
         self._site.throttle(True)
         e = self._experiment
-        fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": describe}
+        fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": describe, "requests": cell.requests}
         if turn["ok"]:
             turn |= self._ask(order(cell, self._lab.spec, do="measure", **fields))
         return turn
@@ -124,6 +124,7 @@ def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
         "options": dict(contender.options or {}),
         "devices": None if free else list(cell.devices),
         "wire": cell.wire,
+        "weights": cell.weights,
         "route": None if cell.route == FREE else cell.route,
         **fields,
     }

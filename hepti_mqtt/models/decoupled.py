@@ -132,9 +132,9 @@ _VIT: Final = "DecoupledViTForImageClassification"
 _SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_vocab_size": 2}
 
 KINDS: Final = {
-    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=2, num_parts=4),
-    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=2, num_parts=4),
-    "devit-base": vit.pictured(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=2, num_parts=4),
+    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
+    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
+    "devit-base": vit.pictured(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=4, num_parts=4),
     "tiny-devit": vit.pictured(
         _VIT, vit.TINY, model_type="decoupled", labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
     ),

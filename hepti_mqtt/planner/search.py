@@ -331,7 +331,7 @@ def _shift(question: Question, draft: _Draft) -> _Draft:
 def _balance(question: Question, c: Candidate) -> Candidate:
     """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
     best, weights = c, c.weights
-    if len(c.plan.devices) == 1:
+    if len(c.plan.devices) == 1 or STRATEGIES[c.plan.strategy].settled:
         return c
     for _ in range(ROUNDS):
         use = best.price.use

@@ -119,7 +119,8 @@ class Method:
     every device gets the same, however fast. solve: finds a plan's (weights, ranges) from devices' speeds in FLOP/s and
     their links, where one weight per device does not say it all. differs: whether a variant is one of its own for a
     graph; others are priced only where they are asked for. keeps_cache: its table says where sessions keep keys and
-    values. offered: False keeps it out of the planner's own choice; it can be pinned.
+    values. offered: False keeps it out of the planner's own choice; it can be pinned. settled: its shares stay as they
+    are solved, instead of following what one request keeps busy.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Method:
     equal: bool = False
     keeps_cache: bool = False
     offered: bool = True
+    settled: bool = False
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

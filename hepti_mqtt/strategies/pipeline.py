@@ -50,4 +50,5 @@ METHOD = Method(
     solve=solve,
     differs=lambda _, options: "micro" not in options,  # one request of one sequence tells them not apart
     offered=False,
+    settled=True,
 )

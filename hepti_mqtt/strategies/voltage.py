@@ -29,5 +29,4 @@ METHOD = Method(
     shares=(ROWS,),
     variants=lambda _: [{}, {"shares": "uneven"}],
     solve=solve,
-    offered=False,
 )

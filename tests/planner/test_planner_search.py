@@ -106,7 +106,7 @@ def test_memory_tiers_choose_the_strategy():
     """Where no device holds a full copy, `row` and `single` do not fit and say how much is missing."""
     whole = weight_total(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
     decision = decide(question(BASE, four_pis(940, memory=0.6 * whole)))
-    assert decision.chosen.plan.strategy in {"block", "column"}
+    assert decision.chosen.plan.strategy in {"block", "column", "galaxy"}
     assert decision.single is None
     assert "single does not fit" in decision.reason
     for name, need in decision.chosen.price.needs.items():
