@@ -191,6 +191,7 @@ def simulated(point: Point, site: Cluster, layers: int | None) -> dict[str, Any]
         wire=cast(WireDtype, point.wire),
         storage=cast(Storage, point.weights),
         requests=point.requests,
+        in_flight=2 * point.devices if point.requests else 1,  # enough that no stage waits for the next request
     )
     try:
         chosen = decide(question).chosen

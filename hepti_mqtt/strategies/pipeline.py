@@ -46,7 +46,8 @@ METHOD = Method(
     "consecutive parts of layers per device, micro-batches in flight",
     table,
     shares=(STAGES,),
-    variants=lambda _: [{}, {"goal": "latency"}, *({"micro": str(n)} for n in (2, 4, 8))],
+    options=({"goal": "throughput"},),
+    variants=lambda _: [{"goal": "throughput"}, {"goal": "latency"}, *({"micro": str(n)} for n in (2, 4, 8))],
     solve=solve,
     differs=lambda _, options: "micro" not in options,  # one request of one sequence tells them not apart
     offered=False,

@@ -27,6 +27,7 @@ METHOD = Method(
     "own token rows, gathered once a layer",
     table,
     shares=(ROWS,),
-    variants=lambda _: [{}, {"shares": "uneven"}],
+    options=({"shares": "equal"},),
+    variants=lambda _: [{"shares": "equal"}, {"shares": "uneven"}],
     solve=solve,
 )

@@ -176,7 +176,10 @@ def test_a_variant_runs_on_the_numbers_of_devices_that_it_has():
 
 def test_who_is_watched_is_named_and_is_hepti_itself_by_default():
     script = {"devices": [2, 4], "changes": str(Path("configs/experiments/scripts/failing.yaml").resolve())}
-    found = made(strategies=["auto", "voltage"], watched=["auto", "voltage"], **script)
-    assert [(c.strategy, len(c.devices)) for c in watched_of(found, cells(found))] == [("auto", 4), ("voltage", 4)]
+    found = made(strategies=["auto", "voltage/equal"], watched=["auto", "voltage/equal"], **script)
+    assert [(c.strategy, len(c.devices)) for c in watched_of(found, cells(found))] == [
+        ("auto", 4),
+        ("voltage/equal", 4),
+    ]
     plain = made(strategies=["auto", "voltage"], **script)
     assert [c.strategy for c in watched_of(plain, cells(plain))] == ["auto"]

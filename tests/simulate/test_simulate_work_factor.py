@@ -37,9 +37,9 @@ PINNED = {
     "two_d/4": (1.0, {}),
     "galaxy": (1.0, {}),
     **dict.fromkeys(
-        ("voltage", "voltage/uneven"), (1.75, {"qkv": 3.0})
+        ("voltage/equal", "voltage/uneven"), (1.75, {"qkv": 3.0})
     ),  # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices
-    **dict.fromkeys(("pipeline", "pipeline/latency", "pipeline/2", "pipeline/4", "pipeline/8"), (1.0, {})),
+    **dict.fromkeys(("pipeline/throughput", "pipeline/latency", "pipeline/2", "pipeline/4", "pipeline/8"), (1.0, {})),
     # Four layers in two groups: the first group's original layer runs everywhere, the second one's on the head alone.
     "decoupled/everywhere": (
         1.6477,
