@@ -79,7 +79,8 @@ bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
 
 # A sample of every experiment that comes with Hepti, on emulated hosts: Linux, root.
-QUICK ?= aa matmul-chain strategies wire replanning
+QUICK ?= aa matmul-chain strategies wire replanning methods methods-memory methods-simulated decoupled \
+	decoupled-throughput parallelism robustness ablation scaling scaling-simulated
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 

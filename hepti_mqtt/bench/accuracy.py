@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 # |error| / |reference| (Euclidean norms of all final hidden states) up to which an answer counts as right, by wire.
 BOUNDS: Final[Mapping[str, float]] = {"f32": 1e-4, "f16": 1e-2, "i8": 0.2}
+# The same by how the layers' matrices are kept.
+WEIGHTS: Final[Mapping[str, float]] = {"f32": 1e-4, "f16": 1e-2, "w8a32": 0.1, "w8a8": 0.2}
 
 
 def relative_error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from hepti_mqtt.bench.outside import BASELINES
-from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.lowering import Graph
+from hepti_mqtt.strategies import STRATEGIES, Options
 
 AUTO: Final = "auto"
 SITE: Final = "site"  # sources: who is asked, see `sources`
@@ -14,32 +15,48 @@ OUTSIDE: Final = "outside"
 
 
 class Contender(NamedTuple):
-    """source: who is asked. least, most: numbers of devices, None: no limit. wires: has wire dtypes and routes."""
+    """source: who is asked. least, most: numbers of devices, None: no limit. wires: has wire dtypes and routes.
+
+    strategy, options: of Hepti's own methods, None and none of others.
+    """
 
     source: str
     least: int
     most: int | None
     wires: bool
+    strategy: str | None = None
+    options: Options | None = None
 
     def takes(self, devices: int) -> bool:
         """Return whether it runs on so many devices."""
-        return self.least <= devices and (self.most is None or devices <= self.most)
+        if self.least > devices or (self.most is not None and devices > self.most):
+            return False
+        return self.strategy is None or (self.options or {}) in [
+            dict(o) for o in STRATEGIES[self.strategy].choices(devices)
+        ]
+
+    def divides(self, kind: Graph) -> bool:
+        """Return whether it can compute a model."""
+        return self.strategy is None or STRATEGIES[self.strategy].unsupported(kind) is None
 
 
-STRATEGY_NAMES: Final = (
-    AUTO,
-    *("/".join([s.name, *options.values()]) for s in STRATEGIES.values() for options in s.options),
-)
+def _of_strategy(strategy: str, options: Options) -> Contender:
+    alone = STRATEGIES[strategy].most_devices == 1
+    return Contender(SITE, 1 if alone else 2, 1 if alone else None, not alone, strategy, dict(options))
 
 
-def _of_strategy(name: str) -> Contender:
-    known = STRATEGIES.get(name.partition("/")[0])
-    alone = known is not None and known.most_devices == 1
-    return Contender(SITE, 1 if alone else 2, 1 if alone else None, wires=not alone)
+MOST: Final = 16  # devices up to which variants that depend on their number have names here
+_METHODS: Final = {
+    "/".join([s.name, *options.values()]): _of_strategy(s.name, options)
+    for s in STRATEGIES.values()
+    for options in s.every(MOST).values()
+}
+STRATEGY_NAMES: Final = (AUTO, *_METHODS)
 
 
 CONTENDERS: Final[Mapping[str, Contender]] = {
-    **{name: _of_strategy(name) for name in STRATEGY_NAMES},
+    AUTO: Contender(SITE, 2, None, wires=True),
+    **_METHODS,
     **{name: Contender(OUTSIDE, b.least, b.most, wires=False) for name, b in BASELINES.items()},
 }
 # What every other cell is compared with: the method of the site that knows one device only.

@@ -1,8 +1,8 @@
 """`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
 
 stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
-"options", "devices" (or null), "wire", "route" (or null)}, {"do": "measure"} with the same keys and "warmup",
-"repetitions", "describe", or {"do": "once"} with those of "bring".
+"options", "devices" (or null), "wire", "weights", "route" (or null)}, {"do": "measure"} with the same keys and
+"warmup", "repetitions", "describe", "requests" (asked at once; 0: one by one), or {"do": "once"} with those of "bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -19,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.bench.accuracy import BOUNDS, relative_error
+from hepti_mqtt.bench.accuracy import BOUNDS, WEIGHTS, relative_error
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError, RemoteError
 
 TIMEOUT_S: Final = 300.0
+_PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route")
 
 
 @dataclass
@@ -52,7 +53,12 @@ class Driver:
         for _ in range(order["warmup"]):  # the checked answer's Program is another
             self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
         begun = time.time()
-        answers = [self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"])]
+        load: dict[str, Any] = {}
+        if order["requests"]:
+            answers, load = self._loaded(order)
+        else:
+            infer = (self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"]))
+            answers = list(infer)
         last = self.hepti.foretold(answers[-1], **body, **pins, timeout_s=TIMEOUT_S).raw
         return {
             "unix_s": begun,
@@ -63,8 +69,20 @@ class Driver:
             "plan": last["plan"],
             "bytes": last["bytes_on_wire"],
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
+            **load,
             **(self._described(model, last["plan"]["epoch"]) if order["describe"] else {}),
         }
+
+    def _loaded(self, order: Mapping[str, Any]) -> tuple[list[Answer], dict[str, Any]]:
+        """Return the answers to requests that were asked at once, the last turn's, and what came out per second."""
+        model, body, _ = self.inputs[order["key"]]
+        per_s, answers = [], []
+        for _ in range(order["repetitions"]):
+            since = time.perf_counter()
+            asked = [self.hepti.submit(model, **body, **_pins(order)) for _ in range(order["requests"])]
+            answers = [future.result(TIMEOUT_S) for future in asked]
+            per_s.append(order["requests"] / (time.perf_counter() - since))
+        return answers, {"requests_per_s": per_s}
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, check the answer, and say how long it took from publish to answer, whatever plan came between."""
@@ -76,7 +94,8 @@ class Driver:
         """Return an answer and its relative error; raises RemoteError where that is over the bound of the wire."""
         model, body, expected = self.inputs[order["key"]]
         answer = self.hepti.infer(model, **body, **_pins(order), want="hidden", timeout_s=TIMEOUT_S)
-        error, bound = relative_error(answer.hidden, expected), BOUNDS[order["wire"]]
+        error = relative_error(answer.hidden, expected)
+        bound = max(BOUNDS[order["wire"]], WEIGHTS[order["weights"]])
         if not error <= bound:
             raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
         return answer, error
@@ -90,7 +109,7 @@ class Driver:
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: order[key] for key in ("strategy", "options", "devices", "wire", "route") if order[key] is not None}
+    return {key: order[key] for key in _PINNED if order[key] is not None}
 
 
 def main() -> int:

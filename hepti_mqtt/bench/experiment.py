@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
-from hepti_mqtt.bench.contenders import CONTENDERS, STRATEGY_NAMES
+from hepti_mqtt.bench.contenders import AUTO, CONTENDERS, SITE, STRATEGY_NAMES
 from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import examples, load_yaml
+from hepti_mqtt.config.sizes import parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
-from hepti_mqtt.lab.spec import LabSpec
+from hepti_mqtt.lab.spec import MEMORY_BYTES, LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
+from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.plan import Storage
+from hepti_mqtt.spec import Spec
 
 Parsed = TypeVar("Parsed")
 
@@ -27,6 +31,7 @@ ALL: Final = "all"
 WIRES: Final = ("f32", "f16", "i8")
 FREE: Final = "auto"  # the planner chooses the route
 ROUTES: Final = (FREE, "broker", "mesh")
+STORAGES: Final = get_args(Storage)
 KINDS: Final = ("infer",)
 
 
@@ -40,7 +45,8 @@ class Cell:
     """One thing to time.
 
     rate: Mbit/s, None as the lab file has it. tokens: None for pictures. strategy: of CONTENDERS. copy: of an A/A pair.
-    route: of ROUTES.
+    route: of ROUTES. weights: how the layers' matrices are kept. requests: that are asked at once, for the throughput;
+    0: one after the other.
     """
 
     lab: str
@@ -52,11 +58,14 @@ class Cell:
     wire: str
     copy: int = 0
     route: str = FREE
+    weights: str = "f32"
+    requests: int = 0
 
     @property
     def id(self) -> str:
-        """Return a name that depends on the content alone."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        """Return a name that depends on the content alone; fields that came later only where they say something."""
+        own = {k: v for k, v in asdict(self).items() if k not in _LATER or v != _LATER[k]}
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def group(self) -> tuple[str, float | None, str, int | None]:
@@ -68,14 +77,20 @@ class Cell:
         """Return a name for people, unique in its group."""
         wire = "" if self.wire == "f32" else f" {self.wire}"
         route = "" if self.route == FREE else f" {self.route}"
-        return f"{self.strategy} x{len(self.devices)}{wire}{route}{' again' * self.copy}"
+        weights = "" if self.weights == "f32" else f" weights {self.weights}"
+        load = f" {self.requests} at once" if self.requests else ""
+        return f"{self.strategy} x{len(self.devices)}{wire}{route}{weights}{load}{' again' * self.copy}"
+
+
+_LATER: Final = {"weights": "f32", "requests": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """An experiment file. models: name -> kind of `hepti model make`, or directory. layers: fewer than the kind has.
 
-    outside: baselines that take turns with the strategies.
+    outside: baselines that take turns with the strategies. weights: how the layers' matrices are kept. requests: that
+    are asked at once, 0 for one after the other. watched: strategies that are asked while the changes are made.
     """
 
     name: str
@@ -89,12 +104,15 @@ class Experiment:
     devices: tuple[int | tuple[str, ...], ...]
     wire: tuple[str, ...]
     route: tuple[str, ...]
+    weights: tuple[str, ...]
+    requests: tuple[int, ...]
     repetitions: int
     warmup: int
     rounds: int
     seed: int
     layers: int | None
     changes: tuple[Change, ...]
+    watched: tuple[str, ...]
     source: Mapping[str, Any]
 
     @property
@@ -157,13 +175,13 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
     for key in ("name", "lab", "models", "strategies", "devices"):
         if key not in data:
             raise ConfigError(f"an experiment needs `{key}:`")
-    labs = {spec.name: spec for spec in (lab_of(each, base) for each in listed("lab", data["lab"]))}
+    labs = {spec.name: spec for spec in _labs(data, base)}
     rates = tuple(number("rates", rate) for rate in listed("rates", data.get("rates", [])))
     for spec in labs.values():
         for rate in rates:
             spec.with_rate(rate)
     given = listed("strategies", data["strategies"])
-    strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in _strategy(name))
+    strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in strategies_of(name))
     outside = listed("outside", data.get("outside", []))
     outside = list(BASELINES) if outside == [ALL] else outside
     changes: tuple[Change, ...] = ()
@@ -183,12 +201,17 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
         devices=tuple(_devices(each, labs) for each in listed("devices", data["devices"])),
         wire=tuple(_one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
         route=tuple(_one_of("route", each, ROUTES) for each in listed("route", data.get("route", [FREE]))),
+        weights=tuple(_one_of("weights", each, STORAGES) for each in listed("weights", data.get("weights", ["f32"]))),
+        requests=tuple(whole("requests", each, 0) for each in listed("requests", data.get("requests", [0]))),
         repetitions=whole("repetitions", data.get("repetitions", 3), 1),
         warmup=whole("warmup", data.get("warmup", 1), 0),
         rounds=whole("rounds", data.get("rounds", 6), 1),
         seed=whole("seed", data.get("seed", 0), 0),
         layers=None if data.get("layers") is None else whole("layers", data["layers"], 1),
         changes=changes,
+        watched=tuple(_one_of("watched", name, strategies) for name in listed("watched", data.get("watched", [AUTO])))
+        if changes
+        else (),
         source=dict(data),
     )
     if not cells(made):
@@ -197,35 +220,66 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
 
 
 def cells(experiment: Experiment) -> list[Cell]:
-    """Return every cell, those of a group beside each other."""
+    """Return every cell, those of a group beside each other; a method that cannot divide a model has none there."""
+    names = (*experiment.strategies, *experiment.outside)
     found: dict[Cell, None] = {}
     for lab, spec in experiment.labs.items():
         for rate in experiment.rates or (None,):
             for model, kind in experiment.models.items():
-                for tokens in (None,) if _reads_pictures(kind) else experiment.lengths:
-                    found.update(dict.fromkeys(_group(experiment, spec, (lab, rate, model, tokens))))
+                model_spec = spec_of(kind)
+                able = {
+                    name for name in names if CONTENDERS[name].divides(graph(model_spec, largest_shape(model_spec)))
+                }
+                for tokens in (None,) if isinstance(model_spec.reads, Pictures) else experiment.lengths:
+                    found.update(dict.fromkeys(_group(experiment, spec, (lab, rate, model, tokens), able)))
     return list(found)
 
 
-def _group(experiment: Experiment, spec: LabSpec, group: tuple[str, float | None, str, int | None]) -> Iterator[Cell]:
-    names = (*experiment.strategies, *experiment.outside)
+def _group(
+    experiment: Experiment, spec: LabSpec, group: tuple[str, float | None, str, int | None], able: Container[str]
+) -> Iterator[Cell]:
+    e = experiment
+    names = (*e.strategies, *e.outside)
     for place, name in enumerate(names):
+        if name not in able:
+            continue
         contender, copy = CONTENDERS[name], names[:place].count(name)
         for count in experiment.devices:
             devices = tuple(h.name for h in spec.hosts[:count]) if isinstance(count, int) else count
             if contender.takes(len(devices)):
-                kinds = product(experiment.wire, experiment.route) if contender.wires else (("f32", FREE),)
-                for wire, route in kinds:
-                    yield Cell(*group, name, devices, wire, copy, route)
+                ways = product(e.wire, e.route) if contender.wires else (("f32", FREE),)
+                kept = product(e.weights, e.requests) if contender.source == SITE else (("f32", 0),)
+                for (wire, route), (weights, requests) in product(ways, tuple(kept)):
+                    yield Cell(*group, name, devices, wire, copy, route, weights, requests)
 
 
-def _reads_pictures(kind: str | Path) -> bool:
+def spec_of(kind: str | Path, layers: int | None = None) -> Spec:
+    """Return the spec of a kind of `hepti model make`, of so many layers, or of a directory."""
     if isinstance(kind, str):
-        return isinstance(spec_of_kind(kind).reads, Pictures)
+        return spec_of_kind(kind, layers)
     from hepti_mqtt.checkpoint import Checkpoint
 
     with Checkpoint.open(kind, kind.name) as checkpoint:
-        return isinstance(checkpoint.spec.reads, Pictures)
+        return checkpoint.spec
+
+
+def _labs(data: Mapping[str, Any], base: Path) -> Iterator[LabSpec]:
+    """Yield the labs of a file, each once for every budget of memory that its hosts have instead of their own."""
+    for each in listed("lab", data["lab"]):
+        lab = lab_of(each, base)
+        for budget in listed("memory", data.get("memory", [None])):
+            yield lab if budget is None else _with_memory(lab, budget)
+
+
+def _with_memory(lab: LabSpec, budget: Any) -> LabSpec:
+    try:
+        nbytes = parse_size(str(budget))
+    except ConfigError as error:
+        raise ConfigError(f"`memory`: {error}") from error
+    if not MEMORY_BYTES[0] <= nbytes <= MEMORY_BYTES[1]:
+        raise ConfigError(f"`memory` has {budget!r}; it needs {MEMORY_BYTES[0]} to {MEMORY_BYTES[1]} bytes, or a size")
+    hosts = tuple(replace(host, memory_bytes=nbytes) for host in lab.hosts)
+    return replace(lab, name=f"{lab.name}-{str(budget).lower()}", hosts=hosts)
 
 
 def lab_of(value: Any, base: Path) -> LabSpec:
@@ -241,7 +295,7 @@ def lab_of(value: Any, base: Path) -> LabSpec:
     return load_lab(path)
 
 
-def _strategy(value: Any) -> list[str]:
+def strategies_of(value: Any) -> list[str]:
     """Return the names that one entry stands for: a strategy without a variant is all of its variants."""
     found = [name for name in STRATEGY_NAMES if value in (name, name.partition("/")[0])]
     if not found:
@@ -309,5 +363,5 @@ def _one_of(key: str, value: Any, allowed: Sequence[str]) -> str:
 
 _KEYS: Final = (
     *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "outside", "devices", "wire", "route"),
-    *("repetitions", "warmup", "rounds", "seed", "layers", "changes"),
+    *("weights", "memory", "requests", "repetitions", "warmup", "rounds", "seed", "layers", "changes", "watched"),
 )

@@ -254,7 +254,7 @@ def _onnxruntime(of: Data, threads: int) -> Contender:
             "relu6": helper.make_node("Clip", ["s", "low", "high"], ["y"]),
         }[layer.activation],
     ]
-    limits = [numpy_helper.from_array(np.float32(v), name) for v, name in ((0, "low"), (6, "high"))]
+    limits = [numpy_helper.from_array(np.array(v, np.float32), name) for v, name in ((0, "low"), (6, "high"))]
     limits = limits if layer.activation == "relu6" else []
     graph = helper.make_graph(
         nodes,

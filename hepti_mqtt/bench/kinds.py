@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.bench import chain_experiment, chain_report, chain_run, experiment, report, runner
+from hepti_mqtt.bench import chain_experiment, chain_report, chain_run, experiment, report, runner, simulated
 from hepti_mqtt.bench.results import read
 from hepti_mqtt.errors import ConfigError
 
@@ -27,6 +27,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     chain_experiment.KIND: Kind(
         chain_experiment.parse, lambda e: len(e.conditions) * len(e.wanted), chain_run.run, chain_report.write
     ),
+    simulated.KIND: Kind(simulated.parse, lambda e: len(e.points), simulated.run, simulated.write),
 }
 
 

@@ -71,7 +71,8 @@ def matrix(found: Sequence[Figures]) -> Iterator[str]:
         first = "" if rate is None or rate == before else f"{rate:g} Mbit/s: "
         heads.append(first + hosts)
         before = rate
-    best = {column: min(f.ms for f in found if f.column == column) for column in columns}
+    counted = [f for f in found if not f.cell.requests] or found  # times under load hold the waiting
+    best = {column: min((f.ms for f in counted if f.column == column), default=0.0) for column in columns}
     by_place = {(_row(f.cell), f.column): f for f in found if not f.cell.copy}
     yield "| devices | " + " | ".join(heads) + " |"
     yield "|---" + "|---:" * len(columns) + "|"
@@ -84,19 +85,22 @@ def matrix(found: Sequence[Figures]) -> Iterator[str]:
         )
 
 
-def _row(cell: Cell) -> tuple[str, str, str]:
-    return cell.strategy, cell.wire, cell.route
+def _row(cell: Cell) -> tuple[str, ...]:
+    load = f"{cell.requests} at once" if cell.requests else FREE
+    return cell.strategy, cell.wire, cell.route, cell.weights, load
 
 
 def choices(found: Sequence[Figures]) -> Iterator[str]:
     """Return what Hepti chose, and how its pinned equal compares with the best pinned cell that it could have been."""
-    for f in sorted((f for f in found if f.cell.strategy == AUTO), key=lambda f: (-(f.cell.rate or 0), f.cell.devices)):
+    own = (f for f in found if f.cell.strategy == AUTO and not f.cell.requests)
+    for f in sorted(own, key=lambda f: (-(f.cell.rate or 0), f.cell.devices)):
         pinned = [
             other
             for other in found
             if other.cell.strategy != AUTO
             and CONTENDERS[other.cell.strategy].source == SITE
             and (other.cell.rate, other.cell.wire) == (f.cell.rate, f.cell.wire)
+            and (other.cell.weights, other.cell.requests) == (f.cell.weights, f.cell.requests)
             and f.cell.route in (FREE, other.cell.route)
             and (other.cell.devices == f.cell.devices or other.cell.strategy == ALONE)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
@@ -41,7 +42,8 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     found = results.cells()
     groups = sorted(found.values(), key=lambda cell: repr(cell.group))
     for group, part in groupby(groups, key=lambda cell: cell.group):
-        lines += [f"## {_title(group)}", "", *_table(results, list(part)), ""]
+        cells = list(part)
+        lines += [f"## {_title(group)}", "", *_table(results, cells), "", *_throughput(results, cells)]
     for play in results.plays().values():
         lines += _changes(play)
     lines += [f"![{name}]({name})" for name in pictures]
@@ -72,7 +74,8 @@ def compare(a: Results, b: Results) -> tuple[bool, list[str]]:
 def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
     times = {cell: results.medians(cell.id) for cell in group}
     turns = {cell: [r for r in results.turns() if r["cell"] == cell.id] for cell in group}
-    single = next((cell for cell in group if (cell.strategy, cell.copy) == (ALONE, 0) and times[cell]), None)
+    plain = (ALONE, 0, "f32", 0)
+    single = next((c for c in group if (c.strategy, c.copy, c.weights, c.requests) == plain and times[c]), None)
     for cell in group:
         original = next((c for c in group if cell.copy and (c.id != cell.id) and _pinned(c) == _pinned(cell)), None)
         if original is not None and times[cell] and times[original]:
@@ -80,14 +83,17 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
             yield f"A/A {original.label}: {both.median:.3f} [{both.low:.3f}, {both.high:.3f}] ({both.level:.0%})\n"
     yield _HEAD
     yield "|---|---:|---|---:|---:|---:|---:|---|"
-    for cell in sorted(group, key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.route, c.copy)):
+    for cell in sorted(
+        group,
+        key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.route, c.weights, c.requests, c.copy),
+    ):
         good = [r for r in turns[cell] if r["ok"]]
         if not good:
             yield f"| {cell.label} | - | {turns[cell][-1]['message'].splitlines()[0]} | | | | | |"
             continue
         median, last = statistics.median_interval(list(times[cell].values())), good[-1]
         against = ""
-        if single is not None and times[cell].keys() & times[single].keys():
+        if single is not None and not cell.requests and times[cell].keys() & times[single].keys():
             r = statistics.ratio(times[cell], times[single])
             against = f"{r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
         failed = f" ({len(turns[cell]) - len(good)} turns failed)" if len(good) < len(turns[cell]) else ""
@@ -98,8 +104,24 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
         )
 
 
+def _throughput(results: Results, group: Sequence[Cell]) -> Iterator[str]:
+    """Tell what came out per second where requests were asked at once; latencies of such cells hold the waiting."""
+    loaded = [cell for cell in group if cell.requests]
+    if not loaded:
+        return
+    yield "| throughput | requests/s | interval | bytes of a request |"
+    yield "|---|---:|---|---:|"
+    for cell in loaded:
+        turns = [r for r in results.turns() if r["cell"] == cell.id and r["ok"]]
+        if turns:
+            found = statistics.median_interval([median(r["requests_per_s"]) for r in turns])
+            interval = f"{found.low:.2f} to {found.high:.2f} ({found.level:.0%})"
+            yield f"| {cell.label} | {found.median:.2f} | {interval} | {turns[-1]['bytes']} |"
+    yield ""
+
+
 def _pinned(cell: Cell) -> tuple[Any, ...]:
-    return (*cell.group, cell.strategy, cell.devices, cell.wire, cell.route)
+    return (*cell.group, cell.strategy, cell.devices, cell.wire, cell.route, cell.weights, cell.requests)
 
 
 def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:
@@ -108,7 +130,8 @@ def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:
         return ""
     plan = turn["plan"]
     name, devices = "/".join([plan["strategy"], *plan["options"].values()]), tuple(sorted(plan["devices"]))
-    same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire) == (name, devices, plan["wire"])]
+    alike = (name, devices, plan["wire"], cell.weights, cell.requests)
+    same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire, c.weights, c.requests) == alike]
     equals = f" (= {same[0].label})" if same else ""
     return f"{plan_words(plan)}{equals}"
 

@@ -29,6 +29,8 @@ _COLUMNS: Final = (
         "devices",
         "wire",
         "route",
+        "weights",
+        "requests",
         "copy",
         "round",
         "repetition",

@@ -61,14 +61,14 @@ def run(
         width = len(wanted[0].group) if experiment.changes else 2
         for (lab, rate, *_), part in groupby(wanted, key=lambda cell: cell.group[:width]):
             own = list(part)
-            watched = watched_of(experiment, own)
-            if watched is not None and watched.id in played:
-                watched = None
-            own = [cell for cell in own if todo[cell] or cell is watched]
-            if own:
+            watched = [cell for cell in watched_of(experiment, own) if cell.id not in played]
+            own = [cell for cell in own if todo[cell] or cell in watched[:1]]
+            # Changes leave a lab that nothing else is watched on either.
+            parts = [(own, watched[0] if watched else None), *(([cell], cell) for cell in watched[1:])] if own else []
+            for number, (part_own, each) in enumerate(parts):
                 spec = experiment.labs[lab] if rate is None else experiment.labs[lab].with_rate(rate)
                 _Measuring(experiment, out, writer, bar, task, models, calibrations or out / "calibration").network(
-                    spec, own, todo, watched
+                    spec, part_own, todo if number == 0 else dict.fromkeys(part_own, ()), each
                 )
 
 
@@ -94,10 +94,15 @@ def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) ->
     return found
 
 
-def watched_of(experiment: Experiment, group: Sequence[Cell]) -> Cell | None:
-    """Return the cell that is asked for while the script changes the lab: Hepti's own choice, on most devices."""
-    own = [cell for cell in group if cell.strategy == AUTO and experiment.changes]
-    return max(own, key=lambda cell: len(cell.devices), default=None)
+def watched_of(experiment: Experiment, group: Sequence[Cell]) -> list[Cell]:
+    """Return the cells that are asked for while the script changes the lab: of each watched strategy that on most
+    devices, by default Hepti's own choice.
+    """
+    found = {}
+    for cell in sorted(group, key=lambda cell: len(cell.devices)):
+        if cell.strategy in experiment.watched:
+            found[cell.strategy] = cell
+    return [found[name] for name in experiment.watched if name in found]
 
 
 class _Measuring:

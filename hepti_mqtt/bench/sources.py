@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from hepti_mqtt.bench.contenders import AUTO
+from hepti_mqtt.bench.contenders import AUTO, CONTENDERS
 from hepti_mqtt.bench.experiment import FREE, Cell, Experiment
 from hepti_mqtt.bench.outside import Outside
 from hepti_mqtt.lab.lab import Lab
 from hepti_mqtt.lab.site import LabSite
 from hepti_mqtt.lab.spec import LabSpec
-from hepti_mqtt.strategies import STRATEGIES
 
 ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host
 # After a turn of a baseline: agents' probes found their hosts busy, and from those the planner knows of links.
@@ -53,7 +52,7 @@ class Site:
         turn = self._ask(order(cell, self._lab.spec, do="bring"))
         self._site.throttle(True)
         e = self._experiment
-        fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": describe}
+        fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": describe, "requests": cell.requests}
         if turn["ok"]:
             turn |= self._ask(order(cell, self._lab.spec, do="measure", **fields))
         return turn
@@ -117,17 +116,15 @@ def with_room(spec: LabSpec) -> LabSpec:
 
 def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
     """Return what the driver is told; the planner's own choice among all hosts pins no devices."""
-    name, _, variant = cell.strategy.partition("/")
-    options = next(
-        (dict(o) for s in STRATEGIES.values() if s.name == name for o in s.options if variant in o.values()), {}
-    )
+    contender = CONTENDERS[cell.strategy]
     free = cell.strategy == AUTO and len(cell.devices) == len(spec.hosts)
     return {
         "key": _key(cell),
-        "strategy": name,
-        "options": options,
+        "strategy": contender.strategy or cell.strategy,
+        "options": dict(contender.options or {}),
         "devices": None if free else list(cell.devices),
         "wire": cell.wire,
+        "weights": cell.weights,
         "route": None if cell.route == FREE else cell.route,
         **fields,
     }

@@ -62,7 +62,11 @@ _SITE: Final = (
 )
 _PINS: Final = (
     _Option("strategy", "--strategy", {"metavar": "NAME", "help": "pin the strategy (auto: let the planner choose)"}),
-    _Option("variant", "--variant", {"metavar": "NAME", "help": "pin the strategy's variant, e.g. kv or heads of row"}),
+    _Option(
+        "variant",
+        "--variant",
+        {"metavar": "NAME", "help": "pin the strategy's variant, e.g. kv of row, ring of megatron, 2 of grid"},
+    ),
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
@@ -218,9 +222,19 @@ class PinOptions:
         """Return them as the planner takes them."""
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
-        options = {"variant": self.variant} if self.variant else {}
+        options = variant_options(self.strategy, self.variant)
         route = None if self.route == "auto" else self.route
         return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
+
+
+def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]:
+    """Return the options of a strategy's variant; of one that it does not have, what the planner refuses by name."""
+    from hepti_mqtt.strategies import STRATEGIES  # not at the top: see above
+
+    if not variant:
+        return {}
+    known = STRATEGIES[strategy].every() if strategy is not None and strategy in STRATEGIES else {}
+    return dict(known.get(variant, {"variant": variant}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,21 +18,24 @@ import numpy as np
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import JOIN, SLICE
-from hepti_mqtt.models import heads, plain, text
-from hepti_mqtt.models.blocks import Layer, post_norm
+from hepti_mqtt.models import heads, plain, text, vit
+from hepti_mqtt.models.blocks import Layer, post_norm, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import RequestShape, Task
 
-ARCHITECTURES: Final = {"DecoupledBertModel": "embedding"}
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "DecoupledBertModel": "embedding",
+    "DecoupledViTForImageClassification": "image_classification",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoupledSpec(ModelSpec):
-    """A text encoder in `groups` groups, whose decoupled layers have `parts` sub-blocks."""
+    """An encoder of text or pictures in `groups` groups, whose decoupled layers have `parts` sub-blocks."""
 
     groups: int = 1
     parts: int = 1
@@ -42,10 +45,15 @@ SPEC: Final = DecoupledSpec
 
 
 def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> DecoupledSpec:
-    """Return the spec of a decoupled text encoder; raises ModelError, UnsupportedModelError."""
-    head = text.task_head("embedding", config, extras, pooler=False)
-    types = config.positive("type_vocab_size", 2)
-    made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
+    """Return the spec of a decoupled encoder; raises ModelError, UnsupportedModelError."""
+    task = ARCHITECTURES[architecture]
+    if task == "embedding":
+        head = text.task_head(task, config, extras, pooler=False)
+        types = config.positive("type_vocab_size", 2)
+        made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
+    else:
+        config.only("qkv_bias", True, True)
+        made = vit.encoder_spec("decoupled", architecture, task, config, extras)
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
     if made.layers % groups or made.layers == groups:
         raise ModelError(f"config.json: num_groups {groups} must divide num_hidden_layers {made.layers} and be less")
@@ -56,9 +64,9 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> Decoup
 
 
 def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:
-    """Yield the tensors of a decoupled text encoder, from the stem to the last layer."""
+    """Yield the tensors of a decoupled encoder, from the stem to the head."""
     h, f = spec.hidden, spec.mlp
-    yield from text.stem_tensors(spec, ("",))
+    yield from text.stem_tensors(spec, ("",)) if spec.image is None else vit.stem_tensors(spec)
     for here, columns in _layers(spec):
         for part in ("query", "key", "value"):
             yield from dense(f"{here}{part}", ("",), f"{here}{part}", columns, h)
@@ -67,6 +75,8 @@ def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:
         yield from dense(f"{here}mlp_up", ("",), f"{here}mlp_up", columns, f)
         yield from dense(f"{here}mlp_down", ("",), f"{here}mlp_down", f, columns)
         yield from norm(f"{here}mlp_norm", ("",), f"{here}mlp_norm", columns)
+    if spec.image is not None:
+        yield from vit.task_tensors(spec)
 
 
 def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
@@ -80,8 +90,9 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
 
 
 def graph(net: Net, spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
-    x = text.embed(net, spec, shape, refs)  # [m, h]
+    """Add the graph of one batch: ids i32 [m], or pixels u8 [B, C, S, S] -> the task's output."""
+    x = (text if spec.image is None else vit).embed(net, spec, shape, refs)  # [m, h]
+    layer = pre_norm if spec.norm_first else post_norm
     n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
         net.block()
@@ -91,34 +102,41 @@ def graph(net: Net, spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str,
             z = net.columns(f"{first}.{part}.in", x, SLICE, part * w, (part + 1) * w)  # [m, w]
             for i in range(first, first + depth - 1):
                 net.layer(i, part)
-                z = post_norm(net, f"{i}.{part}.", f"layers.{i}.part.{part}.", z, n)  # [m, w]
+                z = layer(net, f"{i}.{part}.", f"layers.{i}.part.{part}.", z, n)  # [m, w]
             ends.append(z)
         last = first + depth - 1
         net.layer(last)
-        x = post_norm(net, f"{last}.", f"layers.{last}.", net.join(f"{last}.in", ends, JOIN), n)  # [m, h]
+        x = layer(net, f"{last}.", f"layers.{last}.", net.join(f"{last}.in", ends, JOIN), n)  # [m, h]
     net.block()
     heads.add(net, spec, shape, x, refs)  # [m, h] or [B, h]
 
 
 def reference(
-    spec: DecoupledSpec, tensors: plain.Tensors, ids: plain.Array, shape: RequestShape
+    spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: RequestShape
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    """Return (final hidden states [m, h], the task's output) for what a request brings, in plain NumPy."""
+    pictures = spec.image is not None
+    x = vit.plain_embed(spec, tensors, inputs) if pictures else text.plain_embed(spec, tensors, inputs, shape)  # [m, h]
+    layer = plain.pre_norm if spec.norm_first else plain.post_norm
     n, depth = Layer.of(spec, shape), spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
         slices = np.split(x, spec.parts, axis=1)  # [m, w] each
         for i in range(first, first + depth - 1):
-            slices = [plain.post_norm(tensors, f"layers.{i}.part.{p}.", z, n) for p, z in enumerate(slices)]
-        x = plain.post_norm(tensors, f"layers.{first + depth - 1}.", np.concatenate(slices, axis=1), n)  # [m, h]
+            slices = [layer(tensors, f"layers.{i}.part.{p}.", z, n) for p, z in enumerate(slices)]
+        x = layer(tensors, f"layers.{first + depth - 1}.", np.concatenate(slices, axis=1), n)  # [m, h]
     return heads.plain(spec, tensors, x, shape)
 
 
 _WORDS: Final = {"hidden_act": "gelu", "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
+_VIT: Final = "DecoupledViTForImageClassification"
 _SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_vocab_size": 2}
 
 KINDS: Final = {
-    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=2, num_parts=4),
-    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=2, num_parts=4),
+    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
+    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
+    "devit-base": vit.pictured(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=4, num_parts=4),
+    "tiny-devit": vit.pictured(
+        _VIT, vit.TINY, model_type="decoupled", labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
+    ),
     "tiny-debert": kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
 }

@@ -27,12 +27,17 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTModel": "embedding",
     "ViTForImageClassification": "image_classification",
 }
+BASE_NAMES: Final = ("vit.", "")
 
 
 def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a vision transformer; raises ModelError, UnsupportedModelError."""
     config.only("qkv_bias", True, True)
-    task = ARCHITECTURES[architecture]
+    return encoder_spec("vit", architecture, ARCHITECTURES[architecture], config, extras)
+
+
+def encoder_spec(family: str, architecture: str, task: Task, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of an encoder of patches that norms before each block; raises ModelError."""
     hidden = config.positive("hidden_size")
     image = _image_stem(config, extras)
     if task == "image_classification":
@@ -43,7 +48,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
         config.only("pooler_output_size", hidden, hidden)
         head = TaskHead(task, "cls", pooler=True)
     return ModelSpec(
-        family="vit",
+        family=family,
         architecture=architecture,
         layers=config.positive("num_hidden_layers"),
         hidden=hidden,
@@ -75,16 +80,31 @@ def _image_stem(config: Config, extras: Mapping[str, Any]) -> ImageStem:
     return ImageStem(size, patch, channels, *pictures.scale(pre, 0.5, 0.5))
 
 
+def stem_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of the stem."""
+    assert spec.image is not None
+    h, channels, p, n = spec.hidden, spec.image.channels, spec.image.patch, spec.image.patches
+    patch = "embeddings.patch_embeddings.projection"
+    yield weight("stem.patch.weight", names(BASE_NAMES, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
+    yield vector("stem.patch.bias", names(BASE_NAMES, f"{patch}.bias"), h)
+    yield vector("stem.cls", names(BASE_NAMES, "embeddings.cls_token"), h, (1, 1, h))
+    yield table("stem.position", names(BASE_NAMES, "embeddings.position_embeddings"), n + 1, h, (1,))
+
+
+def task_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors behind the layers."""
+    h = spec.hidden
+    yield from norm("final_norm", BASE_NAMES, "layernorm", h)
+    if spec.head.pooler:
+        yield from dense("head.pooler", BASE_NAMES, "pooler.dense", h, h)
+    if spec.head.outputs:
+        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+
+
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a vision transformer, from the stem to the head."""
-    assert spec.image is not None
-    h, f, channels, p, n = spec.hidden, spec.mlp, spec.image.channels, spec.image.patch, spec.image.patches
-    base = ("vit.", "")
-    patch = "embeddings.patch_embeddings.projection"
-    yield weight("stem.patch.weight", names(base, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
-    yield vector("stem.patch.bias", names(base, f"{patch}.bias"), h)
-    yield vector("stem.cls", names(base, "embeddings.cls_token"), h, (1, 1, h))
-    yield table("stem.position", names(base, "embeddings.position_embeddings"), n + 1, h, (1,))
+    h, f, base = spec.hidden, spec.mlp, BASE_NAMES
+    yield from stem_tensors(spec)
     for i in range(spec.layers):
         here, stored = f"layers.{i}", f"encoder.layer.{i}"
         yield from norm(f"{here}.attention_norm", base, f"{stored}.layernorm_before", h)
@@ -94,15 +114,11 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from norm(f"{here}.mlp_norm", base, f"{stored}.layernorm_after", h)
         yield from dense(f"{here}.mlp_up", base, f"{stored}.intermediate.dense", h, f)
         yield from dense(f"{here}.mlp_down", base, f"{stored}.output.dense", f, h)
-    yield from norm("final_norm", base, "layernorm", h)
-    if spec.head.pooler:
-        yield from dense("head.pooler", base, "pooler.dense", h, h)
-    if spec.head.outputs:
-        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+    yield from task_tensors(spec)
 
 
-def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
+def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> str:
+    """Add the stem of a batch of images: pixels u8 [B, C, S, S] -> [m, h]."""
     image = spec.image
     assert image is not None
     images, h = len(shape.lengths), spec.hidden
@@ -113,7 +129,12 @@ def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
     )
     x = net.linear("projected", patches, STEM, {"stem.patch": h})  # [B n, h]
     weights = (refs["stem.cls"], refs["stem.position"])
-    x = net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+    return net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+
+
+def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
+    x = embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
     for i in net.layers(spec.layers):
         x = pre_norm(net, f"{i}.", f"layers.{i}.", x, n)
@@ -121,10 +142,8 @@ def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
     heads.add(net, spec, shape, x, refs)
 
 
-def reference(
-    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: RequestShape
-) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
+def plain_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) -> plain.Array:
+    """Return the embeddings of pixels [B, C, S, S]: [m, h]."""
     image = spec.image
     assert image is not None
     dtype = tensors["stem.cls"].dtype
@@ -136,15 +155,22 @@ def reference(
     x = plain.linear(tensors, "stem.patch", patches)  # [B, n, h]
     cls = np.broadcast_to(tensors["stem.cls"], (len(values), 1, spec.hidden))
     x = np.concatenate([cls, x], axis=1) + tensors["stem.position"]  # [B, n + 1, h]
-    x = x.reshape(-1, spec.hidden)  # [m, h]
+    return x.reshape(-1, spec.hidden)
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: RequestShape
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
+    x = plain_embed(spec, tensors, pixels)  # [m, h]
     for i in range(spec.layers):
         x = plain.pre_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
     return heads.plain(spec, tensors, x, shape)
 
 
 _VIT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_channels": 3, "qkv_bias": True}
-_REAL: Final = {"image_size": 224, "patch_size": 16}
-_TINY: Final = {
+REAL: Final = {"image_size": 224, "patch_size": 16}
+TINY: Final = {
     "num_hidden_layers": 2,
     "hidden_size": 48,
     "num_attention_heads": 6,
@@ -155,8 +181,11 @@ _TINY: Final = {
 }
 
 
-def _kind(architecture: str, *sizes: Mapping[str, Any], labels: int = 0) -> Kind:
-    made = kind(architecture, "vit", *sizes, _VIT, labels=labels)
+def pictured(
+    architecture: str, *sizes: Mapping[str, Any], model_type: str = "vit", labels: int = 0, **more: Any
+) -> Kind:
+    """Return a kind that reads pictures; see `kind`."""
+    made = kind(architecture, model_type, *sizes, _VIT, labels=labels, **more)
     side = made.config["image_size"]
     preprocessor = {
         "do_normalize": True,
@@ -173,8 +202,8 @@ def _kind(architecture: str, *sizes: Mapping[str, Any], labels: int = 0) -> Kind
 
 
 KINDS: Final = {
-    "vit-base": _kind("ViTForImageClassification", BASE, _REAL, labels=1000),
-    "vit-large": _kind("ViTForImageClassification", LARGE, _REAL, labels=1000),
-    "tiny-vit": _kind("ViTModel", _TINY),
-    "tiny-vit-classifier": _kind("ViTForImageClassification", _TINY, labels=7),
+    "vit-base": pictured("ViTForImageClassification", BASE, REAL, labels=1000),
+    "vit-large": pictured("ViTForImageClassification", LARGE, REAL, labels=1000),
+    "tiny-vit": pictured("ViTModel", TINY),
+    "tiny-vit-classifier": pictured("ViTForImageClassification", TINY, labels=7),
 }

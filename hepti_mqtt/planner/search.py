@@ -64,12 +64,27 @@ def decide_soon(question: Question) -> Decision:
 def _check_pins(question: Question) -> None:
     if question.strategy is not None and question.strategy not in STRATEGIES:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
+    if question.strategy is not None and question.options:
+        _check_options(question, STRATEGIES[question.strategy])
     unknown = set(question.devices or ()) - set(question.cluster.devices)
     if unknown:
         online = ", ".join(question.cluster.devices) or "none"
         raise PlanError(f"devices {', '.join(sorted(unknown))} are not online; online: {online}")
     if not question.cluster.devices:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
+
+
+def _check_options(question: Question, method: Method) -> None:
+    """Raise ConfigError for options that the method does not have, or not on so many devices."""
+    count = len(question.devices or question.cluster.devices)
+    given = " ".join(f"{key}={value}" for key, value in question.options.items())
+    known = [" ".join(f"{key}={value}" for key, value in o.items()) for o in method.every().values() if o]
+    if not method.knows(question.options):
+        raise ConfigError(f"{method.name} has no option {given}; it has {', '.join(known[:12]) or 'none'}")
+    sizes = (count,) if question.devices else range(1, count + 1)
+    if not any(dict(question.options) == dict(o) for n in sizes for o in method.choices(n)):
+        here = (" ".join(f"{k}={v}" for k, v in o.items()) for o in method.choices(count))
+        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {', '.join(here)}")
 
 
 def _through_the_broker(question: Question, guesses: Sequence[_Guess]) -> Sequence[_Guess]:
@@ -180,7 +195,7 @@ def _initial(question: Question) -> Iterator[_Guess]:
                 continue  # one device is what `single` is for
             share_rows = max(question.shape.tokens // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in method.choices(len(subset), _graph(question)):
+            for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
                 with _dividing(question, method.name):
@@ -316,7 +331,7 @@ def _shift(question: Question, draft: _Draft) -> _Draft:
 def _balance(question: Question, c: Candidate) -> Candidate:
     """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
     best, weights = c, c.weights
-    if len(c.plan.devices) == 1:
+    if len(c.plan.devices) == 1 or STRATEGIES[c.plan.strategy].settled:
         return c
     for _ in range(ROUNDS):
         use = best.price.use

@@ -30,5 +30,4 @@ METHOD = Method(
     "heads and MLP columns, norms on token shares, exchanges overlapped",
     table,
     shares=(ROWS, HEADS, MLP),
-    offered=False,
 )

@@ -44,19 +44,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Layers(Share):
-    """Whole layers of a graph."""
-
-    def total(self, graph: Graph) -> int:
-        """Return how many layers there are."""
-        return graph.layers()
-
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
-        """Return consecutive layers per device."""
-        return apportion(self.total(graph), weights)
-
-
-@dataclass(frozen=True)
 class Branches(Share):
     """Branches of a layer."""
 
@@ -74,7 +61,7 @@ HEADS: Final = Share("heads", roles.ATTENTION, 1)
 MLP: Final = Share("mlp", roles.MLP_UP, 1)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 PARTS: Final = Branches("parts", roles.SLICE, 1)
-LAYERS: Final = Layers("layers", roles.AFTER_MLP, 0)
+STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 
 
 class Lane(NamedTuple):
@@ -129,9 +116,10 @@ class Method:
     shares: what a plan of it divides. needs: roles that a graph must have; one_of: of which one will do. options:
     variants to price against each other; variants: the same where they depend on the number of devices. solve: finds
     a plan's (weights, ranges) from devices' speeds in FLOP/s and their links, where one weight per device does not say
-    it all. differs: whether a variant is one of its own for a graph; others are not priced. most_devices: None means
-    any number. equal: every device gets the same, however fast. keeps_cache: its table says where sessions keep keys
-    and values. offered: False keeps it out of the planner's own choice; it can be pinned.
+    it all. differs: whether a variant is one of its own for a graph; others are priced only where they are asked for.
+    most_devices: None means any number. equal: every device gets the same, however fast. keeps_cache: its table says
+    where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
+    settled: its shares stay as they are solved, instead of following what one request keeps busy.
     """
 
     name: str
@@ -148,6 +136,7 @@ class Method:
     equal: bool = False
     keeps_cache: bool = False
     offered: bool = True
+    settled: bool = False
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""
@@ -156,10 +145,14 @@ class Method:
             return found
         return [options for options in found if self.differs(graph, options)]
 
+    def every(self, most: int = MOST_NAMED) -> dict[str, Options]:
+        """Return every variant that there is for up to `most` devices, by its name: the values of its options."""
+        more = () if self.variants is None else (o for n in range(1, most + 1) for o in self.variants(n))
+        return {"/".join(options.values()): options for options in (*self.options, *more)}
+
     def knows(self, options: Options) -> bool:
         """Return whether these are options of the method, for some number of devices."""
-        more = () if self.variants is None else (o for n in range(1, MOST_NAMED + 1) for o in self.variants(n))
-        return any(dict(options) == dict(o) for o in (*self.options, *more))
+        return any(dict(options) == dict(known) for known in self.every().values())
 
     def unsupported(self, graph: Graph) -> str | None:
         """Return why a graph cannot be divided by this method, None if it can."""

@@ -6,9 +6,9 @@ import pytest
 
 from hepti_mqtt.bench import kinds
 from hepti_mqtt.bench.contenders import STRATEGY_NAMES
-from hepti_mqtt.bench.experiment import cells, load, names, parse
+from hepti_mqtt.bench.experiment import Cell, cells, load, names, parse
 from hepti_mqtt.bench.outside import BASELINES
-from hepti_mqtt.bench.runner import turns
+from hepti_mqtt.bench.runner import turns, watched_of
 from hepti_mqtt.bench.sources import order
 from hepti_mqtt.errors import ConfigError
 
@@ -140,3 +140,46 @@ def test_the_planners_own_choice_is_free_only_among_all_hosts():
     assert order(by_count[2], spec)["devices"] == ["pi1", "pi2"]
     heads = next(c for c in cells(made()) if c.strategy == "row/heads")
     assert order(heads, spec)["options"] == {"variant": "heads"}
+
+
+def test_weights_and_requests_at_once_are_dimensions_of_the_site_alone():
+    found = cells(made(strategies=["single"], outside=["torch"], devices=[1], weights=["f32", "f16"], requests=[0, 8]))
+    alike = {(c.strategy, c.weights, c.requests) for c in found}
+    assert alike == {("torch", "f32", 0), *(("single", w, n) for w in ("f32", "f16") for n in (0, 8))}
+    assert any(c.label == "single x1 weights f16 8 at once" for c in found)
+
+
+def test_what_came_later_does_not_change_the_ids_of_results_that_are_there():
+    cell = Cell("lab", 940.0, "m", 8, "single", ("pi1",), "f32")
+    assert cell.id == "8210339560a7"
+
+
+def test_a_budget_of_memory_makes_a_lab_of_its_own():
+    labs = made(memory=["1GiB", "500MiB"]).labs
+    assert list(labs) == ["four-pi4-1gib", "four-pi4-500mib"]
+    assert {host.memory_bytes for host in labs["four-pi4-500mib"].hosts} == {500 * 2**20}
+
+
+def test_only_methods_that_divide_a_model_have_cells_of_it():
+    found = cells(made(models=["tiny-bert", "tiny-debert"], strategies=["single", "decoupled/megatron"]))
+    assert {c.model for c in found if c.strategy == "decoupled/megatron"} == {"tiny-debert"}
+
+
+def test_a_variant_runs_on_the_numbers_of_devices_that_it_has():
+    found = cells(made(strategies=["grid"], devices=[2, 3, 4], models=["tiny-bert"]))
+    assert {(c.strategy, len(c.devices)) for c in found} == {
+        *(("grid/1", n) for n in (2, 3, 4)), ("grid/2", 2), ("grid/2", 4), ("grid/3", 3), ("grid/4", 4),
+    }  # fmt: skip
+    told = order(found[0], made().labs["four-pi4"], do="bring")
+    assert (told["strategy"], told["options"], told["weights"]) == ("grid", {"nt": "1"}, "f32")
+
+
+def test_who_is_watched_is_named_and_is_hepti_itself_by_default():
+    script = {"devices": [2, 4], "changes": str(Path("configs/experiments/scripts/failing.yaml").resolve())}
+    found = made(strategies=["auto", "voltage/equal"], watched=["auto", "voltage/equal"], **script)
+    assert [(c.strategy, len(c.devices)) for c in watched_of(found, cells(found))] == [
+        ("auto", 4),
+        ("voltage/equal", 4),
+    ]
+    plain = made(strategies=["auto", "voltage"], **script)
+    assert [c.strategy for c in watched_of(plain, cells(plain))] == ["auto"]

@@ -444,3 +444,36 @@ def test_a_tokenizer_without_mask_token_is_an_error(bert):
     (bert / "tokenizer.json").write_text(text)
     with Checkpoint.open(bert) as checkpoint, pytest.raises(ModelError, match="no mask token"):
         assert checkpoint.mask_id
+
+
+@pytest.mark.parametrize(
+    ("written", "said", "words"),
+    [
+        ("tiny-debert", "tiny-bert", "another family than BertModel.*must name one of DecoupledBertModel"),
+        ("tiny-bert", "tiny-debert", "another family than DecoupledBertModel.*must name one of .*BertModel"),
+        ("tiny-devit", "tiny-vit", "another family than ViTModel.*DecoupledViTForImageClassification"),
+    ],
+)
+def test_a_decoupled_checkpoint_and_an_ordinary_one_are_told_apart(tmp_path, written, said, words):
+    path, other = make_model(written, tmp_path / "model"), make_model(said, tmp_path / "other")
+    (path / "config.json").write_text((other / "config.json").read_text())
+    with pytest.raises(ModelError, match=words):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_parts", 5, "num_parts 5 does not divide hidden_size 32"),
+        ("num_parts", 2, "config.json and the weights must be of the same model"),
+        ("num_groups", 3, "num_groups 3 must divide num_hidden_layers 4"),
+        ("num_groups", 4, "num_groups 4 must divide num_hidden_layers 4 and be less"),
+        ("num_parts", None, "'num_parts' is missing"),
+    ],
+)
+def test_a_decoupled_checkpoint_of_other_groups_and_parts_is_refused_with_the_limits(tmp_path, key, value, words):
+    path = make_model("tiny-debert", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ModelError, match=words):
+        Checkpoint.open(path)

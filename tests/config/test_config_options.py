@@ -93,6 +93,12 @@ def test_pins_are_those_that_the_planner_takes():
     pins = PinOptions("row", "kv", ("a", "b"), None, "f16").pins()
     assert (pins.strategy, pins.options, pins.devices) == ("row", {"variant": "kv"}, ("a", "b"))
     assert (pins.wire, pins.storage, pins.route) == ("f32", "f16", None)
+    assert PinOptions("megatron", "ring").pins().options == {"reduce": "ring"}
+    assert PinOptions("decoupled", "megatron/everywhere").pins().options == {
+        "original": "megatron",
+        "last": "everywhere",
+    }
+    assert PinOptions("megatron", "kv").pins().options == {"variant": "kv"}  # which the planner refuses by name
     assert PinOptions(route="auto").pins().route is None
     assert PinOptions(route="mesh").pins().route == "mesh"
 

@@ -221,8 +221,8 @@ def test_a_config_that_is_no_object_is_refused():
     ("family", "architecture"), [(f, a) for f in models.FAMILIES.values() for a in f.ARCHITECTURES]
 )
 def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_names(family, architecture):
-    own = (kind for kind in family.KINDS.values() if kind.config["architectures"] == [architecture])
-    kind = next(own, next(iter(family.KINDS.values())))
+    kinds = list(family.KINDS.values())
+    kind = next((k for k in kinds if k.config["architectures"] == [architecture]), kinds[0])
     spec = spec_of(kind.config, kind.extras, architectures=[architecture])
     assert models.spec_from_dict(spec.to_dict()) == spec
     sources = models.tensor_sources(spec)

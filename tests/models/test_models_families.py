@@ -52,6 +52,8 @@ def test_a_device_of_an_albert_holds_every_range_once(weights):
     for method in sites.METHODS:
         if method[0] == "single" and len(weights) > 1:
             continue
+        if method[0] == "pipeline":  # a stage of the flat model may be less than a layer
+            continue
         deep, flat = (spec_of_kind("tiny-albert", layers) for layers in (9, 3))
         for device in range(len(weights)):
             held = [

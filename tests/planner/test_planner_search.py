@@ -81,11 +81,32 @@ def test_a_slow_device_is_left_out_or_gets_little():
     assert rows.get("slow", 0.0) < 0.2 * sum(rows.values())
 
 
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"strategy": "megatron", "options": {"variant": "kv"}}, "megatron has no option variant=kv; it has reduce="),
+        ({"strategy": "block", "options": {"nt": "2"}}, "block has no option nt=2; it has none"),
+        (
+            {"strategy": "grid", "options": {"nt": "3"}, "devices": ("pi0", "pi1", "pi2", "pi3")},
+            "grid has no option nt=3 on 4 devices; there it has nt=1, nt=2, nt=4",
+        ),
+    ],
+)
+def test_options_of_another_method_are_refused_with_those_that_there_are(pins, words):
+    with pytest.raises(ConfigError, match=words):
+        decide(question(FAMILIES["bert-embedding"], four_pis(940), **pins))
+
+
+def test_a_pinned_method_that_memory_forbids_names_what_is_missing_where():
+    with pytest.raises(PlanError, match=r"pipeline.* on .*: pi\d needs [\d.]+ MiB and has 0.1 MiB"):
+        decide(question(FAMILIES["bert-embedding"], four_pis(940, memory=2**17 - 2**15), strategy="pipeline"))
+
+
 def test_memory_tiers_choose_the_strategy():
     """Where no device holds a full copy, `row` and `single` do not fit and say how much is missing."""
     whole = weight_total(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
     decision = decide(question(BASE, four_pis(940, memory=0.6 * whole)))
-    assert decision.chosen.plan.strategy in {"block", "column"}
+    assert decision.chosen.plan.strategy in {"block", "column", "galaxy"}
     assert decision.single is None
     assert "single does not fit" in decision.reason
     for name, need in decision.chosen.price.needs.items():

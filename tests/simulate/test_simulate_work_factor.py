@@ -36,8 +36,10 @@ PINNED = {
     "two_d/2": (1.0, {}),
     "two_d/4": (1.0, {}),
     "galaxy": (1.0, {}),
-    "voltage": (1.75, {"qkv": 3.0}),  # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices
-    "pipeline": (1.0, {}),
+    **dict.fromkeys(
+        ("voltage/equal", "voltage/uneven"), (1.75, {"qkv": 3.0})
+    ),  # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices
+    **dict.fromkeys(("pipeline/throughput", "pipeline/latency", "pipeline/2", "pipeline/4", "pipeline/8"), (1.0, {})),
     # Four layers in two groups: the first group's original layer runs everywhere, the second one's on the head alone.
     "decoupled/everywhere": (
         1.6477,
@@ -47,6 +49,18 @@ PINNED = {
     "decoupled/megatron": (
         1.0,
         {"attention_sum": 1.0909, "after_attention": 2.5, "mlp_sum": 1.0205, "after_mlp": 1.75},
+    ),
+    # One of the two kinds of original layers each: those of all groups but the last, then the last one.
+    "decoupled/everywhere/megatron": (
+        1.6477,
+        {
+            **dict.fromkeys(("qkv", "mlp_hidden", "after_mlp"), 1.75),
+            **{"attention": 1.3, "attention_sum": 2.0206, "after_attention": 2.5, "mlp_sum": 1.9954},
+        },
+    ),
+    "decoupled/megatron/everywhere": (
+        1.0,
+        {"attention_sum": 1.0309, "after_attention": 1.75, "mlp_sum": 1.0138, "after_mlp": 1.75},
     ),
     "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
     # Every device has the request's picture, and makes its first map of it.

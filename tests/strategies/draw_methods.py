@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 from sites import EVERY_FAMILY, plan, request
 
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.simulate import layout_svg
-from hepti_mqtt.spec import Spec
-from hepti_mqtt.strategies import STRATEGIES, lowered
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.simulate import Naming, layout_svg, simulate, timeline_svg
+from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import STRATEGIES, Lane, lowered, make_plan, programs
 
 HERE = Path(__file__).parents[2] / "docs" / "methods"
 DEVICES = 4
@@ -35,6 +39,7 @@ class Picture(NamedTuple):
 CHOSEN = (
     Picture("grid", {"nt": "2"}),
     Picture("two_d", {"x": "2"}),
+    Picture("voltage", {}),
     Picture("pipeline", {}, (10, 6), (3, 4)),
     Picture("map_rows", {"cut": "none"}),
     *(Picture("fused_tiles", {"cut": cut}) for cut in ("none", "1")),
@@ -43,6 +48,48 @@ CHOSEN = (
         for o in ("everywhere", "megatron")
     ),
 )
+
+
+# Time lines: one or two layers of BERT-Base, or two groups of a decoupled model, on four boards at 240 Mbit/s.
+SITE = HERE.parents[1] / "configs" / "sites" / "four-pi4.yaml"
+RATE = 240e6 / 8
+TOKENS = 128
+TIMED = (
+    ("single", {}),
+    ("row", {"variant": "heads"}),
+    ("column", {}),
+    ("block", {}),
+    ("grid", {"nt": "2"}),
+    ("megatron", {"reduce": "ring"}),
+    ("two_d", {"x": "2"}),
+    ("galaxy", {}),
+    ("voltage", {}),
+    ("pipeline", {}),
+    ("decoupled", {"original": "everywhere"}),
+)
+
+
+def time_line(method: str, options: dict[str, str]) -> str:
+    """Return the time line of a request under a method, as the simulator sees it."""
+    base = spec_of_kind("debert-base" if method == "decoupled" else "bert-base")
+    deep = {"two_d": 1}.get(method, 2)
+    spec = replace(base, layers=6, groups=2) if method == "decoupled" else replace(base, layers=deep)
+    site = load_site(SITE)
+    links = {name: replace(link, up_bytes_per_s=RATE, down_bytes_per_s=RATE) for name, link in site.links.items()}
+    cluster = replace(site, links=links, broker_bytes_per_s=RATE)
+    devices = tuple(cluster.devices)[: STRATEGIES[method].most_devices]
+    # A pipeline shows what it is for where several sequences are in flight.
+    lengths = (TOKENS // 4,) * 4 if method == "pipeline" else (TOKENS,)
+    lanes = [Lane(RATE, link.latency_s) for link in links.values()][: len(devices)]
+    weights = [cluster.devices[d].speed(TOKENS) for d in devices]
+    template = Plan("model", Epoch(1, 1), method, devices, devices[0], route="mesh" if len(devices) > 1 else "broker")
+    chosen = make_plan(spec, template, method, options, weights, lanes)
+    shape = RequestShape(lengths)
+    played = simulate(Naming("home", "model"), spec, shape, programs(spec, chosen, shape), cluster, record=True)
+    what = "two groups of DeBERT-Base" if method == "decoupled" else f"{deep} layer{'s' * (deep > 1)} of BERT-Base"
+    batch = f"{len(lengths)} x {lengths[0]}" if len(lengths) > 1 else f"{TOKENS}"
+    title = f"{chosen.method}: {what}, {batch} tokens, 240 Mbit/s, simulated: {played.seconds * 1e3:.0f} ms"
+    return timeline_svg(played.events, devices, played.seconds, title)
 
 
 def spec_of(method: str) -> Spec | None:
@@ -60,7 +107,8 @@ def pictures() -> dict[str, str]:
         if name not in {p.method for p in CHOSEN} and spec_of(name) is not None:
             devices = min(DEVICES, method.most_devices or DEVICES)
             wanted += [Picture(name, dict(options)) for options in method.choices(devices)]
-    return {"-".join([p.method, *p.options.values()]) + ".svg": draw(p) for p in wanted}
+    layouts = {"-".join([p.method, *p.options.values()]) + ".svg": draw(p) for p in wanted}
+    return layouts | {f"{name}-time.svg": time_line(name, dict(options)) for name, options in TIMED}
 
 
 def draw(picture: Picture) -> str:
