@@ -115,7 +115,8 @@ class Method:
     shares: what a plan of it divides. needs: roles that a graph must have. options: variants to price against each
     other; variants: the same where they depend on the number of devices. most_devices: None means any number. equal:
     every device gets the same, however fast. keeps_cache: its table says where sessions keep keys and values. offered:
-    False keeps it out of the planner's own choice; it can be pinned.
+    False keeps it out of the planner's own choice; it can be pinned. throughput: it is offered where throughput is the
+    objective. groups: of a method whose plans are replicas side by side, which devices make up each of them.
     """
 
     name: str
@@ -129,6 +130,8 @@ class Method:
     equal: bool = False
     keeps_cache: bool = False
     offered: bool = True
+    throughput: bool = False
+    groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
 
     def choices(self, devices: int) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices."""

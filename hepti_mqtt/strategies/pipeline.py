@@ -32,5 +32,10 @@ def table(division: Division) -> Table:
 
 
 METHOD = Method(
-    "pipeline", "consecutive layers per device, sequences in flight", table, shares=(LAYERS,), offered=False
+    "pipeline",
+    "consecutive layers per device, sequences in flight",
+    table,
+    shares=(LAYERS,),
+    offered=False,
+    throughput=True,
 )

@@ -16,6 +16,7 @@ from hepti_mqtt.strategies import (
     map_rows,
     megatron,
     pipeline,
+    replicas,
     row,
     single,
     two_d,
@@ -27,5 +28,5 @@ _TRANSFORMERS: Final = (row, column, block, grid, megatron, two_d, galaxy, volta
 _CONVOLUTIONS: Final = (map_rows, fused_tiles)
 
 STRATEGIES: Final[Mapping[str, Method]] = {
-    module.METHOD.name: module.METHOD for module in (single, *_TRANSFORMERS, *_CONVOLUTIONS)
+    module.METHOD.name: module.METHOD for module in (single, *_TRANSFORMERS, *_CONVOLUTIONS, replicas)
 }

@@ -199,7 +199,7 @@ class Run:
     """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
 
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
-    overdue_s: when it is issued again. cut: the broker was lost meanwhile, and with it whatever was on its way.
+    overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut: the broker was lost meanwhile, and with it whatever was on its way.
     """
 
     admission: int
@@ -216,6 +216,7 @@ class Run:
     expected_s: float = 0.0
     doubt_s: float = inf
     probed_s: float | None = None
+    until_s: float = 0.0
     cut: bool = False
 
     @property

@@ -148,7 +148,7 @@ class ModelState:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
-        live = {record.epoch for record in self.plans.serving}
+        live = {epoch for record in self.plans.serving for epoch in record.epochs}
         assert all(run.epoch in live and run.jobs for run in self.runs.values())
         items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
@@ -163,11 +163,14 @@ _VARYING: Final[dict[str, Any]] = {
     "predicted_bytes": 0,
     "predicted_tokens": 0,
     "reason": "",
+    "replicas": (),
 }
 
 
 def same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
+    if len(a.replicas) != len(b.replicas) or not all(map(same_division, a.replicas, b.replicas)):
+        return False
     if replace(a, **_VARYING) != replace(b, **_VARYING):
         return False
     for kind, weights in a.weights.items():
