@@ -15,6 +15,8 @@ Storage = Literal["f32", "f16", "w8a8", "w8a32"]
 Range = tuple[int, int]
 # Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
 Route = Literal["broker", "mesh"]
+# What a plan is chosen for: least latency of one request, most throughput of several, least memory of any device.
+Objective = Literal["latency", "throughput", "memory"]
 Pair = tuple[str, str]  # (source, target)
 
 

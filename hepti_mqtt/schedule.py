@@ -15,7 +15,10 @@ from hepti_mqtt.program import Key, Program, Recv, Slot, written
 
 
 def free_first(now: float, replicas: Sequence[tuple[float, float]]) -> int:
-    """Return which replica will have answered first: of each, until when it is busy, and what the request takes there."""
+    """Return which replica will have answered first.
+
+    replicas: of each, until when it is busy, and the seconds that the request takes there.
+    """
     return min(range(len(replicas)), key=lambda i: (max(replicas[i][0], now) + replicas[i][1], i))
 
 

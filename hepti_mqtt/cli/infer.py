@@ -19,6 +19,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.check import random_input, reference
+from hepti_mqtt.config.options import variant_options
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
@@ -76,7 +77,7 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
     if args.strategy:
         found["strategy"] = args.strategy
     if args.variant:
-        found["options"] = {"variant": args.variant}
+        found["options"] = variant_options(args.variant)
     if args.devices:
         found["devices"] = args.devices
     if args.wire:
@@ -85,6 +86,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["weights"] = args.weights
     if args.route:
         found["route"] = args.route
+    if args.objective:
+        found["objective"] = args.objective
     return found
 
 

@@ -102,9 +102,15 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )
-    sub.add_argument("--tokens", type=positive, default=128, help="tokens of the request (default 128)")
+    sub.add_argument("--tokens", type=positive, default=128, help="tokens of each sequence (default 128)")
     sub.add_argument(
-        "--requests", type=positive, metavar="N", help="play so many requests, and tell each strategy's throughput"
+        "--sequences", type=positive, default=1, metavar="N", help="of the request, as many as fit into one run"
+    )
+    sub.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="play so many requests (of replicas, for each of them), and tell each strategy's throughput",
     )
     sub.add_argument(
         "--in-flight",

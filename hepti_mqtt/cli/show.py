@@ -25,11 +25,11 @@ from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
     Naming,
-    Request,
     Simulation,
     explain,
     layout_svg,
     plan_work,
+    request_of,
     simulate,
     timeline_svg,
     timeline_text,
@@ -289,7 +289,8 @@ def play_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: C
 
 def plan_load(site: str, played: Played, cluster: Cluster, in_flight: int) -> Load:
     """Return what several requests under a plan come to, so many of them at once, by simulation."""
-    request, naming = Request(played.shape, played.programs), Naming(site, played.plan.model)
+    naming = Naming(site, played.plan.model)
+    request = request_of(naming, played.spec, played.plan, played.shape, cluster, played.programs)
     return under_load(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
 
 

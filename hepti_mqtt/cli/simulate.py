@@ -51,7 +51,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         Naming(args.site, "model"),
         spec,
         cluster,
-        shape_for(spec, args.tokens),
+        shape_for(spec, args.tokens, args.sequences),
         Epoch(1, 1),
         strategy=pins.strategy,
         options=pins.options,
@@ -59,6 +59,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         wire=pins.wire,
         storage=pins.storage,
         route=pins.route,
+        objective=pins.objective,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
@@ -75,6 +76,7 @@ def _told(c: Candidate) -> dict[str, Any]:
         "feasible": c.price.feasible,
         "missing_bytes": dict(c.price.missing),
         "needs_bytes": dict(c.price.needs),
+        "memory_share": c.price.share,
     }
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
 

@@ -16,7 +16,7 @@ from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, na
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
@@ -62,12 +62,24 @@ _SITE: Final = (
 )
 _PINS: Final = (
     _Option("strategy", "--strategy", {"metavar": "NAME", "help": "pin the strategy (auto: let the planner choose)"}),
-    _Option("variant", "--variant", {"metavar": "NAME", "help": "pin the strategy's variant, e.g. kv or heads of row"}),
+    _Option(
+        "variant",
+        "--variant",
+        {"metavar": "NAME", "help": "pin the strategy's variant: kv or heads of row, groups=2 of replicas, ..."},
+    ),
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
     _Option(
         "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
+    ),
+    _Option(
+        "objective",
+        "--objective",
+        {
+            "choices": get_args(Objective),
+            "help": "least latency of one request (default), most throughput, least memory",
+        },
     ),
 )
 _AGENT: Final = (
@@ -194,6 +206,14 @@ def add_pins(parser: argparse.ArgumentParser) -> None:
     _add(parser, _PINS)
 
 
+def variant_options(variant: str | None) -> dict[str, str]:
+    """Return a variant as a strategy's options: NAME, or OPTION=VALUE where the option is not called `variant`."""
+    if not variant:
+        return {}
+    name, given, value = variant.partition("=")
+    return {name: value} if given else {"variant": name}
+
+
 @dataclass(frozen=True, slots=True)
 class PinOptions:
     """What a user fixed of a plan; None is the planner's choice. weights: how the layers' matrices are kept."""
@@ -204,6 +224,7 @@ class PinOptions:
     wire: WireDtype | None = None
     weights: Storage | None = None
     route: Route | Literal["auto"] | None = None
+    objective: Objective | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -218,9 +239,10 @@ class PinOptions:
         """Return them as the planner takes them."""
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
-        options = {"variant": self.variant} if self.variant else {}
         route = None if self.route == "auto" else self.route
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
+        kept = self.weights or "f32"
+        options, objective = variant_options(self.variant), self.objective or "latency"
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", kept, route, objective)
 
 
 @dataclass(frozen=True, slots=True)

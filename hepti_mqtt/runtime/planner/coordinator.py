@@ -48,7 +48,9 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 COMING_S: Final = 5.0  # between two searches that find no plan while devices may come
-WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
+WORTH: Final = (
+    0.93  # a new plan must be expected to cost less than this part of what the running one does, by the objective
+)
 
 
 class CoordinatorSession:
@@ -316,7 +318,7 @@ class CoordinatorSession:
         assert event.decision is not None
         if search.forced or event.running_s is None:
             return False
-        return event.decision.chosen.price.expected_s > WORTH * event.running_s
+        return event.decision.chosen.price.cost[0] > WORTH * event.running_s
 
     # -- messages of devices --------------------------------------------------------------------------------------
 

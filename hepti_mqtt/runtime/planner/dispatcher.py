@@ -44,8 +44,8 @@ def _longer(plan: Plan, tokens: int) -> float:
 class Dispatcher:
     """Queues, runs and answers of every slot; which plan is active is the coordinator's.
 
-    in_flight: runs at once of a model on a device, whatever their pins: devices count on no more. counters: what was not understood
-    or came too late, by name.
+    in_flight: runs of a model at once on a device, whatever their pins: devices count on no more. counters: what was
+    not understood or came too late, by name.
     """
 
     def __init__(self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str]) -> None:

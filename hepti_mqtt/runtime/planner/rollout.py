@@ -111,9 +111,7 @@ class Rollout:
         spec = served.spec.to_dict()
         foreseen, out = model.foreseen(), list[CoordinatorCommand]()
         for plan in record.plan.runs:
-            message = messages.Prepare(
-                record.txn, plan.to_dict(), spec, served.manifest, self._in_flight, *foreseen
-            )
+            message = messages.Prepare(record.txn, plan.to_dict(), spec, served.manifest, self._in_flight, *foreseen)
             waiting = [d for d in plan.devices if d in record.waiting]
             out += [self.tell(d, replace(message, peers=self._introduce(plan, d))) for d in waiting]
         return out
