@@ -71,6 +71,10 @@ def _check_pins(question: Question) -> None:
             known = [dict(o) for o in method.choices(len(question.devices or question.cluster.devices)) if o]
             has = f"it has: {', '.join(map(str, known))}" if known else "it has none"
             raise ConfigError(f"{method.name} has no variant {dict(question.options)}; {has}")
+    if question.strategy is not None and question.devices is not None:
+        reason = STRATEGIES[question.strategy].too_many(_graph(question), len(question.devices))
+        if reason is not None:
+            raise ConfigError(f"{reason}; name fewer devices")
     unknown = set(question.devices or ()) - set(question.cluster.devices)
     if unknown:
         online = ", ".join(question.cluster.devices) or "none"

@@ -155,6 +155,13 @@ class Method:
                 return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
         return None
 
+    def too_many(self, graph: Graph, devices: int) -> str | None:
+        """Return why so many devices are too many, where each must have a part; None if they are not."""
+        layers = min((s.total(graph) for s in self.shares if isinstance(s, Layers)), default=devices)
+        if devices <= layers:
+            return None
+        return f"{self.name} gives each device whole layers: {devices} stages are more than the model's {layers} layers"
+
     def divide(
         self, graph: Graph, options: Options, weights: Weights
     ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]:

@@ -51,6 +51,9 @@ PINNED = {
     "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
     "map_rows": (1.0, {}),
     "fused_tiles": (2.2586, {"map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
+    "replicas": (1.0, {}),
+    "replicas/2": (1.0, {}),
+    "replicas/3": (1.0, {}),
 }
 
 
