@@ -9,6 +9,7 @@ from typing import Any
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
+from hepti_mqtt.cli.objectives import print_candidates
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.config import examples
@@ -84,24 +85,7 @@ def _told(c: Candidate) -> dict[str, Any]:
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
     cached = f" with a cache of {shape.cache}" if shape.cache else ""
-    rate = ["requests/s"] if load else []
-    output.print_table(
-        f"{model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "route", "predicted ms", *rate, "bytes", "MiB per device", "fits"),
-        [
-            (
-                c.name,
-                ", ".join(c.plan.devices),
-                c.plan.route,
-                f"{c.price.seconds * 1e3:.1f}",
-                *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
-                c.price.nbytes,
-                " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
-                "yes" if c.price.feasible else "no",
-            )
-            for c in decision.ranking
-        ],
-    )
+    print_candidates(f"{model}, {shape.tokens} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}"])
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3
