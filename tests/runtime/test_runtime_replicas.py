@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sites import FAMILIES, MODEL, TOLERANCE, everyone, request, tensors
-from swarm import Swarm
+from swarm import ALONE, Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.runtime.planner.flight import Chunk
+from hepti_mqtt.runtime.planner.packs import Batching, micro_batches, packed
 from hepti_mqtt.schedule import free_first
 
 SPEC = FAMILIES["bert-embedding"]
@@ -16,9 +18,9 @@ HELD = tensors(SPEC)
 ASKED = {f"r{i}": request(SPEC, (12,), seed=i) for i in range(8)}
 
 
-def site(options=None, devices=3, spec=SPEC, held=HELD):
+def site(options=None, devices=3, spec=SPEC, held=HELD, batching=ALONE):
     hosts = dict.fromkeys((f"d{i}" for i in range(devices)), (1e8, 1 << 30))
-    made = Swarm(spec, held, hosts, jitter_s=0.002, decider=everyone(("replicas", options or {})))
+    made = Swarm(spec, held, hosts, jitter_s=0.002, decider=everyone(("replicas", options or {})), batching=batching)
     made.run(20, until=lambda: made.planner.plan(MODEL) is not None)
     return made
 
@@ -51,6 +53,23 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     assert plan is not None
     assert {part.epoch for part in plan.replicas}.isdisjoint({plan.epoch})
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
+
+
+def test_requests_that_could_run_together_are_shared_out_first():
+    swarm = site(batching=Batching())
+    ask(swarm)
+    assert len(set(answered(swarm).values())) == 3
+
+
+def test_a_batch_is_cut_into_micro_batches_in_its_order():
+    spec = FAMILIES["bert-mask"]
+    shape, inputs = request(spec, (40, 30, 20, 50, 3, 2))
+    parts = micro_batches([Chunk(shape, inputs)])
+    assert [part.shape.lengths for part in parts] == [(40, 30), (20, 50, 3, 2)]
+    assert all(len(part.inputs) == part.shape.tokens for part in parts)
+    again = packed(parts)
+    assert again.shape == shape
+    assert again.inputs.tolist() == inputs.tolist()
 
 
 def test_a_lost_device_takes_its_replica_away_and_the_others_go_on_until_the_next_plan():

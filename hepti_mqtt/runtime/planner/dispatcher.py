@@ -15,7 +15,7 @@ from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note
 from hepti_mqtt.runtime.planner.events import UpFrame
 from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats
 from hepti_mqtt.runtime.planner.model_state import ModelState
-from hepti_mqtt.runtime.planner.packs import packed, parted
+from hepti_mqtt.runtime.planner.packs import micro_batches, packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.schedule import free_first
@@ -93,6 +93,8 @@ class Dispatcher:
         job.number, job.came_s = self._number, now
         longest = max(c.shape.tokens for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
+        if model.active is not None and model.active.replicas and job.computes and job.generation is None:
+            job.chunks = micro_batches(job.chunks)  # each goes to the replica that is free first
         model.queue.add(Item(job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
@@ -106,10 +108,11 @@ class Dispatcher:
             if not able:
                 break
             model = min(able, key=lambda slot: slot.queue.first())
-            if not self._with_room(model):
+            able_now = self._with_room(model)
+            if not able_now:
                 held[id(model)] = inf
                 continue
-            items, due_s = model.next()
+            items, due_s = model.next(len(able_now))
             if now < due_s:
                 held[id(model)] = due_s
                 continue

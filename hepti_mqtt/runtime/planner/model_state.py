@@ -94,12 +94,16 @@ class ModelState:
         if len(self.late) > FORESEEN:
             self.late.popitem(last=False)
 
-    def next(self) -> tuple[tuple[Item, ...], float]:
-        """Return what runs next of what waits, and when: at once unless others may come to run with it."""
-        return self._next(self.queue)
+    def next(self, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
+        """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-    def _next(self, queue: Waiting) -> tuple[tuple[Item, ...], float]:
-        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens)
+        replicas: that have room, so that no one gets all while others have nothing to do.
+        """
+        return self._next(self.queue, replicas)
+
+    def _next(self, queue: Waiting, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
+        share = -(-len(queue) // replicas) if replicas > 1 else None
+        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
