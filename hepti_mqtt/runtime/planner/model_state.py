@@ -122,7 +122,7 @@ class ModelState:
     def times(self, now: float, chosen: Plan | None = None) -> dict[str, float]:
         """Return how far off the predictions were of the active plan, and of one that was chosen."""
         learned, plans = self.experience.learned(now), [p for p in (self.active, chosen) if p is not None]
-        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
+        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p.runs[0]) for p in plans}
 
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
