@@ -35,7 +35,14 @@ def per_s(speed):
     return load.requests_per_s
 
 
-@pytest.mark.parametrize(("speeds", "least"), [((1, 1, 1, 1), 3.4), ((3, 1, 1, 0.5), 0.85 * 5.5)])
+@pytest.mark.parametrize(
+    ("speeds", "least"),
+    [
+        ((1, 1), 1.7),
+        pytest.param((1, 1, 1, 1), 3.4, marks=pytest.mark.wide),
+        pytest.param((3, 1, 1, 0.5), 0.85 * 5.5, marks=pytest.mark.wide),
+    ],
+)
 def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
     found = decide(question(speeds, objective="throughput"))
     best = found.chosen.price.load
@@ -53,7 +60,7 @@ def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
 
 def test_least_memory_is_the_least_share_of_any_budget():
     wide = replace(SPEC, hidden=256, mlp=1024)  # of which matrices are most, not Programs
-    found = decide(question((1, 1, 1), spec=wide, objective="memory"))
+    found = decide(question((1, 1), spec=wide, objective="memory"))
     shares = [c.price.share for c in found.ranking]
     assert shares[0] == min(shares) < next(c.price.share for c in found.ranking if c.name == "single")
     assert "memory" in found.reason

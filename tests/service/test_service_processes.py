@@ -124,6 +124,17 @@ def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
 
 
+def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
+    pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
+    ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
+    asked = [[n + 1, n + 2, n + 3] for n in range(12)]
+    answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in asked]]
+    for ids, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        assert answer.plan["strategy"] == "replicas"
+    assert {device for answer in answers for device in answer.plan["devices"]} == {"a", "b"}
+
+
 def test_narrow_wire_is_pinned_and_sends_less(site: Site, ready: Hepti) -> None:
     request = {"ids": list(range(5, 25))}
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}
