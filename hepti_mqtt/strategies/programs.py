@@ -142,7 +142,7 @@ def _replicas(
         part = replace(template, epoch=epoch, devices=devices, head=head)
         shares = shares if any(shares) else [1.0] * len(group)
         made.append(make_plan(spec, part, inside.name, inside.choices(len(group))[0], shares))
-    return tuple(made)
+    return tuple(sorted(made, key=lambda part: template.head not in part.devices))  # the head's own is the first
 
 
 def _divides(method: Method, graph: Graph, devices: int) -> bool:
