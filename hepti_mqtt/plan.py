@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hepti_mqtt.ids import Epoch
@@ -15,6 +15,8 @@ Storage = Literal["f32", "f16", "w8a8", "w8a32"]
 Range = tuple[int, int]
 # Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
 Route = Literal["broker", "mesh"]
+# What a plan is chosen for: least latency of one request, most throughput of several, least memory of any device.
+Objective = Literal["latency", "throughput", "memory"]
 Pair = tuple[str, str]  # (source, target)
 
 
@@ -27,7 +29,8 @@ class Plan:
     ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
     matrices. route: who carries the exchanges. relayed: (source, target) whose exchanges go over the broker under route
     "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of `predicted_tokens`
-    tokens by the simulator.
+    tokens by the simulator. replicas: complete plans side by side, of disjoint devices and with epochs of their own,
+    each run under one of them; none: every run is under the plan itself.
     """
 
     model: str
@@ -46,6 +49,26 @@ class Plan:
     predicted_bytes: int = 0
     predicted_tokens: int = 0
     reason: str = ""
+    replicas: tuple[Plan, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Plan, ...]:
+        """Return the plans that a run may be under: the replicas, or the plan itself."""
+        return self.replicas or (self,)
+
+    def of(self, device: str) -> Plan:
+        """Return the plan that a device knows: its replica's, or the plan itself."""
+        return next((replica for replica in self.replicas if device in replica.devices), self)
+
+    def under(self, epoch: Epoch, next_epoch: Callable[[], Epoch]) -> Plan:
+        """Return the plan under another epoch, and its replicas under new ones."""
+        return replace(self, epoch=epoch, replicas=tuple(replace(r, epoch=next_epoch()) for r in self.replicas))
+
+    def without(self, device: str) -> Plan | None:
+        """Return what is left of a plan without a device: its other replicas; None if nothing is."""
+        left = tuple(replica for replica in self.replicas if device not in replica.devices)
+        devices = tuple(d for d in self.devices if any(d in replica.devices for replica in left))
+        return replace(self, devices=devices, head=left[0].head, replicas=left) if left else None
 
     @property
     def method(self) -> str:
@@ -75,6 +98,7 @@ class Plan:
             "predicted_bytes": self.predicted_bytes,
             "predicted_tokens": self.predicted_tokens,
             "reason": self.reason,
+            **({"replicas": [replica.to_dict() for replica in self.replicas]} if self.replicas else {}),
         }
 
     @classmethod
@@ -86,6 +110,10 @@ class Plan:
         fields["devices"] = tuple(fields["devices"])
         fields["weights"] = {k: tuple(float(w) for w in v) for k, v in fields["weights"].items()}
         fields["ranges"] = {k: tuple((int(a), int(b)) for a, b in v) for k, v in fields["ranges"].items()}
+        replicas = fields.get("replicas", ())
+        if any(replica.get("replicas") for replica in replicas):
+            raise ValueError("a replica has no replicas")
+        fields["replicas"] = tuple(cls.from_dict(replica) for replica in replicas)
         fields["relayed"] = tuple((source, target) for source, target in fields.get("relayed", ()))
         return cls(**fields)
 

@@ -5,13 +5,21 @@ It decides which op of a device runs next, what an exchange that arrives does, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, Literal, TypeVar
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.program import Key, Program, Recv, Slot, written
+
+
+def free_first(now: float, replicas: Sequence[tuple[float, float]]) -> int:
+    """Return which replica will have answered first.
+
+    replicas: of each, until when it is busy, and the seconds that the request takes there.
+    """
+    return min(range(len(replicas)), key=lambda i: (max(replicas[i][0], now) + replicas[i][1], i))
 
 
 @dataclass(frozen=True, slots=True)

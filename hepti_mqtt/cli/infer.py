@@ -86,6 +86,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["weights"] = args.weights
     if args.route:
         found["route"] = args.route
+    if args.objective:
+        found["objective"] = args.objective
     return found
 
 

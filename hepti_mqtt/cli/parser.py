@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import bench, lab, site
 from hepti_mqtt.config.argument_types import natural, natural_range, port, positive, seconds
 from hepti_mqtt.config.options import IN_FLIGHT, AgentOptions, PlannerOptions, add_pins, add_site
+from hepti_mqtt.plan import Objective
 
 
 def build() -> argparse.ArgumentParser:
@@ -81,6 +83,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
 
 def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", help="name of the model (default: the only one)")
+    sub.add_argument(
+        "--objective", choices=get_args(Objective), help="what --explain orders the candidates by (default latency)"
+    )
     sub.add_argument("--story", action="store_true", help="also print what became of the last plans, and why")
     _drawing(sub)
 
@@ -102,9 +107,15 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )
-    sub.add_argument("--tokens", type=positive, default=128, help="tokens of the request (default 128)")
+    sub.add_argument("--tokens", type=positive, default=128, help="tokens of each sequence (default 128)")
     sub.add_argument(
-        "--requests", type=positive, metavar="N", help="play so many requests, and tell each strategy's throughput"
+        "--sequences", type=positive, default=1, metavar="N", help="of the request, as many as fit into one run"
+    )
+    sub.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="play so many requests (of replicas, for each of them), and tell each strategy's throughput",
     )
     sub.add_argument(
         "--in-flight",

@@ -11,6 +11,7 @@ from typing import Any
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
+from hepti_mqtt.cli.objectives import print_candidates, search_again
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
@@ -18,18 +19,19 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.cluster.profiles import plausible, profile_from_caps
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan import Objective, Plan
 from hepti_mqtt.program import Program
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, believed
 from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
     Naming,
-    Request,
     Simulation,
     explain,
     layout_svg,
     plan_work,
+    play,
+    request_of,
     simulate,
     timeline_svg,
     timeline_text,
@@ -189,6 +191,11 @@ def plan(args: argparse.Namespace) -> int:
         if load is not None and not args.json:
             output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
             output.print_lines(instead(args.site, played.spec, played.plan, played.shape, cluster))
+            objective: Objective = args.objective or "latency"
+            parts = (played.spec, played.plan, played.shape)
+            others = search_again(Naming(args.site, model), parts, found, shown.get("in_flight", 1), objective)
+            print_candidates(f"what a search finds now for {objective}, simulated", others.ranking)
+            output.print_lines([f"why: {others.reason}"])
             explain_plan(played, args.layer)
     return PlanError.exit_code if shown["error"] else 0
 
@@ -248,7 +255,8 @@ def _described(plan: Mapping[str, Any]) -> str:
     kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
     if plan["relayed"]:
         kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
-    return f"epoch {epoch}, head {plan['head']}, {kept}"
+    sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]
+    return f"epoch {epoch}, head {plan['head']}, {kept}" + (f"; side by side {'; '.join(sides)}" if sides else "")
 
 
 def print_story(model: str, shown: Mapping[str, Any]) -> None:
@@ -282,14 +290,20 @@ def wants_play(args: argparse.Namespace) -> bool:
 
 def play_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> Played:
     """Return what happens in a request under a plan, by simulation."""
+    naming = Naming(site, plan.model)
+    if plan.replicas:  # a request for each of them
+        request = request_of(naming, spec, plan, shape, cluster)
+        several = play(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
+        result = Simulation(several.runs[0].latency_s, several.nbytes, several.devices, several.events)
+        return Played(spec, plan, shape, {d: p for c in request.choices for d, p in c.programs.items()}, result)
     parts = programs(spec, plan, shape)
-    result = simulate(Naming(site, plan.model), spec, shape, parts, cluster, record=True)
-    return Played(spec, plan, shape, parts, result)
+    return Played(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
 
 
 def plan_load(site: str, played: Played, cluster: Cluster, in_flight: int) -> Load:
     """Return what several requests under a plan come to, so many of them at once, by simulation."""
-    request, naming = Request(played.shape, played.programs), Naming(site, played.plan.model)
+    naming = Naming(site, played.plan.model)
+    request = request_of(naming, played.spec, played.plan, played.shape, cluster, played.programs)
     return under_load(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
 
 

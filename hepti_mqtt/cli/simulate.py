@@ -9,6 +9,7 @@ from typing import Any
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
+from hepti_mqtt.cli.objectives import print_candidates
 from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.config import examples
@@ -51,7 +52,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         Naming(args.site, "model"),
         spec,
         cluster,
-        shape_for(spec, args.tokens),
+        shape_for(spec, args.tokens, args.sequences),
         Epoch(1, 1),
         strategy=pins.strategy,
         options=pins.options,
@@ -59,6 +60,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         wire=pins.wire,
         storage=pins.storage,
         route=pins.route,
+        objective=pins.objective,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
@@ -75,6 +77,7 @@ def _told(c: Candidate) -> dict[str, Any]:
         "feasible": c.price.feasible,
         "missing_bytes": dict(c.price.missing),
         "needs_bytes": dict(c.price.needs),
+        "memory_share": c.price.share,
     }
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
 
@@ -82,24 +85,7 @@ def _told(c: Candidate) -> dict[str, Any]:
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
     cached = f" with a cache of {shape.cache}" if shape.cache else ""
-    rate = ["requests/s"] if load else []
-    output.print_table(
-        f"{model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "route", "predicted ms", *rate, "bytes", "MiB per device", "fits"),
-        [
-            (
-                c.name,
-                ", ".join(c.plan.devices),
-                c.plan.route,
-                f"{c.price.seconds * 1e3:.1f}",
-                *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
-                c.price.nbytes,
-                " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
-                "yes" if c.price.feasible else "no",
-            )
-            for c in decision.ranking
-        ],
-    )
+    print_candidates(f"{model}, {shape.tokens} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}"])
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3

@@ -16,7 +16,7 @@ from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, na
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.planner.flight import Pins
@@ -65,13 +65,24 @@ _PINS: Final = (
     _Option(
         "variant",
         "--variant",
-        {"metavar": "NAME", "help": "pin the strategy's variant, e.g. kv of row, ring of megatron, 2 of grid"},
+        {
+            "metavar": "NAME",
+            "help": "pin the strategy's variant: kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ...",
+        },
     ),
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
     _Option(
         "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
+    ),
+    _Option(
+        "objective",
+        "--objective",
+        {
+            "choices": get_args(Objective),
+            "help": "least latency of one request (default), most throughput, least memory",
+        },
     ),
 )
 _AGENT: Final = (
@@ -208,6 +219,7 @@ class PinOptions:
     wire: WireDtype | None = None
     weights: Storage | None = None
     route: Route | Literal["auto"] | None = None
+    objective: Objective | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -222,17 +234,24 @@ class PinOptions:
         """Return them as the planner takes them."""
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
-        options = variant_options(self.strategy, self.variant)
         route = None if self.route == "auto" else self.route
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", self.weights or "f32", route)
+        kept = self.weights or "f32"
+        options, objective = variant_options(self.strategy, self.variant), self.objective or "latency"
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", kept, route, objective)
 
 
 def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]:
-    """Return the options of a strategy's variant; of one that it does not have, what the planner refuses by name."""
+    """Return the options of a strategy's variant, by its name or as OPTION=VALUE.
+
+    Of one that it does not have, those that the planner refuses by name.
+    """
     from hepti_mqtt.strategies import STRATEGIES  # not at the top: see above
 
     if not variant:
         return {}
+    name, given, value = variant.partition("=")
+    if given:
+        return {name: value}
     known = STRATEGIES[strategy].every() if strategy is not None and strategy in STRATEGIES else {}
     return dict(known.get(variant, {"variant": variant}))
 

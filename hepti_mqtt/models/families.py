@@ -115,9 +115,15 @@ def largest_shape(spec: Spec) -> RequestShape:
     return spec.reads.shape()
 
 
-def shape_for(spec: Spec, tokens: int) -> RequestShape:
-    """Return a representative request of one sequence: of `tokens` where the model takes a text so long."""
-    return spec.reads.shape(tokens)
+def shape_for(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
+    """Return a representative request: a sequence of `tokens` where the model takes a text so long, or several of them.
+
+    As many as fit into one run; a decoder generates one at a time.
+    """
+    one = spec.reads.shape(tokens)
+    several = 1 if one.cache else max(min(sequences, largest_shape(spec).tokens // one.tokens), 1)
+    rows = tuple(i * one.tokens + row for i in range(several) for row in one.mask_rows)
+    return RequestShape(one.lengths * several, one.want, rows, one.cache)
 
 
 def input_bytes(spec: Spec, shape: RequestShape) -> int:

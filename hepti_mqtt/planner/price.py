@@ -9,18 +9,20 @@ from math import prod
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
-from hepti_mqtt.plan import Pair, Plan, Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
 from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
+    ROUNDS,
     DeviceUse,
     Load,
     Naming,
-    Request,
+    Simulation,
     largest_packet_bytes,
     loading_total,
     most_live_bytes,
     programs_bytes,
+    request_of,
     simulate,
     under_load,
     weight_total,
@@ -39,7 +41,7 @@ class Question:
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
     what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
-    requests: so many are played for the throughput of the best candidates; 0: none.
+    requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     """
 
     naming: Naming
@@ -58,6 +60,12 @@ class Question:
     packet_bytes: int | None = None
     learned: Learned = field(default_factory=Learned)
     requests: int = 0
+    objective: Objective = "latency"
+
+    @property
+    def plays(self) -> int:
+        """Return how many requests are played for the throughput of a plan that is simulated in full."""
+        return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class Price:
     """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
 
     learned: how many times as long it took in earlier runs than the simulator says. load: what it does with several
-    requests, where that was asked.
+    requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
+    for what devices compute and send. room: bytes that each device has. objective: what plans are compared by.
     """
 
     seconds: float
@@ -75,11 +84,30 @@ class Price:
     use: Mapping[str, DeviceUse]
     learned: float = 1.0
     load: Load | None = None
+    period_s: float = 0.0
+    room: Mapping[str, float] = field(default_factory=dict)
+    objective: Objective = "latency"
 
     @property
     def expected_s(self) -> float:
-        """Return the seconds of one request by simulation and experience: what plans are compared by."""
+        """Return the seconds of one request by simulation and experience."""
         return self.seconds * self.learned
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Return what plans are compared by, the less the better: that of the objective, then the expected seconds."""
+        costs = {"latency": self.expected_s, "throughput": self.between_s, "memory": self.share}
+        return costs[self.objective], self.expected_s
+
+    @property
+    def between_s(self) -> float:
+        """Return the expected seconds from one answer to the next; at least so many, if no requests were played."""
+        return self.learned * (1 / self.load.requests_per_s if self.load else self.period_s)
+
+    @property
+    def share(self) -> float:
+        """Return the largest share of a device's memory that is needed, 0 where nothing is known."""
+        return max((n / max(self.room[d], 1) for d, n in self.needs.items()), default=0.0)
 
     @property
     def feasible(self) -> bool:
@@ -111,8 +139,8 @@ def plan_packet(question: Question, plan: Plan) -> int:
     The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
     """
     shape = largest_shape(question.spec)
-    parts = short_programs(question.spec, plan, shape)  # inner layers are alike
-    return largest_packet_bytes(question.naming, question.spec, shape, parts)
+    parts = (short_programs(question.spec, run, shape) for run in plan.runs)  # inner layers are alike
+    return max(largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
 
 
 def tile_packet(question: Question) -> int:
@@ -135,14 +163,36 @@ def price(
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
     all layers are simulated, and so are several requests if the question asks for their throughput.
     """
-    spec, shape = question.spec, question.shape
     needs, missing = known or memory(question, plan)
-    learned = question.learned.factor(plan)
+    runs = [_alone(question, run, full) for run in plan.runs]
+    load = None
+    if full and question.plays:
+        naming, spec, cluster = question.naming, question.spec, question.cluster
+        request = request_of(naming, spec, plan, question.shape, cluster)
+        load = under_load(naming, spec, request, cluster, question.in_flight, question.plays)
+    first, use = runs[0], {device: used for run in runs for device, used in run.devices.items()}
+    return Price(
+        first.seconds,
+        first.nbytes,
+        needs,
+        missing,
+        use,
+        question.learned.factor(plan.runs[0]),
+        load,
+        1 / sum(1 / max(_period(question.cluster, run.devices), 1e-9) for run in runs),
+        {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
+        question.objective,
+    )
+
+
+def _alone(question: Question, plan: Plan, full: bool) -> Simulation:
+    """Return one request under a plan without replicas; not full: with equal layers once."""
+    spec, shape = question.spec, question.shape
     repeated = None if full else lowered(spec, plan, shape).repeated
     parts = (programs if repeated is None else short_programs)(spec, plan, shape)
-    result = simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
-    load = None
-    if full and question.requests:
-        alike = Request(shape, parts)
-        load = under_load(question.naming, spec, alike, question.cluster, question.in_flight, question.requests)
-    return Price(result.seconds, result.nbytes, needs, missing, result.devices, learned, load)
+    return simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
+
+
+def _period(cluster: Cluster, use: Mapping[str, DeviceUse]) -> float:
+    """Return how long the busiest device, or its link, has to do with one request."""
+    return max(max(u.compute_s, u.sent_bytes / cluster.links[d].up_bytes_per_s) for d, u in use.items())

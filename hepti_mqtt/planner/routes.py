@@ -36,4 +36,6 @@ def routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
 
 def on_route(question: Question, plan: Plan, route: Route) -> Plan:
     """Return a plan with its exchanges on a route; those of pairs that cannot connect stay on the broker."""
-    return replace(plan, route=route, relayed=relayed(question, plan.devices) if route == "mesh" else ())
+    replicas = tuple(on_route(question, replica, route) for replica in plan.replicas)
+    apart = relayed(question, plan.devices) if route == "mesh" else ()
+    return replace(plan, route=route, relayed=apart, replicas=replicas)

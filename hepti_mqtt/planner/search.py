@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -16,6 +16,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
+from hepti_mqtt.planner.side_by_side import side_by_side
+from hepti_mqtt.planner.words import nothing_fits, reason_of
 from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
@@ -23,7 +25,6 @@ EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
 REFINED: Final = 6  # candidates whose shares are balanced
 ROUNDS: Final = 4  # steps of balancing
 MEMORY_ROUNDS: Final = 8
-_WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
 _BROKER: Final = "the site's broker"
 
 
@@ -41,11 +42,11 @@ def decide(question: Question) -> Decision:
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: sum(d.missing.values())):
         best.setdefault(draft.name, _priced(question, draft))
-    top = sorted((_final(question, c) for c in best.values()), key=_order)
+    top = _finals(question, best.values())
     if not top or not top[0].price.feasible:
-        raise PlanError(_nothing_fits(question, top))
+        raise PlanError(nothing_fits(question, top))
     chosen = top[0]
-    reason = _reason(top, chosen)
+    reason = reason_of(top, chosen)
     plan = replace(chosen.plan, reason=reason)
     return Decision(
         replace(chosen, plan=plan), tuple(top), reason, question.cluster, programs_digest(question.spec, plan)
@@ -109,11 +110,11 @@ def _fitting(question: Question, guesses: Sequence[_Guess]) -> tuple[list[Candid
     enough that fit.
     """
     limit = question.packet_bytes
-    queue: list[tuple[float, int, Candidate, bool]] = []
+    queue: list[tuple[tuple[float, float], int, Candidate, bool]] = []
     for n, guess in enumerate(guesses):
         with _dividing(question, guess.plan.strategy):
             c = _guessed(question, guess)
-            queue.append((c.price.expected_s, n, c, False))
+            queue.append((c.price.cost, n, c, False))
     heapify(queue)
     found: list[Candidate] = []
     short: list[_Draft] = []
@@ -131,7 +132,7 @@ def _fitting(question: Question, guesses: Sequence[_Guess]) -> tuple[list[Candid
             elif limit is None or plan_packet(question, draft.plan) <= limit:
                 known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
                 c = _priced(question, draft) if known is None else replace(c, price=known)
-                heappush(queue, (c.price.expected_s, n, c, True))
+                heappush(queue, (c.price.cost, n, c, True))
     return found, short
 
 
@@ -148,10 +149,10 @@ def _dividing(question: Question, strategy: str) -> Iterator[None]:
             raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
 
 
-def _order(c: Candidate) -> tuple[bool, float, float]:
+def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
     # Infeasible ones last, the least missing first.
     missing = float(sum(c.price.missing.values()))
-    return (missing > 0, missing, c.price.expected_s)
+    return (missing > 0, missing, c.price.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,10 @@ def _initial(question: Question) -> Iterator[_Guess]:
     profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
     for method in _methods(question):
+        if method.groups is not None:
+            for plan in side_by_side(question, method, by_speed, decide):
+                yield _Guess(plan, ())
+            continue
         for subset in _subsets(by_speed, pinned=question.devices is not None and method.most_devices is None):
             if method.most_devices is not None and len(subset) > method.most_devices:
                 continue
@@ -208,8 +213,9 @@ def _graph(question: Question) -> Graph:
 
 def _methods(question: Question) -> Iterator[Method]:
     """Yield the methods to try; raises ConfigError if the one that is pinned cannot divide this model."""
+    most = question.objective == "throughput"
     for name, method in STRATEGIES.items():
-        if question.strategy is None and not method.offered:
+        if question.strategy is None and not (method.offered or (method.throughput and most)):
             continue
         if question.strategy not in {None, name}:
             continue
@@ -270,7 +276,9 @@ def _subsets(by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]
 
 
 def _guessed(question: Question, guess: _Guess) -> Candidate:
-    return Candidate(guess.plan, price(question, guess.plan, known=({}, {})), guess.weights)
+    # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
+    known: tuple[dict[str, int], dict[str, int]] | None = None if question.objective == "memory" else ({}, {})
+    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.weights)
 
 
 def _priced(question: Question, draft: _Draft) -> Candidate:
@@ -279,10 +287,12 @@ def _priced(question: Question, draft: _Draft) -> Candidate:
 
 def _by_the_better_route(question: Question, c: Candidate) -> Candidate:
     """Return a candidate on the route that takes less time; for all of them the search would take twice as long."""
+    if c.plan.replicas:
+        return c  # each has its own
     plans = [on_route(question, c.plan, route) for route in routes(question, c.plan.devices) if route != c.plan.route]
     through = (p for p in plans if question.packet_bytes is None or plan_packet(question, p) <= question.packet_bytes)
     others = (replace(c, plan=p, price=price(question, p, known=(c.price.needs, c.price.missing))) for p in through)
-    return min((c, *others), key=lambda found: found.price.expected_s)
+    return min((c, *others), key=lambda found: found.price.cost)
 
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
@@ -294,6 +304,8 @@ def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) ->
 
 def _fit_memory(question: Question, draft: _Draft) -> _Draft:
     """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
+    if draft.plan.replicas:
+        return draft  # each was made to fit
     fitted = _shift(question, draft)
     if not fitted.missing or len(draft.plan.devices) == 1:
         return fitted
@@ -331,23 +343,42 @@ def _shift(question: Question, draft: _Draft) -> _Draft:
 def _balance(question: Question, c: Candidate) -> Candidate:
     """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
     best, weights = c, c.weights
-    if len(c.plan.devices) == 1 or STRATEGIES[c.plan.strategy].settled:
+    if len(c.plan.devices) == 1 or c.plan.replicas or STRATEGIES[c.plan.strategy].settled:
         return c
     for _ in range(ROUNDS):
-        use = best.price.use
-        busy = [use[d].compute_s for d in c.plan.devices]
+        price_now = best.price
+        of_memory = question.objective == "memory"
+        busy = [
+            price_now.needs[d] / max(price_now.room[d], 1) if of_memory else price_now.use[d].compute_s
+            for d in c.plan.devices
+        ]
         mean = sum(busy) / len(busy)
         weights = tuple(
             w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.weights, busy, strict=True)
         )
         moved = _with_weights(question, best, weights)
-        if moved.price.expected_s >= best.price.expected_s:
+        if moved.price.cost >= best.price.cost:
             break
         needs, missing = memory(question, moved.plan)
         if missing:
             break
         best = replace(moved, price=replace(moved.price, needs=needs))
     return best
+
+
+def _finals(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates simulated in full, the best first.
+
+    For throughput several requests are played, which takes long: only for those that may be better than the best yet.
+    """
+    out: list[Candidate] = []
+    for c in sorted(found, key=_order):
+        most = question.objective == "throughput" and not question.requests
+        best = min((done.price.cost for done in out if done.price.feasible), default=None)
+        hopeless = most and best is not None and c.price.cost >= best
+        out.append(_final(replace(question, objective="latency") if hopeless else question, c))
+    out = [replace(c, price=replace(c.price, objective=question.objective)) for c in out]
+    return sorted(out, key=_order)
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
@@ -359,42 +390,3 @@ def _final(question: Question, c: Candidate) -> Candidate:
         predicted_tokens=question.shape.tokens,
     )
     return replace(c, plan=plan, price=full)
-
-
-def _describe(c: Candidate) -> str:
-    return f"{c.name} on {', '.join(c.plan.devices)}{' over mesh' if c.plan.route == 'mesh' else ''}"
-
-
-def _time(c: Candidate) -> str:
-    off = "" if abs(c.price.learned - 1) < _WORTH_SAYING else f", by experience {c.price.expected_s * 1e3:.1f} ms,"
-    return f"{c.price.seconds * 1e3:.1f} ms{off}"
-
-
-def _reason(ranking: Sequence[Candidate], chosen: Candidate) -> str:
-    tokens = chosen.plan.predicted_tokens
-    parts = [f"{_describe(chosen)} is predicted to take {_time(chosen)} for {tokens} tokens"]
-    others = [c for c in ranking if c is not chosen]
-    fitting = [c for c in others if c.price.feasible]
-    if fitting:
-        parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
-    short = [c for c in others if not c.price.feasible]
-    for c in short:
-        where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())
-        parts.append(f"{c.name} does not fit ({where})")
-    return "; ".join(parts)
-
-
-def _nothing_fits(question: Question, ranking: Sequence[Candidate]) -> str:
-    lines = []
-    for c in ranking:
-        for device, missing in c.price.missing.items():
-            have = question.cluster.devices[device].memory_bytes
-            lines.append(
-                f"{_describe(c)}: {device} needs {c.price.needs[device] / 2**20:.1f} MiB and has "
-                f"{have / 2**20:.1f} MiB ({missing / 2**20:.1f} MiB missing)"
-            )
-    what = "\n  ".join(lines) or "no candidate for these devices"
-    return (
-        f"no strategy fits {question.naming.model} into the devices' memory:\n  {what}\n"
-        "Add devices, raise --memory on the agents, or choose a smaller model."
-    )

@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Final, get_args
 
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.service.limits import MAX_ITEMS, MAX_REQUEST_BYTES
 from hepti_mqtt.service.requests import PINS
@@ -24,6 +24,7 @@ AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
@@ -151,7 +152,10 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
     strategy = data.get("strategy")
     options = data.get("options")
     devices = data.get("devices")
-    return checked_pins(
+    objective = own.objective if data.get("objective") is None else data["objective"]
+    if objective not in OBJECTIVES:
+        raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
+    pins = checked_pins(
         own.strategy if strategy is None else strategy,
         (own.options if strategy is None else {}) if options is None else options,
         own.devices if devices is None else devices,
@@ -159,3 +163,4 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
         own.storage if data.get("weights") is None else data["weights"],
         own.route if data.get("route") is None else data["route"],
     )
+    return replace(pins, objective=objective)

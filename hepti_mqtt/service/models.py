@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ConfigError, ModelError, RequestError
@@ -21,6 +22,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
         p = config.pins.get(name, Pins())
         try:
             pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage, p.route)
+            pins = replace(pins, objective=p.objective)
         except RequestError as error:
             raise ConfigError(f"model {name}: {error}") from error
         try:

@@ -30,7 +30,7 @@ def solve(command: Solve) -> Solved:
         decision = decide(question)
         running_s = None
         if running is not None and set(running.devices) <= set(question.cluster.devices):
-            running_s = price(question, running, full=True).expected_s
+            running_s = price(question, running, full=True).cost[0]
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, None, error)
     except Exception as error:  # a mistake in a strategy must not leave requests without an end

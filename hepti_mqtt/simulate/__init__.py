@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hepti_mqtt.simulate.bytes import Naming, largest_packet_bytes, sent_bytes
-from hepti_mqtt.simulate.clock import play, simulate, under_load
+from hepti_mqtt.simulate.clock import play, simulate
 from hepti_mqtt.simulate.explain import explain, timeline_svg, timeline_text
 from hepti_mqtt.simulate.layout_svg import layout_svg
 from hepti_mqtt.simulate.load import ROUNDS, Load, RunTimes, load_of
@@ -16,7 +16,8 @@ from hepti_mqtt.simulate.memory import (
     programs_bytes,
     weight_total,
 )
-from hepti_mqtt.simulate.outcome import DeviceUse, Event, Outcome, Request, Simulation
+from hepti_mqtt.simulate.outcome import DeviceUse, Event, Outcome, Replica, Request, Simulation
+from hepti_mqtt.simulate.several import request_of, under_load
 from hepti_mqtt.simulate.work_factor import WorkFactor, plan_work, work_factor
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Load",
     "Naming",
     "Outcome",
+    "Replica",
     "Request",
     "RunTimes",
     "Simulation",
@@ -42,6 +44,7 @@ __all__ = [
     "plan_work",
     "play",
     "programs_bytes",
+    "request_of",
     "sent_bytes",
     "simulate",
     "timeline_svg",

@@ -17,11 +17,11 @@ from hepti_mqtt.cluster import Cluster, DeviceProfile
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
-from hepti_mqtt.schedule import ProgramRun, RunMachine, template
+from hepti_mqtt.schedule import ProgramRun, RunMachine, free_first, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.links import Links
-from hepti_mqtt.simulate.load import Load, RunTimes, load_of
-from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Request, Simulation
+from hepti_mqtt.simulate.load import RunTimes
+from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Replica, Request, Simulation
 from hepti_mqtt.spec import RequestShape, Spec
 
 _ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
@@ -87,13 +87,17 @@ class _Device:
 
 @dataclass(slots=True)
 class _Flight:
-    """A request that was dispatched; missing: parts of the answer and reports that are to come."""
+    """A request that was dispatched; missing: parts of the answer and reports that are to come.
+
+    until_s: when it should be over, by prediction.
+    """
 
     request: Request
     parts: dict[str, _Part]
     asked_s: float
     dispatched_s: float
     missing: int
+    until_s: float
     answered_s: float | None = None
 
 
@@ -110,7 +114,7 @@ class _Clock:
         self.listeners: dict[str, tuple[str, ...]] = {}
         self.flights: dict[int, _Flight] = {}
         self.waiting: deque[Request] = deque()
-        self.running = 0
+        self.running: list[_Flight] = []
         self.nbytes = 0
         self.ends: dict[int, float] = {}  # when the last op of a layer was over
         self.events: list[Event] = []
@@ -122,10 +126,11 @@ class _Clock:
 
     def play(self, requests: Sequence[Request]) -> None:
         """Let time pass until all requests are answered, or nothing happens any more."""
-        names = dict.fromkeys(name for r in requests for name in r.programs)
+        choices = [choice.programs for r in requests for choice in r.choices]
+        names = dict.fromkeys(name for programs in choices for name in programs)
         self.devices = {name: _Device(name, self.cluster.devices[name]) for name in names}
         heard: dict[str, set[str]] = {name: set() for name in names}
-        for programs in {id(r.programs): r.programs for r in requests}.values():
+        for programs in {id(programs): programs for programs in choices}.values():
             for name, program in programs.items():
                 heard[name].update(*(op.to for op in program.ops if isinstance(op, Send) and op.route == "broker"))
         # Whoever hears a device at all over the broker hears what it publishes to ALL.
@@ -152,17 +157,29 @@ class _Clock:
 
     def pump(self, now: float) -> None:
         """Dispatch what waits, as far as it has been asked and there is room beside what runs."""
-        while self.waiting and self.running < self.in_flight and (self.waiting[0].asked_s or 0.0) <= now:
-            self.dispatch(now, self.waiting.popleft())
+        while self.waiting and (self.waiting[0].asked_s or 0.0) <= now:
+            beside = [(choice, self.beside(choice)) for choice in self.waiting[0].choices]
+            able = [(choice, runs) for choice, runs in beside if len(runs) < self.in_flight]
+            if not able:
+                return
+            free_s = [max((run.until_s for run in runs), default=now) for _, runs in able]
+            chosen = free_first(now, [(s, choice.seconds) for s, (choice, _) in zip(free_s, able, strict=True)])
+            until_s = max(free_s[chosen], now) + able[chosen][0].seconds
+            self.dispatch(now, self.waiting.popleft(), able[chosen][0], until_s)
 
-    def dispatch(self, now: float, request: Request) -> None:
+    def beside(self, choice: Replica) -> list[_Flight]:
+        """Return what runs on devices of a replica."""
+        return [flight for flight in self.running if not flight.parts.keys().isdisjoint(choice.programs)]
+
+    def dispatch(self, now: float, request: Request, choice: Replica, until_s: float) -> None:
         """Send a request to the devices of its plan."""
         admission = len(self.flights) + 1
-        parts = {name: self.part(name, program) for name, program in request.programs.items()}
+        parts = {name: self.part(name, program) for name, program in choice.programs.items()}
         outputs = sum(isinstance(op, Send) and PLANNER in op.to for p in parts.values() for op in p.program.ops)
         asked_s = now if request.asked_s is None else request.asked_s
-        self.flights[admission] = _Flight(request, parts, asked_s, now, outputs + len(parts))
-        self.running += 1
+        flight = _Flight(request, parts, asked_s, now, outputs + len(parts), until_s)
+        self.flights[admission] = flight
+        self.running.append(flight)
         size = dispatch_bytes(self.naming, self.spec, request.shape)
         self.nbytes += size
         body = input_bytes(self.spec, request.shape)
@@ -182,7 +199,7 @@ class _Clock:
         flight.missing -= 1
         if not flight.missing:
             flight.answered_s = now
-            self.running -= 1
+            self.running = [other for other in self.running if other is not flight]
             self.pump(now)
 
     # -- the devices ----------------------------------------------------------------------------------------------
@@ -337,7 +354,7 @@ def play(
     in_flight: int,
     record: bool = False,
 ) -> Outcome:
-    """Play requests in their order, at most `in_flight` of them at once, on the cluster's measured curves and links.
+    """Play requests in their order, at most `in_flight` of them at once on a device, on measured curves and links.
 
     The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
     record: keep time line, arrivals and order of ops. Raises ValueError if Programs wait for each other for ever.
@@ -345,11 +362,6 @@ def play(
     clock = _Clock(naming, spec, cluster, in_flight, record, None)
     clock.play(requests)
     return clock.outcome()
-
-
-def under_load(naming: Naming, spec: Spec, request: Request, cluster: Cluster, in_flight: int, requests: int) -> Load:
-    """Return latency and throughput of so many requests like this one, of whole Programs; raises as `play` does."""
-    return load_of(play(naming, spec, (request,) * requests, cluster, in_flight).runs, in_flight)
 
 
 def simulate(

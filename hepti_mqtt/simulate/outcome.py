@@ -45,12 +45,28 @@ class Simulation:
     events: list[Event] = field(default_factory=list)
 
 
+class Replica(NamedTuple):
+    """One of several complete plans under which a request may run: its devices' Programs, and seconds by prediction."""
+
+    programs: Mapping[str, Program]
+    seconds: float = 0.0
+
+
 class Request(NamedTuple):
-    """One of several requests: its shape, its devices' Programs, when it is asked; None: as soon as there is room."""
+    """One of several requests: its shape, its devices' Programs, when it is asked; None: as soon as there is room.
+
+    replicas: instead of `programs`, those of several plans side by side, of which it runs under one.
+    """
 
     shape: RequestShape
     programs: Mapping[str, Program]
     asked_s: float | None = None
+    replicas: tuple[Replica, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Replica, ...]:
+        """Return under what it may run."""
+        return self.replicas or (Replica(self.programs),)
 
 
 class Arrival(NamedTuple):

@@ -119,7 +119,9 @@ class Method:
     it all. differs: whether a variant is one of its own for a graph; others are priced only where they are asked for.
     most_devices: None means any number. equal: every device gets the same, however fast. keeps_cache: its table says
     where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
-    settled: its shares stay as they are solved, instead of following what one request keeps busy.
+    throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
+    following what one request keeps busy. groups: of a method whose plans are replicas side by side, which devices make
+    up each of them.
     """
 
     name: str
@@ -137,6 +139,8 @@ class Method:
     keeps_cache: bool = False
     offered: bool = True
     settled: bool = False
+    throughput: bool = False
+    groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

@@ -72,5 +72,6 @@ METHOD = Method(
     solve=solve,
     differs=differs,
     offered=False,
+    throughput=True,
     settled=True,
 )

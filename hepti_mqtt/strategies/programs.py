@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape, shape_for
@@ -16,7 +16,7 @@ from hepti_mqtt.passes import narrow, routed, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies.method import Division, Lane, frame
+from hepti_mqtt.strategies.method import Division, Lane, Method, frame
 from hepti_mqtt.strategies.registry import STRATEGIES
 
 LOWERED: Final = 32  # graphs under tables that are kept
@@ -48,11 +48,13 @@ class _Divided:
 def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
     """Return what a request becomes under a plan, for all of its devices; the last ones are kept.
 
+    Of replicas, under the first one.
+
     Safe on any thread: the interpreter locks the cache, and what two threads work out at once is equal.
 
     Raises KeyError for an unknown strategy, ValueError for shares that do not fit the model.
     """
-    return _lowered(spec, _Divided(plan), shape)
+    return _lowered(spec, _Divided(plan.runs[0]), shape)
 
 
 @lru_cache(maxsize=LOWERED)
@@ -73,13 +75,17 @@ def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
 
 
 def programs_digest(spec: Spec, plan: Plan) -> bytes:
-    """Return 8 bytes that are equal where planner and devices derive the same Programs from a plan; all lower it."""
-    return lowered(spec, plan, largest_shape(spec)).digest
+    """Return 8 bytes that are equal where planner and devices derive the same Programs from a plan; all lower it.
+
+    Of replicas, 8 bytes for each.
+    """
+    return b"".join(lowered(spec, run, largest_shape(spec)).digest for run in plan.runs)
 
 
 def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
     """Return the Program of one device under `plan`; raises as `lowered` does."""
-    return passes(lowered(spec, plan, shape).program(device), plan)
+    own = plan.of(device)
+    return passes(lowered(spec, own, shape).program(device), own)
 
 
 def passes(program: Program, plan: Plan) -> Program:
@@ -90,14 +96,14 @@ def passes(program: Program, plan: Plan) -> Program:
 
 
 def programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
-    """Return the Programs of all devices of `plan`."""
-    return {device: program(spec, plan, shape, device) for device in plan.devices}
+    """Return the Programs of all devices of a run: of `plan`, or of its first replica."""
+    return {device: program(spec, plan, shape, device) for device in plan.runs[0].devices}
 
 
 def short_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
     """Return the Programs of all devices with equal layers once; `Lowered.repeated` says for how many one stands."""
-    made = lowered(spec, plan, shape)
-    return {device: passes(made.short(device), plan) for device in plan.devices}
+    made, run = lowered(spec, plan, shape), plan.runs[0]
+    return {device: passes(made.short(device), run) for device in run.devices}
 
 
 def make_plan(
@@ -112,7 +118,9 @@ def make_plan(
 
     lanes: the devices' links, for methods that look at them.
     """
-    by_length, ranges = STRATEGIES[strategy].divide(graph(spec, largest_shape(spec)), options, weights, lanes)
+    whole = graph(spec, largest_shape(spec))
+    by_length, ranges = STRATEGIES[strategy].divide(whole, options, weights, lanes)
+    replicas = _replicas(spec, whole, template, STRATEGIES[strategy], options, weights)
     return Plan(
         model=template.model,
         epoch=template.epoch,
@@ -126,7 +134,30 @@ def make_plan(
         storage=template.storage,
         route=template.route,
         relayed=template.relayed,
+        replicas=replicas,
     )
+
+
+def _replicas(
+    spec: Spec, whole: Graph, template: Plan, method: Method, options: Mapping[str, str], weights: Sequence[float]
+) -> tuple[Plan, ...]:
+    """Return the plans side by side of a method of groups: each under the first method that divides the model."""
+    made = []
+    for number, group in enumerate(() if method.groups is None else method.groups(options, weights), 1):
+        inside = next(m for m in STRATEGIES.values() if _divides(m, whole, len(group)))
+        devices = tuple(template.devices[i] for i in group)
+        shares = [weights[i] for i in group]
+        head = template.head if template.head in devices else devices[0]
+        epoch = Epoch(template.epoch.boot, template.epoch.number + number)
+        part = replace(template, epoch=epoch, devices=devices, head=head)
+        shares = shares if any(shares) else [1.0] * len(group)
+        made.append(make_plan(spec, part, inside.name, inside.choices(len(group))[0], shares))
+    return tuple(sorted(made, key=lambda part: template.head not in part.devices))  # the head's own is the first
+
+
+def _divides(method: Method, graph: Graph, devices: int) -> bool:
+    alone = method.most_devices == 1
+    return method.groups is None and alone == (devices == 1) and method.unsupported(graph) is None
 
 
 def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
@@ -134,7 +165,7 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
 
     What else a device does for the task it does for all hidden states too.
     """
-    task, hidden = (lowered(spec, plan, shape) for shape in largest_shapes(spec))
+    task, hidden = (lowered(spec, plan.of(device), shape) for shape in largest_shapes(spec))
     if task.holds(device, TASK):
         yield task
     yield hidden
@@ -155,13 +186,14 @@ def widest(spec: Spec, plan: Plan) -> Plan:
 
 def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
     """Return every weight range that any request's Program of this device uses: what the loader must hold."""
-    refs = dict.fromkeys(ref for made in largest(spec, widest(spec, plan), device) for ref in made.refs(device))
+    own = widest(spec, plan.of(device))
+    refs = dict.fromkeys(ref for made in largest(spec, own, device) for ref in made.refs(device))
     return tuple(stored(ref, plan.storage) for ref in refs)
 
 
 def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return every device that any request's Program of this device hears."""
-    found = (made.sources(device) for made in largest(spec, widest(spec, plan), device))
+    found = (made.sources(device) for made in largest(spec, widest(spec, plan.of(device)), device))
     return frozenset().union(*found) - {PLANNER}
 
 

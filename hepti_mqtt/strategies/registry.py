@@ -19,6 +19,7 @@ from hepti_mqtt.strategies import (
     megatron,
     modnn,
     pipeline,
+    replicas,
     row,
     single,
     two_d,
@@ -30,5 +31,5 @@ _TRANSFORMERS: Final = (row, column, block, grid, megatron, two_d, galaxy, volta
 _CONVOLUTIONS: Final = (map_rows, modnn, coedge, edgeflow, fused_tiles)
 
 STRATEGIES: Final[Mapping[str, Method]] = {
-    module.METHOD.name: module.METHOD for module in (single, *_TRANSFORMERS, *_CONVOLUTIONS)
+    module.METHOD.name: module.METHOD for module in (single, *_TRANSFORMERS, *_CONVOLUTIONS, replicas)
 }

@@ -21,7 +21,7 @@ from hepti_mqtt.config.options import (
     site_arguments,
 )
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.plan import Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
 SIZES = st.sampled_from(["400MiB", "2GB", "123", "0"])
@@ -44,6 +44,7 @@ PINS = st.builds(
     wire=st.none() | st.sampled_from(get_args(WireDtype)),
     route=st.none() | st.sampled_from((*get_args(Route), "auto")),
     weights=st.none() | st.sampled_from(get_args(Storage)),
+    objective=st.none() | st.sampled_from(get_args(Objective)),
 )
 PLANNERS = st.builds(
     PlannerOptions,
@@ -101,6 +102,9 @@ def test_pins_are_those_that_the_planner_takes():
     assert PinOptions("megatron", "kv").pins().options == {"variant": "kv"}  # which the planner refuses by name
     assert PinOptions(route="auto").pins().route is None
     assert PinOptions(route="mesh").pins().route == "mesh"
+    assert pins.objective == "latency"
+    asked = PinOptions("replicas", "groups=2", objective="throughput").pins()
+    assert (asked.options, asked.objective) == ({"groups": "2"}, "throughput")
 
 
 def test_a_model_that_is_named_twice_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ def test_the_rest_is_the_models_business():
 def test_pins_that_a_request_leaves_out_are_the_planners():
     assert env.envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
     assert env.envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
+    assert env.envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
     assert env.envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
     assert env.envelope({"weights": "w8a8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8")
     block = env.envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
@@ -56,6 +58,8 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
         {"devices": [1]},
         {"devices": [["a"]]},
         {"wire": "f64"},
+        {"objective": "speed"},
+        {"objective": ["latency"]},
         {"wire": ["f32"]},
         {"weights": "int4"},
         {"weights": ["f32"]},

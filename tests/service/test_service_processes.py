@@ -18,6 +18,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import PlanError, RequestError, UnknownModelError
 from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 
@@ -118,8 +119,20 @@ def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     answer = foretold(lambda: ready.infer("tiny", **request, **pins, want="hidden", timeout_s=PATIENCE_S))
     np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
     assert (answer.plan["strategy"], answer.plan["options"]) == (strategy, options)
-    assert set(answer.plan["devices"]) == set(devices)
+    shared = STRATEGIES[strategy].groups is None  # a request is on one replica
+    assert set(answer.plan["devices"]) == set(devices) if shared else set(answer.plan["devices"]) < set(devices)
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+
+
+def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
+    pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
+    ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
+    asked = [[n + 1, n + 2, n + 3] for n in range(12)]
+    answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in asked]]
+    for ids, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        assert answer.plan["strategy"] == "replicas"
+    assert {device for answer in answers for device in answer.plan["devices"]} == {"a", "b"}
 
 
 def test_narrow_wire_is_pinned_and_sends_less(site: Site, ready: Hepti) -> None:

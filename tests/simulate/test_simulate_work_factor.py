@@ -73,6 +73,9 @@ PINNED = {
     "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
     "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
     "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
+    "replicas": (1.0, {}),
+    "replicas/2": (1.0, {}),
+    "replicas/3": (1.0, {}),
 }
 
 

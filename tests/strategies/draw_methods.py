@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sites import EVERY_FAMILY, plan, request
+from sites import EVERY_FAMILY, FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.simulate import Naming, layout_svg, simulate, timeline_svg
+from hepti_mqtt.simulate import Naming, layout_svg, play, request_of, simulate, timeline_svg
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Lane, lowered, make_plan, programs
 
@@ -43,6 +44,7 @@ CHOSEN = (
     Picture("pipeline", {}, (10, 6), (3, 4)),
     Picture("map_rows", {"cut": "none"}),
     *(Picture("fused_tiles", {"cut": cut}) for cut in ("none", "1")),
+    Picture("replicas", {}),
     *(
         Picture("decoupled", {"original": o}, (16,), (2, 3), 2, (("layers", 6), ("groups", 3), ("parts", 2)))
         for o in ("everywhere", "megatron")
@@ -115,6 +117,8 @@ def draw(picture: Picture) -> str:
     """Return one picture: devices with equal shares, all hidden states asked for."""
     spec = spec_of(picture.method)
     assert spec is not None
+    if STRATEGIES[picture.method].groups is not None:
+        return draw_requests(picture)
     spec = replace(spec, **dict(picture.changes))
     devices = min(picture.devices, STRATEGIES[picture.method].most_devices or DEVICES)
     chosen = plan(spec, (picture.method, picture.options), (1.0,) * devices)
@@ -126,6 +130,24 @@ def draw(picture: Picture) -> str:
         what, layers = "one request", tuple(range(made.whole.layers()))
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
     return layout_svg(made, layers, f"{chosen.method}: a small model, {what}, {which}")
+
+
+def draw_requests(picture: Picture) -> str:
+    """Return the time line of eight requests on replicas, of which the first is three times as fast as the last."""
+    spec, naming = replace(FAMILIES["bert-embedding"], layers=1), Naming("home", "m")
+    chosen = plan(spec, (picture.method, picture.options), (1.0,) * picture.devices)
+    speeds = dict(zip(chosen.devices, (3.0, 2.0, 2.0, 1.0), strict=True))
+    profiles = {
+        d: DeviceProfile(d, (Curve(32, 32, ((1, 1e-3 / s), (20, 2e-2 / s))),), 1e6 * s, 1e6 * s)
+        for d, s in speeds.items()
+    }
+    cluster = Cluster(profiles, {d: Link(1e-3, 3e7, 3e7) for d in chosen.devices})
+    shape, _ = request(spec, picture.lengths)
+    asked = (request_of(naming, spec, chosen, shape, cluster),) * 8
+    played = play(naming, spec, asked, cluster, in_flight=1, record=True)
+    seconds = max(run.answered_s for run in played.runs)
+    title = f"{chosen.method}: eight requests that wait, devices of speeds 3, 2, 2 and 1"
+    return timeline_svg(played.events, chosen.devices, seconds, title)
 
 
 def main() -> int:

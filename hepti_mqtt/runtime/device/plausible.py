@@ -69,6 +69,8 @@ def _check_plan(device: str, plan: Plan) -> None:
         raise _wrong(
             "strategy", plan.strategy, f"with options {plan.options} is not known here; update agent or planner"
         )
+    if STRATEGIES[plan.strategy].groups is not None or plan.replicas:
+        raise _wrong("strategy", plan.strategy, "is of several plans side by side; a device is told its own alone")
     if plan.wire not in get_args(WireDtype) or plan.storage not in get_args(Storage):
         raise _wrong("wire and storage", (plan.wire, plan.storage), "are not known here; update agent or planner")
     for kind, weights in plan.weights.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt import __version__
@@ -47,7 +48,9 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 COMING_S: Final = 5.0  # between two searches that find no plan while devices may come
-WORTH: Final = 0.93  # a new plan must be expected to take less than this part of the running one's time
+WORTH: Final = (
+    0.93  # a new plan must be expected to cost less than this part of what the running one does, by the objective
+)
 
 
 class CoordinatorSession:
@@ -115,7 +118,7 @@ class CoordinatorSession:
     def snapshot(self) -> tuple[Standing, ...]:
         """Return the plans that are active or being prepared, as values that any thread may keep and read."""
         records = (r for model in self.slots for r in (model.plans.active, model.plans.preparing))
-        return tuple(Standing(r.plan, r.decision.cluster) for r in records if r is not None)
+        return tuple(Standing(run, r.decision.cluster) for r in records if r is not None for run in r.plan.runs)
 
     def stories(self) -> list[Story]:
         """Return the story of each model's plans."""
@@ -128,7 +131,9 @@ class CoordinatorSession:
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
             assert not model.pinned or len(self.slots.pinned(model.name)) <= PINNED
         for model in self.slots.models():
-            assert sum(len(slot.runs) for slot in self.slots.of(model.name)) <= self.in_flight
+            runs = [run for slot in self.slots.of(model.name) for run in slot.runs.values()]
+            each = Counter(device for run in runs for device in run.plan.devices)
+            assert max(each.values(), default=0) <= self.in_flight
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -216,12 +221,15 @@ class CoordinatorSession:
                 out += self._rollout.abandon(model, preparing, "lost", now, why)
                 plans.want(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
-                was_active = record is plans.active
-                plans.retire(record, "lost", now, why)
+                was_active, lost = record is plans.active, record.plan.of(device).epoch
+                lessened = self._rollout.lessen(model, record, device)
+                if lessened is None:
+                    plans.retire(record, "lost", now, why)
+                out += lessened or []
                 if was_active:
                     plans.want(now, now, why, forced=True)
                     out.append(self._rollout.show(model))
-                for run in [r for r in model.runs.values() if r.epoch == record.epoch]:
+                for run in [r for r in model.runs.values() if r.epoch == lost]:
                     out += self._requests.again(model, run)
         return out
 
@@ -298,7 +306,10 @@ class CoordinatorSession:
         if running is not None and (same_division(running, chosen) or self._not_worth(search, event)):
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
-        plans.found(search, event.decision, self._rollout.next_txn(), now)
+        # Replicas are plans of their own to their devices, so each has an epoch of its own.
+        numbered = replace(event.decision.chosen, plan=chosen.under(chosen.epoch, self._next_epoch))
+        decision = replace(event.decision, chosen=numbered)
+        plans.found(search, decision, self._rollout.next_txn(), now)
         if event.hurried:
             plans.want(now + SETTLE_S, now, "the search was hurried")
         return [Note("replanned", chosen.reason), self._rollout.show(model)]
@@ -307,7 +318,7 @@ class CoordinatorSession:
         assert event.decision is not None
         if search.forced or event.running_s is None:
             return False
-        return event.decision.chosen.price.expected_s > WORTH * event.running_s
+        return event.decision.chosen.price.cost[0] > WORTH * event.running_s
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -334,7 +345,7 @@ class CoordinatorSession:
         if model is None:
             return []
         record = model.plans.preparing
-        if isinstance(message, messages.Ready) and record is not None and not record.derived_by(message):
+        if isinstance(message, messages.Ready) and record is not None and not record.derived_by(device, message):
             why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
             return [Note("refused", why), *self._lost(device, "is of another version", now)]
         return self._rollout.heard(model, device, message, now)

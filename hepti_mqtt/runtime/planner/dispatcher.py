@@ -15,9 +15,10 @@ from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note
 from hepti_mqtt.runtime.planner.events import UpFrame
 from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats
 from hepti_mqtt.runtime.planner.model_state import ModelState
-from hepti_mqtt.runtime.planner.packs import packed, parted
+from hepti_mqtt.runtime.planner.packs import micro_batches, packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.schedule import free_first
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
@@ -35,11 +36,16 @@ OVERDUE_FACTOR: Final = 20.0
 OVERDUE_MOST_S: Final = 300.0  # whatever is predicted: what devices tell of themselves may be wrong by any factor
 
 
+def _longer(plan: Plan, tokens: int) -> float:
+    """Return how many times as long as the request that a plan was made for one of so many tokens may take."""
+    return max(tokens / max(plan.predicted_tokens, 1), 1.0)
+
+
 class Dispatcher:
     """Queues, runs and answers of every slot; which plan is active is the coordinator's.
 
-    in_flight: runs at once per model, whatever their pins: devices count on no more. counters: what was not understood
-    or came too late, by name.
+    in_flight: runs of a model at once on a device, whatever their pins: devices count on no more. counters: what was
+    not understood or came too late, by name.
     """
 
     def __init__(self, topics: Topics, slots: Slots, in_flight: int, counters: Counter[str]) -> None:
@@ -87,6 +93,8 @@ class Dispatcher:
         job.number, job.came_s = self._number, now
         longest = max(c.shape.tokens for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
+        if model.active is not None and model.active.replicas and job.computes and job.generation is None:
+            job.chunks = micro_batches(job.chunks)  # each goes to the replica that is free first
         model.queue.add(Item(job, i) for i in range(len(job.chunks) if job.computes else 1))
         return []
 
@@ -94,27 +102,56 @@ class Dispatcher:
         """Dispatch what waits for a model, as far as there are plans for it and room beside what runs."""
         out: list[CoordinatorCommand] = []
         held: dict[int, float] = {}  # slots whose requests wait for others, and until when
-        while self._runs(name) < self._in_flight:
+        while True:
             slots = (s for s in self._slots.of(name) if s.active and s.queue and self._slots.may_run(s))
             able = [slot for slot in slots if id(slot) not in held]
             if not able:
                 break
             model = min(able, key=lambda slot: slot.queue.first())
-            items, due_s = model.next()
+            able_now = self._with_room(model)
+            if not able_now:
+                held[id(model)] = inf
+                continue
+            items, due_s = model.next(len(able_now))
             if now < due_s:
                 held[id(model)] = due_s
                 continue
-            model.queue.take(items)
             assert model.active is not None
+            plan = self._chosen(model, items, now)
+            if plan is None:
+                held[id(model)] = inf
+                continue
+            model.queue.take(items)
             if items[0].job.computes:
-                out += self._dispatch(model, model.active, items, now)
+                out += self._dispatch(model, plan, items, now)
             else:
                 out += self._foretell(model, model.active, items[0].job)
         self._held[name] = min(held.values(), default=inf)
         return out
 
-    def _runs(self, name: str) -> int:
-        return sum(len(slot.runs) for slot in self._slots.of(name))
+    def _beside(self, name: str, plan: Plan) -> list[Run]:
+        """Return the runs of a model, whatever their pins, that a run under a plan would share devices with."""
+        runs = (run for slot in self._slots.of(name) for run in slot.runs.values())
+        return [run for run in runs if not set(run.plan.devices).isdisjoint(plan.devices)]
+
+    def _with_room(self, model: ModelState) -> list[Plan]:
+        """Return the replicas of the active plan, or the plan itself, on whose devices there is room for a run."""
+        assert model.active is not None
+        return [p for p in model.active.runs if len(self._beside(model.name, p)) < self._in_flight]
+
+    def _chosen(self, model: ModelState, items: tuple[Item, ...], now: float) -> Plan | None:
+        """Return under which plan items run: of replicas with room, that which will have answered first by prediction.
+
+        A session is where it began. None if that has no room.
+        """
+        able, generation = self._with_room(model), items[0].job.generation
+        assert model.active is not None
+        if generation is not None and generation.epoch in {p.epoch for p in model.active.runs}:
+            return next((p for p in able if p.epoch == generation.epoch), None)
+        tokens, learned = sum(item.tokens for item in items), model.experience.learned(now)
+        busy_s = [max((run.until_s for run in self._beside(model.name, p)), default=now) for p in able]
+        takes_s = [p.predicted_s * learned.factor(p) * _longer(p, tokens) for p in able]
+        return able[free_first(now, list(zip(busy_s, takes_s, strict=True)))]
 
     def frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
         """Take an output, or what a device counted of a run; the last one of a job's answers it."""
@@ -236,8 +273,10 @@ class Dispatcher:
         model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model)
-        longer = max(part.shape.tokens / max(plan.predicted_tokens, 1), 1.0) * max(self._runs(model.name), 1)
-        expected_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer
+        beside = self._beside(model.name, plan)
+        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * _longer(plan, part.shape.tokens)
+        expected_s = alone_s * max(len(beside), 1)
+        until_s = max([now, *(run.until_s for run in beside)]) + alone_s
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.job.attempts[i.chunk] for i in items) + OVERDUE_FACTOR * expected_s
@@ -258,6 +297,7 @@ class Dispatcher:
             alone=not others,
             expected_s=expected_s,
             doubt_s=doubt,
+            until_s=until_s,
         )
         return [Publish(topic, payload, 1)]
 
@@ -288,11 +328,11 @@ class Dispatcher:
                 out += self.end(model, job, error)
             return out
         for item, output in zip(run.items, outputs, strict=True):
-            out += self._taken(run, item, stats, output)
+            out += self._taken(model, run, item, stats, output)
         return out
 
     @staticmethod
-    def _taken(run: Run, item: Item, stats: RunStats, output: Array) -> list[CoordinatorCommand]:
+    def _taken(model: ModelState, run: Run, item: Item, stats: RunStats, output: Array) -> list[CoordinatorCommand]:
         """Give a job the output of one of its chunks; the last one is the answer."""
         job = item.job
         if job.over:
@@ -302,7 +342,7 @@ class Dispatcher:
         if len(job.outputs) < len(job.chunks):
             return []
         job.over = True
-        return [Answer(job, run.plan, tuple(job.stats))]
+        return [Answer(job, model.plans.whole(run.plan), tuple(job.stats))]
 
     def _generated(self, model: ModelState, run: Run, generation: Generation) -> list[CoordinatorCommand]:
         """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
@@ -318,7 +358,7 @@ class Dispatcher:
             model.queue.add_first([item])
             return out
         job.over = True
-        return [*out, Answer(job, run.plan, tuple(job.stats))]
+        return [*out, Answer(job, model.plans.whole(run.plan), tuple(job.stats))]
 
     def _cancel(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
         model.runs.pop(run.admission, None)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan import Plan, Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Plan, Route, Storage, WireDtype
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire.frames import Session
 
@@ -47,6 +47,7 @@ class Pins:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
     route: Route | None = None
+    objective: Objective = "latency"
 
     @property
     def free(self) -> bool:
@@ -57,6 +58,7 @@ class Pins:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
         words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
         words += [f"route {self.route}" if self.route else ""]
+        words += [f"for {self.objective}" if self.objective != "latency" else ""]
         return ", ".join(word for word in words if word) or "auto"
 
 
@@ -199,7 +201,8 @@ class Run:
     """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
 
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
-    overdue_s: when it is issued again. cut: the broker was lost meanwhile, and with it whatever was on its way.
+    overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut:
+    the broker was lost meanwhile, and with it whatever was on its way.
     """
 
     admission: int
@@ -216,6 +219,7 @@ class Run:
     expected_s: float = 0.0
     doubt_s: float = inf
     probed_s: float | None = None
+    until_s: float = 0.0
     cut: bool = False
 
     @property

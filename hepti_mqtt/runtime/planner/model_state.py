@@ -94,12 +94,16 @@ class ModelState:
         if len(self.late) > FORESEEN:
             self.late.popitem(last=False)
 
-    def next(self) -> tuple[tuple[Item, ...], float]:
-        """Return what runs next of what waits, and when: at once unless others may come to run with it."""
-        return self._next(self.queue)
+    def next(self, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
+        """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-    def _next(self, queue: Waiting) -> tuple[tuple[Item, ...], float]:
-        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens)
+        replicas: that have room, so that no one gets all while others have nothing to do.
+        """
+        return self._next(self.queue, replicas)
+
+    def _next(self, queue: Waiting, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
+        share = -(-len(queue) // replicas) if replicas > 1 else None
+        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
@@ -118,7 +122,7 @@ class ModelState:
     def times(self, now: float, chosen: Plan | None = None) -> dict[str, float]:
         """Return how far off the predictions were of the active plan, and of one that was chosen."""
         learned, plans = self.experience.learned(now), [p for p in (self.active, chosen) if p is not None]
-        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
+        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p.runs[0]) for p in plans}
 
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
@@ -148,7 +152,7 @@ class ModelState:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
-        live = {record.epoch for record in self.plans.serving}
+        live = {epoch for record in self.plans.serving for epoch in record.epochs}
         assert all(run.epoch in live and run.jobs for run in self.runs.values())
         items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
@@ -163,11 +167,14 @@ _VARYING: Final[dict[str, Any]] = {
     "predicted_bytes": 0,
     "predicted_tokens": 0,
     "reason": "",
+    "replicas": (),
 }
 
 
 def same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
+    if len(a.replicas) != len(b.replicas) or not all(map(same_division, a.replicas, b.replicas)):
+        return False
     if replace(a, **_VARYING) != replace(b, **_VARYING):
         return False
     for kind, weights in a.weights.items():

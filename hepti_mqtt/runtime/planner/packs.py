@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import inf
+from typing import Final
 
 import numpy as np
 
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.runtime.planner.flight import Array, Chunk, Item
 from hepti_mqtt.spec import RequestShape, Spec
+
+MICRO: Final = 64  # tokens: with fewer rows kernels stream weights instead of computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +26,15 @@ class Batching:
     delay_s: float = 0.0
 
 
-def choose(turns: Iterator[Item], batching: Batching, max_tokens: int) -> tuple[tuple[Item, ...], float]:
+def choose(
+    turns: Iterator[Item], batching: Batching, max_tokens: int, share: int | None = None
+) -> tuple[tuple[Item, ...], float]:
     """Return what runs next of all that waits, in the order of its turns, and when.
 
     That is the first, and what can run with it: a power of two of requests, so that few shapes come again and again,
     sorted by length, so that equal lengths are equal shapes whatever their order. Chunks of one request run apart, as
     it was told what they cost. A batch that has room for more is due when the first of it has waited for the delay, any
-    other at once, and what was lost before too.
+    other at once, and what was lost before too. share: no more than so many, the others run elsewhere.
     """
     first = next(turns)
     chosen, jobs, tokens = [first], {id(first.job)}, first.tokens
@@ -47,7 +52,7 @@ def choose(turns: Iterator[Item], batching: Batching, max_tokens: int) -> tuple[
         tokens += item.tokens
     full = full or len(chosen) == batching.requests or tokens == max_tokens
     due_s = -inf if full else min(map(partial(_waits_until, batching.delay_s), chosen))
-    size = 1 << (len(chosen).bit_length() - 1)
+    size = 1 << (min(len(chosen), share or len(chosen)).bit_length() - 1)
     return tuple(sorted(chosen[:size], key=lambda item: item.part.shape.lengths)), due_s
 
 
@@ -69,6 +74,29 @@ def packed(chunks: Sequence[Chunk]) -> Chunk:
         tuple(start + row for start, s in zip(starts, shapes, strict=False) for row in s.mask_rows),
     )
     return Chunk(shape, np.concatenate([chunk.inputs for chunk in chunks]))
+
+
+def micro_batches(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Return texts cut into batches of consecutive sequences with `MICRO` tokens or a little more, in their order."""
+    return tuple(part for chunk in chunks for part in _cut(chunk))
+
+
+def _cut(chunk: Chunk) -> Iterator[Chunk]:
+    shape = chunk.shape
+    if shape.cache or len(chunk.inputs) != shape.tokens:  # a generation, or pictures
+        yield chunk
+        return
+    lengths: list[int] = []
+    first, left = 0, shape.tokens
+    for length in shape.lengths:
+        lengths.append(length)
+        left -= length
+        tokens = sum(lengths)
+        if left and (tokens < MICRO or left < MICRO):
+            continue
+        rows = tuple(row - first for row in shape.mask_rows if first <= row < first + tokens)
+        yield Chunk(RequestShape(tuple(lengths), shape.want, rows), chunk.inputs[first : first + tokens])
+        first, lengths = first + tokens, []
 
 
 def parted(spec: Spec, chunks: Sequence[Chunk], output: Array) -> list[Array]:

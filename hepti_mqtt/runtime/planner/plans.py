@@ -137,14 +137,23 @@ class PlanRecord:
         """Return the epoch under which its requests run."""
         return self.plan.epoch
 
+    @property
+    def epochs(self) -> set[Epoch]:
+        """Return the epochs that devices may hold of it."""
+        return {self.plan.epoch, *(run.epoch for run in self.plan.runs)}
+
     def heard_s(self) -> float:
         """Return when there was last an exchange with the devices."""
         return max(self.asked_s, self.progress_s)
 
-    def derived_by(self, ready: Ready) -> bool:
+    def derived_by(self, device: str, ready: Ready) -> bool:
         """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
         asked = self.state == "preparing" and ready.txn == self.txn
-        return not asked or ready.digest == self.decision.digest
+        digests, runs = self.decision.digest, self.plan.runs
+        if not asked or self.plan.of(device) not in runs:
+            return True
+        each, place = len(digests) // len(runs), runs.index(self.plan.of(device))
+        return ready.digest == digests[place * each : (place + 1) * each]
 
 
 class Plans:
@@ -202,7 +211,11 @@ class Plans:
 
     def epochs(self) -> set[Epoch]:
         """Return the epochs of all plans that were found and are not gone."""
-        return {record.epoch for record in self._records}
+        return {epoch for record in self._records for epoch in record.epochs}
+
+    def whole(self, run: Plan) -> Plan:
+        """Return the plan of which a run's own is a replica, or that itself."""
+        return next((r.plan for r in self._records if run.epoch in r.epochs), run)
 
     def on(self, device: str) -> bool:
         """Return whether a device holds, or is to hold, something of a plan."""
@@ -306,6 +319,10 @@ class Plans:
         """A plan ends as soon as its runs have; one that is retiring already goes on with that."""
         if record.state != "retiring":
             self._step(record, event, now, why)
+
+    def lessen(self, record: PlanRecord, left: Plan) -> None:
+        """A replica is gone and the others go on; the state stays what it is."""
+        record.plan = left
 
     def idle(self, record: PlanRecord, now: float) -> None:
         """The last run of a retiring plan has ended."""

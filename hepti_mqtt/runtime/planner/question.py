@@ -18,6 +18,8 @@ def question_of(
 ) -> Question:
     """Return the question for a slot's next plan, which will be of this epoch."""
     served, pins = model.served, model.plans.pins
+    # Where several requests wait they run packed (packs.py), and that is when throughput counts.
+    several = served.batching.requests if pins.objective == "throughput" else 1
     held = Counter(model.spare)
     for other in slots:
         # Who would make room for this plan does not count.
@@ -33,7 +35,7 @@ def question_of(
         naming=Naming(site, served.name),
         spec=served.spec,
         cluster=membership.cluster(held),
-        shape=shape_for(served.spec, model.tokens()),
+        shape=shape_for(served.spec, model.tokens(), several),
         epoch=epoch,
         in_flight=in_flight,
         strategy=pins.strategy,
@@ -42,6 +44,7 @@ def question_of(
         wire=pins.wire,
         storage=pins.storage,
         route=pins.route,
+        objective=pins.objective,
         relayed=membership.relayed(now),
         packet_bytes=membership.packet_bytes(),
         learned=model.experience.learned(now),

@@ -77,7 +77,7 @@ class Rollout:
         """Release plans whose last run has ended."""
         out: list[CoordinatorCommand] = []
         for record in model.plans.retiring:
-            if not any(r.epoch == record.epoch for r in model.runs.values()):
+            if not any(r.epoch in record.epochs for r in model.runs.values()):
                 model.plans.idle(record, now)
                 out += self._release(record.plan)
         return out
@@ -109,10 +109,12 @@ class Rollout:
         record.asked_s = now
         served = model.served
         spec = served.spec.to_dict()
-        plan, foreseen = record.plan.to_dict(), model.foreseen()
-        message = messages.Prepare(record.txn, plan, spec, served.manifest, self._in_flight, *foreseen)
-        waiting = [d for d in record.plan.devices if d in record.waiting]
-        return [self.tell(d, replace(message, peers=self._introduce(record.plan, d))) for d in waiting]
+        foreseen, out = model.foreseen(), list[CoordinatorCommand]()
+        for plan in record.plan.runs:
+            message = messages.Prepare(record.txn, plan.to_dict(), spec, served.manifest, self._in_flight, *foreseen)
+            waiting = [d for d in plan.devices if d in record.waiting]
+            out += [self.tell(d, replace(message, peers=self._introduce(plan, d))) for d in waiting]
+        return out
 
     def probe(self, model: ModelState, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
         """Ask devices that have a plan for a word: who has it says so again."""
@@ -123,7 +125,15 @@ class Rollout:
 
     def _release(self, plan: Plan) -> list[CoordinatorCommand]:
         txn = self.next_txn()
-        return [self.tell(d, messages.Release(txn, plan.model, plan.epoch)) for d in plan.devices]
+        return [self.tell(d, messages.Release(txn, plan.model, plan.of(d).epoch)) for d in plan.devices]
+
+    def lessen(self, model: ModelState, record: PlanRecord, device: str) -> list[CoordinatorCommand] | None:
+        """Go on with the other replicas of a plan that has lost a device; None if there are none."""
+        left, gone = record.plan.without(device), record.plan.of(device)
+        if left is None:
+            return None
+        model.plans.lessen(record, left)
+        return self._release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
 
@@ -153,9 +163,9 @@ class Rollout:
         out: list[CoordinatorCommand] = [Note("relayed", f"{message.text}; the broker carries what they send it")]
         for model in self._slots.of(message.model):
             preparing, active = model.plans.preparing, model.plans.active
-            if preparing is not None and preparing.epoch == message.epoch:
+            if preparing is not None and message.epoch in preparing.epochs:
                 out += self.abandon(model, preparing, "refused", now, message.text)
-            elif active is not None and active.epoch == message.epoch:
+            elif active is not None and message.epoch in active.epochs:
                 out += self.suspect(model, active.plan, now, message.text)
                 for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
                     out += self._requests.again(model, run)
@@ -169,16 +179,17 @@ class Rollout:
         model.refusals = 0
         plan = record.plan
         out = self._affirm(model, plan)
-        activate = messages.Activate(self.next_txn(), plan.model, plan.epoch)
+        txn = self.next_txn()
+        activate = ((d, messages.Activate(txn, plan.model, plan.of(d).epoch)) for d in plan.devices)
         note = Note("activated", f"plan {plan.epoch} of {plan.model}: {plan.reason}")
-        return [*out, *(self.tell(d, activate) for d in plan.devices), note, self.show(model)]
+        return [*out, *(self.tell(*told) for told in activate), note, self.show(model)]
 
     def _affirm(self, model: ModelState, newer: Plan) -> list[CoordinatorCommand]:
         """Say which older plans of a model go on beside a newer one: devices that are in doubt give up all others."""
         standing = (slot.plans.standing for slot in self._slots.of(model.name) if slot is not model)
         older = sorted((r.plan for r in standing if r is not None and r.epoch < newer.epoch), key=lambda p: p.epoch)
         return [
-            self.tell(device, messages.Activate(self.next_txn(), plan.model, plan.epoch))
+            self.tell(device, messages.Activate(self.next_txn(), plan.model, plan.of(device).epoch))
             for plan in older
             for device in plan.devices
             if device in newer.devices
@@ -222,7 +233,7 @@ class Rollout:
     ) -> list[CoordinatorCommand]:
         """Let others make room for a plan that was refused, and prepare it again when they are gone."""
         out = self._release(record.plan)
-        plan = replace(record.plan, epoch=self._next_epoch())
+        plan = record.plan.under(self._next_epoch(), self._next_epoch)
         model.plans.lacks_memory(record, plan, self.next_txn(), now, why)
         why, behind = f"for {plan.epoch}", set[Epoch]()
         for slot in others:
@@ -233,7 +244,7 @@ class Rollout:
             else:
                 out += self._displace(slot, now, why)
             behind |= slot.plans.epochs()
-        record.behind = frozenset(behind - {plan.epoch})
+        record.behind = frozenset(behind - record.epochs)
         return out
 
     def _displace(self, slot: ModelState, now: float, why: str) -> list[CoordinatorCommand]:
@@ -319,7 +330,7 @@ class Rollout:
         old epoch stays resident meanwhile, so that devices that have its weights need not load them again.
         """
         record = model.plans.active
-        if record is None or record.plan is not plan:
+        if record is None or all(run is not plan for run in (record.plan, *record.plan.runs)):
             return []
         model.plans.suspect(record, now, why)
         model.plans.want(now, now, f"under {record.epoch}: {why}", forced=True)

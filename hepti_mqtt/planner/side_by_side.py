@@ -1,0 +1,83 @@
+"""Replicas to price: which devices make up each, and which plan each has inside, from a search of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner.decision import Decision
+from hepti_mqtt.planner.price import Question
+from hepti_mqtt.strategies import Method, Options, make_plan
+
+FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
+
+
+def side_by_side(
+    question: Question, method: Method, by_speed: Sequence[str], decide: Callable[[Question], Decision]
+) -> Iterator[Plan]:
+    """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
+
+    Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
+    them says what is missing.
+    """
+    rows = max(question.shape.tokens, 1)
+    speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
+    known: dict[tuple[str, ...], Plan | None] = {}
+
+    def inside(group: tuple[str, ...]) -> Plan | None:
+        if group not in known:
+            known[group] = _inside(question, group, decide)
+        return known[group]
+
+    for options in _choices(question, method, len(by_speed)):
+        assert method.groups is not None
+        groups = [tuple(by_speed[i] for i in group) for group in method.groups(options, speeds)]
+        parts = [part for group in groups if (part := inside(group)) is not None]
+        if not parts or (question.devices is not None and len(parts) < len(groups)):
+            template = Plan(question.naming.model, question.epoch, method.name, tuple(by_speed), by_speed[0])
+            template = replace(template, wire=question.wire, storage=question.storage)
+            yield make_plan(question.spec, template, method.name, options, speeds)
+        elif len(parts) > 1 or question.strategy == method.name:
+            yield _joined(question, method, options, parts)
+
+
+def _choices(question: Question, method: Method, devices: int) -> list[Options]:
+    if question.options:
+        return [question.options]
+    tried = (devices, 2, devices // 2) if devices > FEW else range(devices + 1)
+    return [o for o in method.choices(devices) if int(o.get("groups", devices)) in tried]
+
+
+def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Question], Decision]) -> Plan | None:
+    """Return the fastest plan that uses a whole group, None if none fits."""
+    asked = replace(question, strategy=None, options={}, devices=group, objective="latency", requests=0)
+    try:
+        ranking = decide(asked).ranking
+    except PlanError:
+        return None
+    able = (c.plan for c in ranking if c.price.feasible and len(c.plan.devices) == len(group))
+    return next(able, None)
+
+
+def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
+    """Return one plan of several side by side, the fastest first."""
+    first = question.epoch
+    replicas = tuple(
+        replace(part, epoch=Epoch(first.boot, first.number + number))
+        for number, part in enumerate(sorted(parts, key=lambda part: part.predicted_s), 1)
+    )
+    return replace(
+        replicas[0],
+        epoch=first,
+        strategy=method.name,
+        options=options,
+        devices=tuple(device for part in replicas for device in part.devices),
+        weights={},
+        ranges={},
+        relayed=(),
+        replicas=replicas,
+    )

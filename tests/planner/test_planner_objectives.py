@@ -1,0 +1,87 @@
+"""Objectives: least latency, most throughput, least memory; replicas among the candidates for throughput."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sites import FAMILIES
+
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.simulate import Naming
+from hepti_mqtt.spec import RequestShape
+
+SPEC = replace(FAMILIES["bert-embedding"], layers=4)
+ROOM = 1 << 30
+
+
+def question(speeds, rooms=None, spec=SPEC, **asked):
+    names = [f"d{i}" for i in range(len(speeds))]
+    profiles = {
+        n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-4 / s), (20, 2e-3 / s))),), 1e6 * s, 1e7 * s, memory_bytes=room)
+        for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
+    }
+    cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
+    return Question(Naming("home", "m"), spec, cluster, RequestShape((20,)), Epoch(1, 1), in_flight=2, **asked)
+
+
+def per_s(speed):
+    """Return the requests per second of one device by itself."""
+    load = decide(question([speed], strategy="single", requests=12)).chosen.price.load
+    assert load is not None
+    return load.requests_per_s
+
+
+@pytest.mark.parametrize(
+    ("speeds", "least"),
+    [
+        ((1, 1), 1.7),
+        pytest.param((1, 1, 1, 1), 3.4, marks=pytest.mark.wide),
+        pytest.param((3, 1, 1, 0.5), 0.85 * 5.5, marks=pytest.mark.wide),
+    ],
+)
+def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
+    found = decide(question(speeds, objective="throughput"))
+    best = found.chosen.price.load
+    assert best is not None
+    assert best.requests_per_s >= least * per_s(1)
+    assert "requests/s" in found.reason
+    assert found.chosen.price.cost == min(c.price.cost for c in found.ranking if c.price.feasible)
+    assert {"replicas", "pipeline", "single"} <= {c.name for c in found.ranking}
+
+
+def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
+    names = {c.name.partition("/")[0] for c in decide(question((1, 1))).ranking}
+    assert names.isdisjoint({"replicas", "pipeline"})
+
+
+def test_least_memory_is_the_least_share_of_any_budget():
+    wide = replace(SPEC, hidden=256, mlp=1024)  # of which matrices are most, not Programs
+    found = decide(question((1, 1), spec=wide, objective="memory"))
+    shares = [c.price.share for c in found.ranking]
+    assert shares[0] == min(shares) < next(c.price.share for c in found.ranking if c.name == "single")
+    assert "memory" in found.reason
+
+
+def test_a_replica_of_several_devices_is_planned_by_itself():
+    found = decide(question((1, 1, 1, 1), strategy="replicas", options={"groups": "2"})).chosen.plan
+    assert [len(part.devices) for part in found.replicas] == [2, 2]
+    assert sorted(d for part in found.replicas for d in part.devices) == ["d0", "d1", "d2", "d3"]
+    assert all(part.predicted_s > 0 and part.strategy != "single" for part in found.replicas)
+
+
+def test_a_device_without_room_for_a_replica_is_left_out_unless_it_is_pinned():
+    asked = question((1, 1, 1), [ROOM, ROOM, 1000], strategy="replicas", options={})
+    assert decide(asked).chosen.plan.devices == ("d0", "d1")
+    with pytest.raises(PlanError, match=r"d1 needs .* MiB missing"):
+        decide(question((1, 1), [ROOM, 1000], strategy="replicas", devices=("d0", "d1")))
+    with pytest.raises(PlanError, match=r"d0 needs .* MiB missing"):
+        decide(question((1, 1), [1000, 1000], strategy="replicas"))
+
+
+def test_what_a_method_cannot_be_asked_for_is_an_error_that_names_the_limits():
+    with pytest.raises(ConfigError, match=r"row has no option groups=2; it has .*heads"):
+        decide(question((1, 1), strategy="row", options={"groups": "2"}))
