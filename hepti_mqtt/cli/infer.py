@@ -81,6 +81,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["devices"] = args.devices
     if args.wire:
         found["wire"] = args.wire
+    if args.accuracy:
+        found["accuracy"] = args.accuracy
     if args.weights:
         found["weights"] = args.weights
     if args.route:

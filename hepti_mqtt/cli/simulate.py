@@ -17,7 +17,7 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
-from hepti_mqtt.planner import Candidate, Decision, Question, decide
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within, wire_errors
 from hepti_mqtt.simulate import ROUNDS, Naming, plan_work
 from hepti_mqtt.spec import Spec
 
@@ -26,7 +26,7 @@ def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(examples.find("sites", args.devices_file))
     question = _question(args, cluster, _spec(args.model))
-    decision, spec = decide(question), question.spec
+    decision, spec = _decide(args.model, question), question.spec
     chosen = decision.chosen.plan
     played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
     if played is not None:
@@ -59,9 +59,23 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         wire=pins.wire,
         storage=pins.storage,
         route=pins.route,
+        accuracy=pins.accuracy,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
+
+
+def _decide(model: str, question: Question) -> Decision:
+    """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
+    if question.accuracy is None:
+        return decide(question)
+    if not Path(model).is_dir():
+        raise ConfigError(
+            "--accuracy needs the weights of a model directory; make one: hepti model make KIND --out DIR"
+        )
+    with Checkpoint.open(model) as checkpoint:
+        tensors = checkpoint.tensors()
+        return decide_within(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
 def _told(c: Candidate) -> dict[str, Any]:
@@ -70,6 +84,8 @@ def _told(c: Candidate) -> dict[str, Any]:
         "strategy": c.name,
         "devices": list(c.plan.devices),
         "route": c.plan.route,
+        "wire": c.plan.wire,
+        "wire_error": c.plan.wire_error,
         "predicted_ms": c.price.seconds * 1e3,
         "bytes": c.price.nbytes,
         "feasible": c.price.feasible,
@@ -85,12 +101,13 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     rate = ["requests/s"] if load else []
     output.print_table(
         f"{model}, {shape.tokens} tokens{cached}, simulated",
-        ("strategy", "devices", "route", "predicted ms", *rate, "bytes", "MiB per device", "fits"),
+        ("strategy", "devices", "route", "wire", "predicted ms", *rate, "bytes", "MiB per device", "fits"),
         [
             (
                 c.name,
                 ", ".join(c.plan.devices),
                 c.plan.route,
+                c.plan.wire,
                 f"{c.price.seconds * 1e3:.1f}",
                 *([f"{c.price.load.requests_per_s:.3g}"] if c.price.load else []),
                 c.price.nbytes,
@@ -101,6 +118,8 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
         ],
     )
     output.print_lines([f"why: {decision.reason}"])
+    if (error := decision.chosen.plan.wire_error) is not None:
+        output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3
         output.print_lines([f"{decision.chosen.plan.method}: latency alone {alone_ms:.1f} ms; {load.text()}"])

@@ -11,6 +11,7 @@ from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import Pair, Plan, Route, Storage, WireDtype
 from hepti_mqtt.planner.experience import Learned
+from hepti_mqtt.planner.wires import Narrowed
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
     DeviceUse,
@@ -39,7 +40,8 @@ class Question:
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
     what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
-    requests: so many are played for the throughput of the best candidates; 0: none.
+    requests: so many are played for the throughput of the best candidates; 0: none. accuracy: how far narrow numbers on
+    the wire may move the answer, relative to f32; the wire is the search's choice then. errors: how far they do.
     """
 
     naming: Naming
@@ -58,6 +60,8 @@ class Question:
     packet_bytes: int | None = None
     learned: Learned = field(default_factory=Learned)
     requests: int = 0
+    accuracy: float | None = None
+    errors: Mapping[Narrowed, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

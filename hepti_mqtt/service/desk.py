@@ -185,6 +185,7 @@ class Desk:
                 "strategy": plan.strategy,
                 "options": dict(plan.options),
                 "wire": plan.wire,
+                "wire_error": plan.wire_error,
                 "weights": plan.storage,
                 "route": plan.route,
                 "devices": shares(forecasts),

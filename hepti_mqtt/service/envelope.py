@@ -114,7 +114,9 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     )
 
 
-def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None) -> Pins:
+def checked_pins(
+    strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
+) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
 
     Raises RequestError for a strategy, variant, wire dtype, storage of weights or route that does not exist, or names
@@ -136,26 +138,39 @@ def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: 
     way = None if route == AUTO else route
     if way not in (None, *ROUTES):
         raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
+    budget = _budget(accuracy)
     if devices is None:
-        return Pins(chosen, dict(options), None, wire, weights, way)
+        return Pins(chosen, dict(options), None, wire, weights, way, budget)
     if not isinstance(devices, list | tuple) or not devices:
         raise RequestError("devices must be a list of at least one name")
     try:
         names = {check_name("device", name) for name in devices}
     except BadNameError as error:
         raise RequestError(f"devices: {error}") from error
-    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way)
+    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way, budget)
+
+
+def _budget(accuracy: Any) -> float | None:
+    if accuracy is None:
+        return None
+    if not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 < accuracy <= 1:
+        raise RequestError("accuracy must be a number above 0, at most 1: how far f16 or i8 may move the answer")
+    return float(accuracy)
 
 
 def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
     strategy = data.get("strategy")
     options = data.get("options")
     devices = data.get("devices")
+    wire, accuracy = data.get("wire"), data.get("accuracy")
+    if wire is not None and accuracy is not None:
+        raise RequestError("wire leaves nothing for accuracy to choose; give one of the two")
     return checked_pins(
         own.strategy if strategy is None else strategy,
         (own.options if strategy is None else {}) if options is None else options,
         own.devices if devices is None else devices,
-        own.wire if data.get("wire") is None else data["wire"],
+        (own.wire if accuracy is None else "f32") if wire is None else wire,
         own.storage if data.get("weights") is None else data["weights"],
         own.route if data.get("route") is None else data["route"],
+        (own.accuracy if wire is None else None) if accuracy is None else accuracy,
     )

@@ -44,6 +44,7 @@ PINS = st.builds(
     wire=st.none() | st.sampled_from(get_args(WireDtype)),
     route=st.none() | st.sampled_from((*get_args(Route), "auto")),
     weights=st.none() | st.sampled_from(get_args(Storage)),
+    accuracy=st.none() | st.floats(1e-9, 1.0),
 )
 PLANNERS = st.builds(
     PlannerOptions,

@@ -39,7 +39,10 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is fixed of a model's plans; what is None the planner chooses."""
+    """What is fixed of a model's plans; what is None the planner chooses.
+
+    accuracy: how far narrow numbers on the wire may move an answer, relative to f32; the wire is the planner's then.
+    """
 
     strategy: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +50,7 @@ class Pins:
     wire: WireDtype = "f32"
     storage: Storage = "f32"
     route: Route | None = None
+    accuracy: float | None = None
 
     @property
     def free(self) -> bool:
@@ -57,6 +61,7 @@ class Pins:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
         words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
         words += [f"route {self.route}" if self.route else ""]
+        words += [f"accuracy {self.accuracy:g}" if self.accuracy is not None else ""]
         return ", ".join(word for word in words if word) or "auto"
 
 

@@ -162,6 +162,7 @@ _VARYING: Final[dict[str, Any]] = {
     "predicted_s": 0.0,
     "predicted_bytes": 0,
     "predicted_tokens": 0,
+    "wire_error": None,
     "reason": "",
 }
 
