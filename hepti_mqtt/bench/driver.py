@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -52,7 +53,8 @@ class Driver:
         for _ in range(order["warmup"]):  # the checked answer's Program is another
             self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S)
         begun = time.time()
-        answers = [self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"])]
+        ask = partial(self.hepti.infer, model, **body, **pins, report=True, timeout_s=TIMEOUT_S)  # predictions have it
+        answers = [ask() for _ in range(order["repetitions"])]
         last = self.hepti.foretold(answers[-1], **body, **pins, timeout_s=TIMEOUT_S).raw
         return {
             "unix_s": begun,

@@ -119,6 +119,7 @@ class Hepti:
         accuracy: float | None = None,
         weights: str | None = None,
         route: str | None = None,
+        report: bool | None = None,
         timeout_s: float = 60.0,
     ) -> Answer:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
@@ -127,7 +128,7 @@ class Hepti:
         result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
         take. empty="zero": zeros instead of an error for empty ones of texts. strategy ("auto" to free it), options,
         devices, wire, accuracy, weights, route pin what the planner would choose, for this request alone. A broker that
-        is lost is waited for, and the request sent again.
+        is lost is waited for, and the request sent again. report: the answer waits for what the devices counted.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
@@ -152,6 +153,7 @@ class Hepti:
             accuracy=accuracy,
             weights=weights,
             route=route,
+            report=report,
         )
         try:
             return future.result(timeout_s)

@@ -26,7 +26,7 @@ STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
-_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
+_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to", "report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Envelope:
     reply_to: str | None
     pins: Pins | None
     body: Mapping[str, Any]
+    report: bool = False
 
 
 def parse(payload: bytes) -> Mapping[str, Any]:
@@ -105,12 +106,16 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     reply_to = data.get("reply_to")
     if reply_to is not None and not isinstance(reply_to, str):
         raise RequestError("reply_to must be a topic")
+    report = data.get("report", False)
+    if not isinstance(report, bool):
+        raise RequestError("report must be true or false: whether the answer waits for what the devices counted")
     return Envelope(
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
         pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
         body={k: v for k, v in data.items() if k not in (*PINS, *_WHEN_AND_WHERE)},
+        report=report,
     )
 
 

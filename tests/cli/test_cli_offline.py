@@ -211,7 +211,9 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert "latency alone" in out
     assert "with 2 in flight" in out
     assert re.search(r"routes of row/heads: over broker [\d.]+ ms .*; over mesh [\d.]+ ms", out)
-    assert re.search(r"numbers on the wire: f32 [\d.]+ ms .*; f16 [\d.]+ ms .* times as fast; i8 [\d.]+ ms .* times as fast", out)
+    assert re.search(
+        r"numbers on the wire: f32 [\d.]+ ms .*; f16 [\d.]+ ms .* times as fast; i8 [\d.]+ ms .* times as fast", out
+    )
     assert ESCAPE not in out
 
 

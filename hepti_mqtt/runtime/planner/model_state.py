@@ -149,7 +149,7 @@ class ModelState:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
         live = {record.epoch for record in self.plans.serving}
-        assert all(run.epoch in live and run.jobs for run in self.runs.values())
+        assert all(run.epoch in live and (run.jobs or run.early) for run in self.runs.values())
         items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
