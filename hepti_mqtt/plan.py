@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hepti_mqtt.ids import Epoch
 
 WireDtype = Literal["f32", "f16", "i8"]
+NARROW: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
 # How matrices of the layers are kept: f32; f16 (half the memory); int8 with one scale per column, times activations
 # quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
 Storage = Literal["f32", "f16", "w8a8", "w8a32"]
@@ -29,8 +30,9 @@ class Plan:
     ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
     matrices. route: who carries the exchanges. relayed: (source, target) whose exchanges go over the broker under route
     "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of `predicted_tokens`
-    tokens by the simulator. replicas: complete plans side by side, of disjoint devices and with epochs of their own,
-    each run under one of them; none: every run is under the plan itself.
+    tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32; None: not measured.
+    replicas: complete plans side by side, of disjoint devices and with epochs of their own, each run under one of them;
+    none: every run is under the plan itself.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Plan:
     predicted_s: float = 0.0
     predicted_bytes: int = 0
     predicted_tokens: int = 0
+    wire_error: float | None = None
     reason: str = ""
     replicas: tuple[Plan, ...] = ()
 
@@ -97,6 +100,7 @@ class Plan:
             "predicted_s": self.predicted_s,
             "predicted_bytes": self.predicted_bytes,
             "predicted_tokens": self.predicted_tokens,
+            "wire_error": self.wire_error,
             "reason": self.reason,
             **({"replicas": [replica.to_dict() for replica in self.replicas]} if self.replicas else {}),
         }

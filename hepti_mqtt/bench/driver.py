@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -57,8 +58,8 @@ class Driver:
         if order["requests"]:
             answers, load = self._loaded(order)
         else:
-            infer = (self.hepti.infer(model, **body, **pins, timeout_s=TIMEOUT_S) for _ in range(order["repetitions"]))
-            answers = list(infer)
+            ask = partial(self.hepti.infer, model, **body, **pins, report=True, timeout_s=TIMEOUT_S)
+            answers = [ask() for _ in range(order["repetitions"])]
         last = self.hepti.foretold(answers[-1], **body, **pins, timeout_s=TIMEOUT_S).raw
         return {
             "unix_s": begun,

@@ -259,7 +259,7 @@ def _compare(hepti: Hepti, checkpoint: Checkpoint, repeat: int) -> list[dict[str
             pinned["devices"] = devices
         hidden = hepti.infer(MODEL, **body, **pinned, want="hidden", timeout_s=60).hidden
         error = max_abs_err(checkpoint, body, hidden)
-        answers = [hepti.infer(MODEL, **body, **pinned, timeout_s=60) for _ in range(repeat)]
+        answers = [hepti.infer(MODEL, **body, **pinned, report=True, timeout_s=60) for _ in range(repeat)]
         raw = hepti.foretold(answers[-1], **body, **pinned, timeout_s=60).raw
         out.append(
             {

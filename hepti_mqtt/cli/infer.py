@@ -8,6 +8,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,6 +83,8 @@ def pins(args: argparse.Namespace) -> dict[str, Any]:
         found["devices"] = args.devices
     if args.wire:
         found["wire"] = args.wire
+    if args.accuracy:
+        found["accuracy"] = args.accuracy
     if args.weights:
         found["weights"] = args.weights
     if args.route:
@@ -134,7 +137,8 @@ def run(
     """Send the request `repeat` times, one after the other; the first may wait for a plan and is not timed."""
     if repeat > 1:
         hepti.infer(model, **body, **pinned, timeout_s=timeout)
-    return [hepti.infer(model, **body, **pinned, deadline_ms=deadline_ms, timeout_s=timeout) for _ in range(repeat)]
+    ask = partial(hepti.infer, model, **body, **pinned, report=True, deadline_ms=deadline_ms, timeout_s=timeout)
+    return [ask() for _ in range(repeat)]
 
 
 def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.plan import Plan, Route
+from hepti_mqtt.plan import NARROW, Plan, Route
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.routes import on_route, relayed
 from hepti_mqtt.program import Program
@@ -16,7 +16,7 @@ from hepti_mqtt.strategies import programs
 
 
 def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
-    """Return a line on the routes and one on f16, for the same division; none for one device, which sends nothing."""
+    """Return a line on the routes and one on narrow numbers, of one division; none for one device, which sends none."""
     plan = plan.runs[0]  # of replicas all are alike in this
     if len(plan.devices) == 1:
         return []
@@ -37,9 +37,11 @@ def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
         words.append(f"over {route} {_costs(played(on_route(question, plan, route)))}{beside}")
     lines = [f"routes of {plan.method}: " + "; ".join(words)]
     if plan.wire == "f32":
-        now, narrow = played(plan), played(replace(plan, wire="f16"))
-        gain = now.seconds / narrow.seconds
-        lines.append(f"with f16 on the wire: {_costs(narrow)} instead of {_costs(now)}, {gain:.2f} times as fast")
+        now, words = played(plan), []
+        for wire in reversed(NARROW):
+            narrow = played(replace(plan, wire=wire))
+            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f} times as fast")
+        lines.append(f"numbers on the wire: f32 {_costs(now)}; {'; '.join(words)}; --accuracy lets the planner choose")
     return lines
 
 

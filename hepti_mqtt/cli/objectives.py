@@ -32,7 +32,7 @@ def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
             (
                 c.name,
                 ", ".join(c.plan.devices),
-                c.plan.route,
+                c.plan.route if c.plan.wire == "f32" else f"{c.plan.route}, {c.plan.wire}",
                 f"{c.price.seconds * 1e3:.1f}",
                 *([f"{c.price.load.requests_per_s:.3g}" if c.price.load else "-"] if played else []),
                 f"{c.price.share:.0%}",

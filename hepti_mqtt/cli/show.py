@@ -225,6 +225,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             c["name"],
             ", ".join(c["devices"]),
             c["route"],
+            c["wire"],
             f"{c['predicted_ms']:.1f}",
             f"{c['expected_ms']:.1f}",
             c["bytes"],
@@ -237,7 +238,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     if rows:
         output.print_table(
             f"plans for {model}",
-            ("", "strategy", "devices", "route", "predicted ms", "expected ms", "bytes", "fits"),
+            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "bytes", "fits"),
             rows,
         )
     active = shown.get("active")
@@ -252,7 +253,9 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
 
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
-    kept = f"weights {plan['storage']}, wire {plan['wire']}, route {plan['route']}"
+    error = plan["wire_error"]
+    wire = plan["wire"] if error is None else f"{plan['wire']} (moves the answer by {error:.1e} of it)"
+    kept = f"weights {plan['storage']}, wire {wire}, route {plan['route']}"
     if plan["relayed"]:
         kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]

@@ -18,7 +18,7 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
-from hepti_mqtt.planner import Candidate, Decision, Question, decide
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within, wire_errors
 from hepti_mqtt.simulate import ROUNDS, Naming, plan_work
 from hepti_mqtt.spec import Spec
 
@@ -27,7 +27,7 @@ def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(examples.find("sites", args.devices_file))
     question = _question(args, cluster, _spec(args.model))
-    decision, spec = decide(question), question.spec
+    decision, spec = _decide(args.model, question), question.spec
     chosen = decision.chosen.plan
     played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
     if played is not None:
@@ -61,9 +61,23 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         storage=pins.storage,
         route=pins.route,
         objective=pins.objective,
+        accuracy=pins.accuracy,
         in_flight=args.in_flight,
         requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
+
+
+def _decide(model: str, question: Question) -> Decision:
+    """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
+    if question.accuracy is None:
+        return decide(question)
+    if not Path(model).is_dir():
+        raise ConfigError(
+            "--accuracy needs the weights of a model directory; make one: hepti model make KIND --out DIR"
+        )
+    with Checkpoint.open(model) as checkpoint:
+        tensors = checkpoint.tensors()
+        return decide_within(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
 def _told(c: Candidate) -> dict[str, Any]:
@@ -72,6 +86,8 @@ def _told(c: Candidate) -> dict[str, Any]:
         "strategy": c.name,
         "devices": list(c.plan.devices),
         "route": c.plan.route,
+        "wire": c.plan.wire,
+        "wire_error": c.plan.wire_error,
         "predicted_ms": c.price.seconds * 1e3,
         "bytes": c.price.nbytes,
         "feasible": c.price.feasible,
@@ -87,6 +103,8 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     cached = f" with a cache of {shape.cache}" if shape.cache else ""
     print_candidates(f"{model}, {shape.tokens} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}"])
+    if (error := decision.chosen.plan.wire_error) is not None:
+        output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3
         output.print_lines([f"{decision.chosen.plan.method}: latency alone {alone_ms:.1f} ms; {load.text()}"])

@@ -116,9 +116,11 @@ class Hepti:
         options: Mapping[str, str] | None = None,
         devices: Sequence[str] | None = None,
         wire: str | None = None,
+        accuracy: float | None = None,
         weights: str | None = None,
         route: str | None = None,
         objective: str | None = None,
+        report: bool | None = None,
         timeout_s: float = 60.0,
     ) -> Answer:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
@@ -126,8 +128,9 @@ class Hepti:
         image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
         result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
         take. empty="zero": zeros instead of an error for empty ones of texts. strategy ("auto" to free it), options,
-        devices, wire, weights, route, objective pin what the planner would choose, for this request alone. A broker
-        that is lost is waited for, and the request sent again.
+        devices, wire, accuracy, weights, route, objective pin what the planner would choose, for this request alone. A
+        broker that is lost is waited for, and the request sent again. report: the answer waits for what the devices
+        counted.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
@@ -149,9 +152,11 @@ class Hepti:
             options=options,
             devices=devices,
             wire=wire,
+            accuracy=accuracy,
             weights=weights,
             route=route,
             objective=objective,
+            report=report,
         )
         try:
             return future.result(timeout_s)

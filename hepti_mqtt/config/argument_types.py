@@ -80,6 +80,14 @@ def delay_ms(text: str) -> float:
     return value
 
 
+def accuracy(text: str) -> float:
+    """Return a part of an answer, above zero and at most all of it."""
+    value = _above_zero(text, "parts of the answer, such as 1e-3,")
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than all of the answer; give a part of it, such as 1e-3")
+    return value
+
+
 def mbit(text: str) -> float:
     """Return a rate above zero."""
     return _above_zero(text, "Mbit/s")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.config.argument_types import delay_ms, mbit, named_directory, names, positive, size
+from hepti_mqtt.config.argument_types import accuracy, delay_ms, mbit, named_directory, names, positive, size
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
@@ -72,6 +72,15 @@ _PINS: Final = (
     ),
     _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
+    _Option(
+        "accuracy",
+        "--accuracy",
+        {
+            "type": accuracy,
+            "metavar": "ERROR",
+            "help": "let the planner choose that dtype: answers may differ from f32's by this part, e.g. 1e-3",
+        },
+    ),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
     _Option(
         "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
@@ -220,6 +229,7 @@ class PinOptions:
     weights: Storage | None = None
     route: Route | Literal["auto"] | None = None
     objective: Objective | None = None
+    accuracy: float | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> PinOptions:
@@ -231,13 +241,15 @@ class PinOptions:
         return _write(self, _PINS)
 
     def pins(self) -> Pins:
-        """Return them as the planner takes them."""
+        """Return them as the planner takes them; raises ConfigError where they contradict each other."""
         from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
 
+        if self.wire is not None and self.accuracy is not None:
+            raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")
         route = None if self.route == "auto" else self.route
         kept = self.weights or "f32"
         options, objective = variant_options(self.strategy, self.variant), self.objective or "latency"
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", kept, route, objective)
+        return Pins(self.strategy, options, self.devices, self.wire or "f32", kept, route, objective, self.accuracy)
 
 
 def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hepti_mqtt.planner.accuracy import decide_within, wire_errors
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
@@ -18,5 +19,7 @@ __all__ = [
     "Question",
     "decide",
     "decide_soon",
+    "decide_within",
     "price",
+    "wire_errors",
 ]

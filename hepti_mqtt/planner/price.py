@@ -11,6 +11,7 @@ from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
 from hepti_mqtt.planner.experience import Learned
+from hepti_mqtt.planner.wires import Narrowed
 from hepti_mqtt.program import ITEMSIZE
 from hepti_mqtt.simulate import (
     ROUNDS,
@@ -42,6 +43,8 @@ class Question:
     what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
+    accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
+    then. errors: how far they do.
     """
 
     naming: Naming
@@ -61,6 +64,8 @@ class Question:
     learned: Learned = field(default_factory=Learned)
     requests: int = 0
     objective: Objective = "latency"
+    accuracy: float | None = None
+    errors: Mapping[Narrowed, float] = field(default_factory=dict)
 
     @property
     def plays(self) -> int:

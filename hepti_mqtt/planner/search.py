@@ -17,6 +17,7 @@ from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
+from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
 from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
@@ -37,7 +38,7 @@ def decide(question: Question) -> Decision:
     _check_pins(question)
     fitting, short = _fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
-    fitting[:REFINED] = (_by_the_better_route(question, c) for c in fitting[:REFINED])
+    fitting[:REFINED] = (_by_the_better_way(question, c) for c in fitting[:REFINED])
     for c in sorted((_balance(question, c) for c in fitting), key=_order):
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: sum(d.missing.values())):
@@ -236,6 +237,7 @@ def _guess(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )
     plan = make_plan(question.spec, template, method.name, options, weights, _lanes(question, devices))
+    plan = replace(plan, wire=wires(question, plan)[0])
     return _Guess(on_route(question, plan, routes(question, devices)[0]), weights)
 
 
@@ -285,14 +287,24 @@ def _priced(question: Question, draft: _Draft) -> Candidate:
     return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
 
 
-def _by_the_better_route(question: Question, c: Candidate) -> Candidate:
-    """Return a candidate on the route that takes less time; for all of them the search would take twice as long."""
+def _by_the_better_way(question: Question, c: Candidate) -> Candidate:
+    """Return a candidate by the best route and wire; for all of them the search would take several times as long."""
     if c.plan.replicas:
         return c  # each has its own
-    plans = [on_route(question, c.plan, route) for route in routes(question, c.plan.devices) if route != c.plan.route]
-    through = (p for p in plans if question.packet_bytes is None or plan_packet(question, p) <= question.packet_bytes)
-    others = (replace(c, plan=p, price=price(question, p, known=(c.price.needs, c.price.missing))) for p in through)
-    return min((c, *others), key=lambda found: found.price.cost)
+    ways = [
+        replace(on_route(question, c.plan, r), wire=w)
+        for r in routes(question, c.plan.devices)
+        for w in wires(question, c.plan)
+    ]
+    others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
+    through = (p for p in others if question.packet_bytes is None or plan_packet(question, p) <= question.packet_bytes)
+    priced = (replace(c, plan=p, price=price(question, p, known=_memory_as(question, c, p))) for p in through)
+    return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
+
+
+def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return the memory of a candidate's plan in another way: the route changes nothing of it, the wire may."""
+    return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory(question, plan)
 
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
@@ -388,5 +400,6 @@ def _final(question: Question, c: Candidate) -> Candidate:
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.tokens,
+        wire_error=question.errors.get(narrowed(c.plan)),
     )
     return replace(c, plan=plan, price=full)

@@ -12,7 +12,8 @@ _WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
 
 
 def _describe(c: Candidate) -> str:
-    return f"{c.name} on {', '.join(c.plan.devices)}{' over mesh' if c.plan.route == 'mesh' else ''}"
+    wire = "" if c.plan.wire == "f32" else f" in {c.plan.wire}"
+    return f"{c.name} on {', '.join(c.plan.devices)}{' over mesh' if c.plan.route == 'mesh' else ''}{wire}"
 
 
 def _does(c: Candidate) -> str:

@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse, Token
-from hepti_mqtt.runtime.planner.flight import Generation, Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.flight import Generation, Job, Pins, RequestKey, RunStats
 from hepti_mqtt.service import requests, results
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.envelope import digest, envelope, glimpsed_id, parse, request_id
@@ -133,7 +133,8 @@ class Desk:
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         ticket = _Ticket(topic, name, prepared, now)
         self._room.take(prepared.inputs.nbytes, ticket)
-        return Job(key, chunks, ticket, deadline_s, parts.pins, prepared.computes, generation=generation, digest=asked)
+        pins, computes, report = parts.pins, prepared.computes, parts.report
+        return Job(key, chunks, ticket, deadline_s, pins, computes, generation=generation, digest=asked, report=report)
 
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
@@ -185,6 +186,7 @@ class Desk:
                 "strategy": plan.strategy,
                 "options": dict(plan.options),
                 "wire": plan.wire,
+                "wire_error": plan.wire_error,
                 "weights": plan.storage,
                 "route": plan.route,
                 "devices": shares(forecasts),
@@ -195,9 +197,7 @@ class Desk:
             "tokens": ticket.prepared.shape.tokens,
             "runs": len(command.stats) if job.computes else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
-            "compute_ms": _sum_ms(s.compute_us for s in command.stats),
-            "wait_ms": _sum_ms(s.wait_us for s in command.stats),
-            "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in command.stats),
+            **_counted(command.stats),
             "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
             "predicted_ms": sum(f.seconds for f in forecasts) * 1e3,
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
@@ -244,6 +244,17 @@ def repeated(reply: Reply) -> Reply:
 
 def _failure(name: str | None, error: HeptiError) -> bytes:
     return json.dumps({"id": name, "ok": False, "error": {"code": error.code, "message": str(error)}}).encode()
+
+
+def _counted(runs: Sequence[RunStats]) -> dict[str, Any]:
+    """Return what the devices counted; null unless all of them have said so of every run."""
+    if not all(s.reported for s in runs):
+        return {"compute_ms": None, "wait_ms": None, "bytes_on_wire": None}
+    return {
+        "compute_ms": _sum_ms(s.compute_us for s in runs),
+        "wait_ms": _sum_ms(s.wait_us for s in runs),
+        "bytes_on_wire": sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in runs),
+    }
 
 
 def _sum_ms(runs: Iterable[Mapping[str, int]]) -> dict[str, float]:

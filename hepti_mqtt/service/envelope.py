@@ -27,7 +27,7 @@ ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
-_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to")
+_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to", "report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Envelope:
     reply_to: str | None
     pins: Pins | None
     body: Mapping[str, Any]
+    report: bool = False
 
 
 def parse(payload: bytes) -> Mapping[str, Any]:
@@ -106,16 +107,22 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     reply_to = data.get("reply_to")
     if reply_to is not None and not isinstance(reply_to, str):
         raise RequestError("reply_to must be a topic")
+    report = data.get("report", False)
+    if not isinstance(report, bool):
+        raise RequestError("report must be true or false: whether the answer waits for what the devices counted")
     return Envelope(
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
         pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
         body={k: v for k, v in data.items() if k not in (*PINS, *_WHEN_AND_WHERE)},
+        report=report,
     )
 
 
-def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None) -> Pins:
+def checked_pins(
+    strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
+) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
 
     Raises RequestError for a strategy, variant, wire dtype, storage of weights or route that does not exist, or names
@@ -137,21 +144,33 @@ def checked_pins(strategy: Any, options: Any, devices: Any, wire: Any, weights: 
     way = None if route == AUTO else route
     if way not in (None, *ROUTES):
         raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
+    budget = _budget(accuracy)
     if devices is None:
-        return Pins(chosen, dict(options), None, wire, weights, way)
+        return Pins(chosen, dict(options), None, wire, weights, way, accuracy=budget)
     if not isinstance(devices, list | tuple) or not devices:
         raise RequestError("devices must be a list of at least one name")
     try:
         names = {check_name("device", name) for name in devices}
     except BadNameError as error:
         raise RequestError(f"devices: {error}") from error
-    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way)
+    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way, accuracy=budget)
+
+
+def _budget(accuracy: Any) -> float | None:
+    if accuracy is None:
+        return None
+    if not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 < accuracy <= 1:
+        raise RequestError("accuracy must be a number above 0, at most 1: how far f16 or i8 may move the answer")
+    return float(accuracy)
 
 
 def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
     strategy = data.get("strategy")
     options = data.get("options")
     devices = data.get("devices")
+    wire, accuracy = data.get("wire"), data.get("accuracy")
+    if wire is not None and accuracy is not None:
+        raise RequestError("wire leaves nothing for accuracy to choose; give one of the two")
     objective = own.objective if data.get("objective") is None else data["objective"]
     if objective not in OBJECTIVES:
         raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
@@ -159,8 +178,9 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
         own.strategy if strategy is None else strategy,
         (own.options if strategy is None else {}) if options is None else options,
         own.devices if devices is None else devices,
-        own.wire if data.get("wire") is None else data["wire"],
+        (own.wire if accuracy is None else "f32") if wire is None else wire,
         own.storage if data.get("weights") is None else data["weights"],
         own.route if data.get("route") is None else data["route"],
+        (own.accuracy if wire is None else None) if accuracy is None else accuracy,
     )
     return replace(pins, objective=objective)

@@ -21,7 +21,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
     for name, directory in config.models.items():
         p = config.pins.get(name, Pins())
         try:
-            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage, p.route)
+            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage, p.route, p.accuracy)
             pins = replace(pins, objective=p.objective)
         except RequestError as error:
             raise ConfigError(f"model {name}: {error}") from error

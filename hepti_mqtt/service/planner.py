@@ -36,7 +36,7 @@ from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, Pla
 from hepti_mqtt.service.models import open_models
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
-from hepti_mqtt.service.solver import begin_loading, solve
+from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
     Connected,
@@ -102,6 +102,7 @@ class _Planner:
         self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
+        self.accuracy = {n: Accuracy(m.checkpoint.spec, m.checkpoint.tensors()) for n, m in models.items()}
         self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
@@ -243,7 +244,7 @@ class _Planner:
 
     def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
         while (command := searches.get()) is not None:
-            self.inbox.post(solve(command))
+            self.inbox.post(solve(command, self.accuracy[command.model]))
 
     # -- session thread ---------------------------------------------------------------------------------------------
 

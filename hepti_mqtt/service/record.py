@@ -36,6 +36,8 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
                 "name": c.name,
                 "devices": list(c.plan.devices),
                 "route": c.plan.route,
+                "wire": c.plan.wire,
+                "wire_error": c.plan.wire_error,
                 "predicted_ms": c.price.seconds * 1e3,
                 "expected_ms": c.price.expected_s * 1e3,
                 "bytes": c.price.nbytes,

@@ -34,8 +34,8 @@ MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
 # The service's own part of a request; it has read these before.
-PINS: Final = ("strategy", "options", "devices", "wire", "weights", "route", "objective")
-_ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", *PINS})
+PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
+_ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
 _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
 

@@ -1,16 +1,26 @@
-"""The search as a command carried out: a question in, `Solved` out, whatever goes wrong."""
+"""The search as a command carried out: a question in, `Solved` out, whatever goes wrong.
+
+Within an accuracy budget, what narrow exchanges do to a model's answers is measured here too, on the thread that
+searches: requests run meanwhile under the plan that they have, the first ones on the best device alone.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from math import inf
+from typing import Any
 
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.planner import decide, decide_soon, price
+from hepti_mqtt.plan import NARROW, Plan, WireDtype
+from hepti_mqtt.planner import decide_soon, decide_within, price, wire_errors
+from hepti_mqtt.planner.wires import Narrowed
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
+from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
 
@@ -20,14 +30,34 @@ def begin_loading() -> None:
     threading.Thread(target=import_module, args=("hepti_mqtt.kernels",), name="planner-loads", daemon=True).start()
 
 
-def solve(command: Solve) -> Solved:
+class Accuracy:
+    """What is known of narrow exchanges of one model; tensors: its canonical ones, read when they are asked for."""
+
+    def __init__(self, spec: Spec, tensors: Mapping[str, Any]) -> None:
+        self._spec, self._tensors = spec, tensors
+        self.known: dict[Narrowed, float] = {}
+
+    def measure(self, plan: Plan) -> Mapping[WireDtype, float]:
+        """Return the errors of narrow dtypes under a plan; infinity where they cannot be found, so that f32 is left."""
+        try:
+            found = wire_errors(self._spec, plan, self._tensors)
+        except Exception:  # whatever it is, it must not leave the model without a plan
+            _log.exception("cannot find how far narrow exchanges move the answers of %s", plan.model)
+            return dict.fromkeys(NARROW, inf)
+        told = ", ".join(f"{wire} {error:.1e}" for wire, error in found.items())
+        _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), told)
+        return found
+
+
+def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
     """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
     question, running = command.question, command.running
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
             return Solved(command.model, command.ticket, decide_soon(question), None, hurried=True)
     try:
-        decision = decide(question)
+        accuracy = accuracy or Accuracy(question.spec, {})
+        decision = decide_within(question, accuracy.known, accuracy.measure)
         running_s = None
         if running is not None and set(running.devices) <= set(question.cluster.devices):
             running_s = price(question, running, full=True).cost[0]

@@ -73,7 +73,7 @@ def print_table(hepti: Hepti, directory: Path, kind: str, tokens: int, agents: l
         for name, pins in methods.items():
             hepti.infer("model", **body, **pins, timeout_s=300)  # a new plan is loaded: not timed
             for _ in range(max(repeat // 3, 1)):
-                last[name] = hepti.infer("model", **body, **pins, timeout_s=300)
+                last[name] = hepti.infer("model", **body, **pins, report=True, timeout_s=300)
                 times[name].append(last[name].latency_ms)
     one = statistics.median(times["single"])
     print(f"{kind}, {prepared.shape.tokens} tokens, {len(agents)} agents of one thread, f32, Mosquitto on loopback\n")

@@ -66,6 +66,7 @@ def test_every_command_takes_the_common_options(capsys: pytest.CaptureFixture[st
         "infer m --tokens 5 --repeat -1",
         "infer m --tokens 5 --timeout 0",
         "infer m --tokens 5 --wire f64",
+        "infer m --tokens 5 --accuracy 2",
         "planner",
         "planner --model nodirectory",
         "planner --model m=d --broker-mbit 0",
@@ -210,7 +211,9 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert "latency alone" in out
     assert "with 2 in flight" in out
     assert re.search(r"routes of row/heads: over broker [\d.]+ ms .*; over mesh [\d.]+ ms", out)
-    assert re.search(r"with f16 on the wire: .* instead of .* times as fast", out)
+    assert re.search(
+        r"numbers on the wire: f32 [\d.]+ ms .*; f16 [\d.]+ ms .* times as fast; i8 [\d.]+ ms .* times as fast", out
+    )
     assert ESCAPE not in out
 
 

@@ -45,6 +45,7 @@ PINS = st.builds(
     route=st.none() | st.sampled_from((*get_args(Route), "auto")),
     weights=st.none() | st.sampled_from(get_args(Storage)),
     objective=st.none() | st.sampled_from(get_args(Objective)),
+    accuracy=st.none() | st.floats(1e-9, 1.0),
 )
 PLANNERS = st.builds(
     PlannerOptions,

@@ -62,7 +62,9 @@ def test_two_devices_answer_together(site: Site, hepti: Hepti, strategy: str, va
     options = {"variant": variant} if variant else {}
     for _ in range(5):
         pins = {"strategy": strategy, "options": options, "devices": ["a", "b"]}
-        answer = foretold(partial(hepti.infer, "tiny", ids=ids, want="hidden", **pins, timeout_s=PATIENCE_S))
+        answer = foretold(
+            partial(hepti.infer, "tiny", ids=ids, want="hidden", **pins, report=True, timeout_s=PATIENCE_S)
+        )
         np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
         assert set(answer.plan["devices"]) == {"a", "b"}
         assert answer.plan["strategy"] == strategy

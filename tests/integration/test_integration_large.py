@@ -66,7 +66,7 @@ def test_four_devices_answer_what_none_of_them_can_hold(large: Site, capsys: pyt
         for method in ("single", "row/kv", "row/heads"):
             assert f"{method} does not fit" in record["reason"]
         assert len(record["active"]["devices"]) == len(AGENTS)
-        answer = foretold(lambda: hepti.infer("bert-large", ids=ids, want="hidden", timeout_s=PATIENCE_S))
+        answer = foretold(lambda: hepti.infer("bert-large", ids=ids, want="hidden", report=True, timeout_s=PATIENCE_S))
         caps = {d["device"]: d for d in hepti.devices(wait_s=2.0)}
         rss = {name: peak_rss_bytes(large.running[name].pid) for name in AGENTS}
         with Checkpoint.open(large.models["bert-large"], "bert-large") as checkpoint:
@@ -101,7 +101,7 @@ def second_start(large: Site, ids: list[int], before: np.ndarray) -> None:
         large.agent(name, f"{BUDGET_MIB}MiB")
     with Hepti.connect(large.url, site=SITE) as hepti:
         ready(hepti)
-        answer = foretold(lambda: hepti.infer("bert-large", ids=ids, want="hidden", timeout_s=PATIENCE_S))
+        answer = foretold(lambda: hepti.infer("bert-large", ids=ids, want="hidden", report=True, timeout_s=PATIENCE_S))
         assert np.abs(answer.hidden - before).max() < TOLERANCE
 
         def only_new_tiles_moved() -> bool:

@@ -28,6 +28,10 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
     assert env.envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
     assert env.envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
     assert env.envelope({"weights": "w8a8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8")
+    budget = Pins("row", {"variant": "kv"}, ("a", "b"), accuracy=1e-3)
+    assert env.envelope({"accuracy": 1e-3}, OWN).pins == budget, "the wire is the planner's choice then"
+    assert env.envelope({"devices": ["a", "b"]}, budget).pins == budget
+    assert env.envelope({"wire": "i8"}, budget).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
     block = env.envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
     assert block.pins == Pins("block", {}, ("a", "b"), "f16"), "names in one order, so that equal pins are equal"
     assert "devices" not in block.body
@@ -61,6 +65,11 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
         {"objective": "speed"},
         {"objective": ["latency"]},
         {"wire": ["f32"]},
+        {"accuracy": 0},
+        {"accuracy": 1.5},
+        {"accuracy": True},
+        {"accuracy": "1e-3"},
+        {"accuracy": 1e-3, "wire": "f32"},
         {"weights": "int4"},
         {"weights": ["f32"]},
     ],

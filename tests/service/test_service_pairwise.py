@@ -60,7 +60,8 @@ def test_right_answer_same_bits_exact_bytes(site, hepti, method, kind, devices):
         prepared = prepare(checkpoint, {**body, "want": "hidden"})
         hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     first, second = (
-        foretold(lambda: hepti.infer(kind, **body, **pins, want="hidden", timeout_s=PATIENCE_S)) for _ in range(2)
+        foretold(lambda: hepti.infer(kind, **body, **pins, want="hidden", report=True, timeout_s=PATIENCE_S))
+        for _ in range(2)
     )
     np.testing.assert_allclose(first.hidden, hidden, atol=5e-5)
     assert first.hidden.tobytes() == second.hidden.tobytes()

@@ -45,10 +45,10 @@ def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
     assert isinstance(solver.solve(Solve("m", 1, question(), None)).error, PlanError)
     assert isinstance(solver.solve(Solve("m", 1, question("a", memory=10), None)).error, PlanError)
 
-    def broken(_question):
+    def broken(*_question):
         raise IndexError("a mistake")
 
-    monkeypatch.setattr(solver, "decide", broken)
+    monkeypatch.setattr(solver, "decide_within", broken)
     solved = solver.solve(Solve("m", 1, question("a"), None))
     assert "a mistake" in str(solved.error)
 

@@ -1,13 +1,15 @@
 """Kernels of the wire formats: `to_f16`, `from_f16` (any shape), `to_i8`, `from_i8`.
 
-i8 is f32 [m, n] -> i8 [m, n + 4]: values rounded to steps of scale = (largest magnitude of the row) / 127, then the
-scale as four little-endian bytes of f32. A row with a value that is not finite decodes to NaN: loud, not wrong.
+i8 is f32 [..., n] -> i8 [..., n + 4], row by row of the last dimension: values rounded to steps of scale = (largest
+magnitude of the row) / 127, then the scale as four little-endian bytes of f32. A row with a value that is not finite
+decodes to NaN: loud, not wrong.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -130,14 +132,15 @@ def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
 def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
     check = Check(op, slots)
     check.count(1)
-    check.rank(2)
     check.weights(weights, 0)
     encode = op.kernel == "to_i8"
     check.dtypes(*(("f32", "i8") if encode else ("i8", "f32")))
     plain, coded = (check.reads[0], check.writes[0])[:: 1 if encode else -1]
-    check.shape(coded, (plain.shape[0], plain.shape[1] + SCALE_BYTES))
+    check.shape(coded, (*plain.shape[:-1], plain.shape[-1] + SCALE_BYTES))
     code = _to_i8 if encode else _from_i8
-    return lambda reads, writes: code(reads[0], writes[0])
+    # Rows by the number of their values: a map without rows or columns has no -1 that would follow.
+    shapes = [(prod(slot.shape[:-1]), slot.shape[-1]) for slot in (check.reads[0], check.writes[0])]
+    return lambda reads, writes: code(reads[0].reshape(shapes[0]), writes[0].reshape(shapes[1]))
 
 
 def _reference_f16(
@@ -157,12 +160,12 @@ def _reference_to_i8(
     _weights: Sequence[Array],
 ) -> list[Array]:
     x = reads[0]
-    most = np.abs(x).max(axis=1, keepdims=True, initial=0.0).astype(np.float32)
+    most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0).astype(np.float32)
     finite = np.isfinite(most)
     scale = np.where(finite, most / _LEVELS, np.float32(np.nan)).astype("<f4")
     by = _LEVELS / np.where(finite & (most > _TINY), most, np.float32(np.inf))
     codes = np.rint(np.where(finite, x, 0) * by).astype(np.int8)
-    return [np.concatenate([codes, scale.view(np.int8)], axis=1)]
+    return [np.concatenate([codes, scale.view(np.int8)], axis=-1)]
 
 
 def _reference_from_i8(
@@ -172,8 +175,8 @@ def _reference_from_i8(
     _weights: Sequence[Array],
 ) -> list[Array]:
     coded = np.ascontiguousarray(reads[0])
-    scale = np.ascontiguousarray(coded[:, -SCALE_BYTES:]).view("<f4")
-    return [coded[:, :-SCALE_BYTES].astype(np.float32) * scale]
+    scale = np.ascontiguousarray(coded[..., -SCALE_BYTES:]).view("<f4")
+    return [coded[..., :-SCALE_BYTES].astype(np.float32) * scale]
 
 
 TO_F16: Final = Kernel("to_f16", _bind_f16, _reference_f16, rowwise)

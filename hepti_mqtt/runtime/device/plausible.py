@@ -79,7 +79,7 @@ def _check_plan(device: str, plan: Plan) -> None:
     for kind, ranges in plan.ranges.items():
         if len(ranges) != len(devices) or not all(0 <= start <= stop <= MAX_SIZE for start, stop in ranges):
             raise _wrong(f"ranges {kind}", ranges, f"are not one range within 0 to {MAX_SIZE} for each device")
-    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens)
+    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, plan.wire_error or 0.0)
     if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
         raise _wrong("prediction", numbers, "is not of numbers")
     if not isinstance(plan.reason, str) or len(plan.reason) > MAX_REASON:

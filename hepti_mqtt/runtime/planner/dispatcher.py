@@ -167,7 +167,9 @@ class Dispatcher:
             run.done[event.device] = frame.numbers
         else:
             self._counters["foreign_frame"] += 1
-        return self._complete(model, run, now) if run.complete() else []
+        if run.complete():
+            return self._complete(model, run, now)
+        return self._early(model, run) if run.early is None else []
 
     def failed(self, device: str, message: messages.RequestFailed, now: float) -> list[CoordinatorCommand]:
         """Run again what was lost on the wire; any other failure is the answer."""
@@ -179,7 +181,7 @@ class Dispatcher:
         if message.code in ("wire", "session", "link"):
             return out + self.again(model, run, blameless=message.code == "link" and self._disturbed(run, now))
         out += self._cancel(model, run)
-        if len(run.items) > 1:  # whose fault it was shows when each runs by itself
+        if len(run.items) > 1 or not run.open:  # whose fault it was shows when each runs by itself
             self._apart(model, run)
             return out
         return out + self.end(model, run.items[0].job, RemoteError(message.text))
@@ -201,7 +203,7 @@ class Dispatcher:
         """
         out = self._cancel(model, run)
         back: list[Item] = []
-        for item in run.items:
+        for item in run.open:
             job, lost = item.job, item.job.attempts
             if job.over:
                 continue
@@ -238,9 +240,9 @@ class Dispatcher:
 
     def _apart(self, model: ModelState, run: Run) -> None:
         """Queue the requests of a run that has failed first, each to run by itself."""
-        for item in run.items:
+        for item in run.open:
             item.job.apart.add(item.chunk)
-        model.queue.add_first(item for item in run.items if not item.job.over)
+        model.queue.add_first(run.open)
 
     def end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
         """Refuse a job and cancel the runs that nobody else waits for; one that is over already is left alone."""
@@ -248,7 +250,7 @@ class Dispatcher:
             return []
         job.over = True
         out: list[CoordinatorCommand] = []
-        for run in [r for r in model.runs.values() if not r.jobs]:
+        for run in [r for r in model.runs.values() if not r.jobs and r.early is None]:
             out += self._cancel(model, run)
         return [*out, Refuse(job, error)]
 
@@ -328,7 +330,24 @@ class Dispatcher:
                 out += self.end(model, job, error)
             return out
         for item, output in zip(run.items, outputs, strict=True):
-            out += self._taken(model, run, item, stats, output)
+            if run.early is None or item.job.report:
+                out += self._taken(model, run, item, stats, output)
+            else:  # it has the output, and perhaps waits for that of other runs
+                item.job.stats = [stats if known is run.early else known for known in item.job.stats]
+        return out
+
+    def _early(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
+        """Give its output to whoever waits for nothing else, once it is there.
+
+        The run goes on until all devices have reported, as if nothing had happened; if they do not, it is overdue.
+        """
+        takers = [item for item in run.items if not item.job.report and item.job.generation is None]
+        if not takers or not run.whole(model.served.spec.output_shape(run.shape)):
+            return []
+        run.early, out = run.stats(), []
+        outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
+        for item, output in zip(run.items, outputs, strict=True):
+            out += self._taken(model, run, item, run.early, output) if item in takers else []
         return out
 
     @staticmethod

@@ -39,7 +39,10 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is fixed of a model's plans; what is None the planner chooses."""
+    """What is fixed of a model's plans; what is None the planner chooses.
+
+    accuracy: how far narrow numbers on the wire may move an answer, relative to f32; the wire is the planner's then.
+    """
 
     strategy: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class Pins:
     storage: Storage = "f32"
     route: Route | None = None
     objective: Objective = "latency"
+    accuracy: float | None = None
 
     @property
     def free(self) -> bool:
@@ -59,6 +63,7 @@ class Pins:
         words += [f"wire {self.wire}" if self.wire != "f32" else "", self.storage if self.storage != "f32" else ""]
         words += [f"route {self.route}" if self.route else ""]
         words += [f"for {self.objective}" if self.objective != "latency" else ""]
+        words += [f"accuracy {self.accuracy:g}" if self.accuracy is not None else ""]
         return ", ".join(word for word in words if word) or "auto"
 
 
@@ -109,8 +114,9 @@ class Job:
     False for a request that only wants a plan to be up, and its forecast. attempts: how often each chunk was lost.
     generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
     which a repetition is told from another request under the same id. number: its place in the order of arrival.
-    came_s: when it came. disturbed_s: when a lost connection between devices last counted as an attempt. apart: chunks
-    that run with no other request's, because a run with them has failed.
+    came_s: when it came. report: the answer waits for what the devices counted. disturbed_s: when a lost connection
+    between devices last counted as an attempt. apart: chunks that run with no other request's, because a run with them
+    has failed.
     """
 
     key: RequestKey
@@ -127,6 +133,7 @@ class Job:
     digest: bytes = b""
     number: int = 0
     came_s: float = 0.0
+    report: bool = True
     disturbed_s: float = -inf
     apart: set[int] = field(default_factory=set)
 
@@ -183,7 +190,8 @@ class Item:
 class RunStats:
     """One run as its devices counted it: microseconds and bytes by device, and the planner's own bytes.
 
-    cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of.
+    cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of. reported:
+    every device has said what it counted.
     """
 
     plan: Plan
@@ -194,6 +202,7 @@ class RunStats:
     sent_bytes: dict[str, int]
     dispatch_bytes: int
     requests: int = 1
+    reported: bool = True
 
 
 @dataclass(slots=True)
@@ -202,7 +211,8 @@ class Run:
 
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
     overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut:
-    the broker was lost meanwhile, and with it whatever was on its way.
+    the broker was lost meanwhile, and with it whatever was on its way. early: what was known when the output was there
+    and some devices had not reported; None before, or if they had.
     """
 
     admission: int
@@ -221,6 +231,7 @@ class Run:
     probed_s: float | None = None
     until_s: float = 0.0
     cut: bool = False
+    early: RunStats | None = None
 
     @property
     def epoch(self) -> Epoch:
@@ -231,6 +242,20 @@ class Run:
     def jobs(self) -> list[Job]:
         """Return the jobs that still wait for it."""
         return [item.job for item in self.items if not item.job.over]
+
+    @property
+    def open(self) -> list[Item]:
+        """Return the chunks whose output nobody has taken."""
+        return [item for item in self.items if not item.job.over and item.chunk not in item.job.outputs]
+
+    def whole(self, shape: tuple[int, int]) -> bool:
+        """Return whether the parts that are here are an output of this shape, each row of it once."""
+        end = 0
+        for first, array in sorted(self.parts.values(), key=lambda part: part[0]):
+            if first != end or array.shape[1:] != shape[1:] or array.ndim != len(shape):
+                return False
+            end += len(array)
+        return bool(self.parts) and end == shape[0]
 
     def complete(self) -> bool:
         """Return whether every device has reported, and every part of the output that one says it has sent is here."""
@@ -244,8 +269,9 @@ class Run:
         return sum(not self.done[device][3] for device, _, _ in self.parts)
 
     def output(self) -> Array:
-        """Return the parts of the output, one below the other."""
-        mine = [part for (device, _, _), part in self.parts.items() if self.done[device][3]]
+        """Return the parts of the output, one below the other; those of devices that say they sent none left out."""
+        said = {device: numbers[3] > 0 for device, numbers in self.done.items()}
+        mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
         mine.sort(key=lambda part: part[0])
         return mine[0][1] if len(mine) == 1 else np.concatenate([array for _, array in mine])
 
@@ -260,4 +286,5 @@ class Run:
             {d: n[2] for d, n in self.done.items()},
             self.dispatch_bytes,
             len(self.items),
+            reported=len(self.done) == len(self.plan.devices),
         )

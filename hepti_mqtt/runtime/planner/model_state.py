@@ -153,7 +153,7 @@ class ModelState:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
         live = {epoch for record in self.plans.serving for epoch in record.epochs}
-        assert all(run.epoch in live and run.jobs for run in self.runs.values())
+        assert all(run.epoch in live and (run.jobs or run.early) for run in self.runs.values())
         items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
@@ -166,6 +166,7 @@ _VARYING: Final[dict[str, Any]] = {
     "predicted_s": 0.0,
     "predicted_bytes": 0,
     "predicted_tokens": 0,
+    "wire_error": None,
     "reason": "",
     "replicas": (),
 }

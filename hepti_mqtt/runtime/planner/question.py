@@ -48,4 +48,5 @@ def question_of(
         relayed=membership.relayed(now),
         packet_bytes=membership.packet_bytes(),
         learned=model.experience.learned(now),
+        accuracy=pins.accuracy,
     )

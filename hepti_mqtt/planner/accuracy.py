@@ -1,0 +1,204 @@
+"""How far an answer moves when its exchanges are narrow: the Programs of all devices, run here once per wire dtype.
+
+Plain NumPy (the kernels' references, sums in float64) and not the compiled kernels: a planner need not compile them, no
+weight is packed, and nothing but the wire makes the answers differ. The answers are those of seeded requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.models import random_inputs, shape_for
+from hepti_mqtt.plan import NARROW, Plan, WireDtype
+from hepti_mqtt.planner.decision import Decision
+from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.search import decide
+from hepti_mqtt.planner.wires import EXACT, Narrowed, narrowed
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Send, Slot, WeightRef
+from hepti_mqtt.schedule import ProgramRun, RunMachine, template
+from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.strategies import programs
+
+SAMPLE_TOKENS: Final = 32
+LEAST_INPUTS: Final = 3
+MOST_INPUTS: Final = 8
+AGREE: Final = 1.3  # the largest error over the smallest, up to which more inputs would say nothing new
+WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
+KEPT_BYTES: Final = 64 << 20  # of weights: all devices and wires use a layer's at about the same time
+
+Array = NDArray[Any]
+Measure = Callable[[Plan], Mapping[WireDtype, float]]
+
+
+def decide_within(question: Question, known: dict[Narrowed, float], measure: Measure) -> Decision:
+    """Return the best feasible plan whose narrow wire is known to keep the answer within the question's budget.
+
+    known: errors found so far, to which those of plans that a search would choose are added. Raises as `decide` does.
+    """
+    if question.accuracy is None:
+        return decide(question)
+    while True:
+        decision = decide(replace(question, errors=dict(known)))
+        plan = decision.chosen.plan
+        if plan.wire == EXACT or narrowed(plan) in known:
+            return decision
+        errors = measure(plan)
+        known.update({narrowed(plan, wire): errors[wire] for wire in NARROW})
+
+
+def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[WireDtype, float]:
+    """Return by narrow dtype |answer - answer with f32| / |answer with f32|, the largest that was found.
+
+    Of the task and of hidden states, for inputs until they agree. Infinity where a value is not finite. tensors:
+    canonical ones [in, out] or [n], read when they are asked for. Of plans with narrow weights only the wire's part is
+    found: the weights here are those of the checkpoint.
+    """
+    weights = _Weights(tensors)
+    found = dict.fromkeys(NARROW, 0.0)
+    for want in WANTS:
+        shape = _sample(spec, want)
+        tried: dict[WireDtype, list[float]] = {wire: [] for wire in NARROW}
+        for seed in range(MOST_INPUTS):
+            inputs = random_inputs(spec, shape, np.random.default_rng(seed))
+            exact, *others = _answers(spec, plan, shape, inputs, weights)
+            for wire, other in zip(NARROW, others, strict=True):
+                tried[wire].append(_relative(other, exact))
+            if seed + 1 >= LEAST_INPUTS and all(max(errors) <= AGREE * min(errors) for errors in tried.values()):
+                break
+        found = {wire: max(found[wire], *errors) for wire, errors in tried.items()}
+    return found
+
+
+def _sample(spec: Spec, want: Want) -> RequestShape:
+    shape = replace(shape_for(spec, SAMPLE_TOKENS), want=want)
+    # A decoder's shape is that of one step; the prompt has the exchanges.
+    return replace(shape, lengths=(min(SAMPLE_TOKENS, shape.cache),)) if shape.cache else shape
+
+
+def _relative(found: Array, exact: Array) -> float:
+    if not (np.isfinite(found).all() and np.isfinite(exact).all()):
+        return float("inf")
+    return float(np.linalg.norm(found - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
+
+
+def _answers(spec: Spec, plan: Plan, shape: RequestShape, inputs: Array, weights: _Weights) -> list[Array]:
+    """Return the answers with f32 and with every narrow dtype, layer by layer side by side."""
+    runs = [_Together(programs(spec, replace(plan, wire=wire), shape), inputs, weights) for wire in ("f32", *NARROW)]
+    while sum(run.advance() for run in runs):
+        pass
+    return [run.answer() for run in runs]
+
+
+class _Weights:
+    """Ranges of tensors, of which the last ones are kept."""
+
+    def __init__(self, tensors: Mapping[str, Array]) -> None:
+        self._tensors = tensors
+        self._kept: OrderedDict[WeightRef, Array] = OrderedDict()
+        self._nbytes = 0
+
+    def __getitem__(self, ref: WeightRef) -> Array:
+        if ref in self._kept:
+            self._kept.move_to_end(ref)
+            return self._kept[ref]
+        tensor = self._tensors[ref.tensor]
+        columns = slice(*ref.columns)
+        array = np.array(tensor[columns] if tensor.ndim == 1 else tensor[slice(*ref.rows), columns])
+        self._kept[ref] = array
+        self._nbytes += array.nbytes
+        while self._nbytes > KEPT_BYTES and len(self._kept) > 1:
+            self._nbytes -= self._kept.popitem(last=False)[1].nbytes
+        return array
+
+
+class _Together:
+    """One request under one plan: exchanges are handed over as they are sent."""
+
+    def __init__(self, parts: Mapping[str, Program], inputs: Array, weights: _Weights) -> None:
+        self._devices = {name: _Device(program, inputs, weights) for name, program in parts.items()}
+        self._parts: list[tuple[int, Array]] = []
+
+    def advance(self) -> bool:
+        """Run each device in turn until it waits for another; return whether there was anything to do."""
+        return sum(self._run(device) for device in self._devices.values()) > 0
+
+    def _run(self, device: _Device) -> bool:
+        moved = False
+        while (sent := device.step()) is not None:
+            moved = True
+            for op, array in sent:
+                for to in op.to:
+                    if to == PLANNER:
+                        self._parts.append((op.row, array))
+                    else:
+                        self._devices[to].fill((op.node, op.part, device.name), array)
+        return moved
+
+    def answer(self) -> Array:
+        """Return what the planner would get, in float64; raises ValueError if a device waits for what nobody sends."""
+        waiting = [name for name, device in self._devices.items() if device.left]
+        if waiting or not self._parts:
+            raise ValueError(f"{', '.join(waiting) or 'everyone'} waits for what nobody sends")
+        self._parts.sort(key=lambda part: part[0])
+        return np.concatenate([part for _, part in self._parts]).astype(np.float64)
+
+
+class _Device:
+    """The part of one device, on the run machine that executor and simulator have too."""
+
+    def __init__(self, program: Program, inputs: Array, weights: _Weights) -> None:
+        self.name, self._program, self._weights = program.device, program, weights
+        self._machine: RunMachine[ProgramRun] = RunMachine()
+        self._work = ProgramRun(1, template(program))
+        self._arrays: dict[Slot, Array] = {}
+        for slot in self._work.template.kept:
+            spec = program.slots[slot]
+            self._arrays[slot] = np.zeros(spec.shape, NUMPY_DTYPE[spec.dtype])
+        self._machine.admit(self._work)
+        for key in self._work.template.inputs:
+            self.fill(key, inputs)
+
+    @property
+    def left(self) -> int:
+        """Return how many ops have not run."""
+        return self._work.left
+
+    def fill(self, key: Key, array: Array) -> None:
+        """Take what was sent."""
+        slot = self._work.template.recv[key]
+        if self._machine.fill(self._work, slot):
+            self._arrays[slot] = array
+
+    def step(self) -> tuple[tuple[Send, Array], ...] | None:
+        """Run the next op, and return what it sends; None if there is none that could run."""
+        if (found := self._machine.next()) is None:
+            return None
+        op = self._program.ops[found[1]]
+        sent: tuple[tuple[Send, Array], ...] = ()
+        if isinstance(op, Send):
+            sent = ((op, self._read(op.slot)),)
+        elif isinstance(op, Compute):
+            from hepti_mqtt.kernels import KERNELS  # here: Numba takes longer to import than the rest of a planner
+
+            reads, weights = [self._read(slot) for slot in op.reads], [self._weights[ref] for ref in op.weights]
+            with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
+                results = KERNELS[op.kernel].reference(op, self._program.slots, reads, weights)
+            self._arrays.update(zip(op.writes, results, strict=True))
+        for slot in self._machine.ran(self._work, found[1]):
+            self._arrays.pop(slot, None)
+        return sent
+
+    def _read(self, slot: Slot) -> Array:
+        spec = self._program.slots[slot]
+        if spec.base is None:
+            return self._arrays[slot]
+        start = spec.start * prod(self._program.slots[spec.base].shape[1:])
+        return self._arrays[spec.base].reshape(-1)[start : start + prod(spec.shape)].reshape(spec.shape)

@@ -1,0 +1,125 @@
+"""Narrow numbers on the wire within an accuracy budget: what is measured is what devices do, and the budget is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensors
+from test_planner_search import cluster, device
+from together import bound, run_together
+
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import graph, largest_shape, shape_for
+from hepti_mqtt.plan import NARROW
+from hepti_mqtt.planner import Question, decide_within, wire_errors
+from hepti_mqtt.planner.wires import FAR, MARGIN, wires
+from hepti_mqtt.simulate import Naming
+from hepti_mqtt.strategies import STRATEGIES, programs
+
+SPEC = FAMILIES["bert-embedding"]
+TENSORS = tensors(SPEC)
+SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]
+CASES = [
+    (family, method)
+    for family, spec in EVERY_FAMILY.items()
+    for method in [(s.name, dict(o)) for s in STRATEGIES.values() for o in s.options]
+    if STRATEGIES[method[0]].most_devices is None
+    and STRATEGIES[method[0]].unsupported(graph(spec, largest_shape(spec))) is None
+    and not largest_shape(spec).cache
+]
+SOON = {("bert-embedding", "row"), ("vit-classifier", "block"), ("tiny-convnet", "map_rows")}
+
+
+def asked(**pins) -> Question:
+    """Ask for a division between two devices whose links are so slow that narrow numbers pay."""
+    slow = cluster(device("d0", 20.0), device("d1", 20.0), mbit=1.0)
+    pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ("d0", "d1")} | pins
+    return Question(Naming("home", "m"), SPEC, slow, shape_for(SPEC, 16), Epoch(1, 1), **pins)
+
+
+def decided(known=None, **pins):
+    measured = []
+
+    def measure(plan):
+        measured.append(plan)
+        return wire_errors(SPEC, plan, TENSORS)
+
+    return decide_within(asked(**pins), {} if known is None else known, measure).chosen.plan, measured
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        pytest.param(f, m, marks=() if (f, m[0]) in SOON else pytest.mark.wide, id="-".join([f, m[0], *m[1].values()]))
+        for f, m in CASES
+    ],
+)
+def test_what_devices_answer_is_within_a_budget_that_allows_the_wire(family, method):
+    """Another input than those that were measured, and the compiled kernels."""
+    spec = EVERY_FAMILY[family]
+    held, fixed = tensors(spec), plan(spec, method, (1.0, 2.0, 1.0))
+    errors = wire_errors(spec, fixed, held)
+    for want in ("task", "hidden"):
+        shape, inputs = request(spec, served(spec, (9, 7)), want, seed=99)
+        exact, *others = (
+            run_together(bound(programs(spec, replace(fixed, wire=wire), shape), held), inputs)
+            for wire in ("f32", *NARROW)
+        )
+        for wire, answer in zip(NARROW, others, strict=True):
+            error = np.linalg.norm(answer - exact) / np.linalg.norm(exact)
+            assert 0 < error <= MARGIN * errors[wire], (want, wire)
+
+
+def test_the_budget_chooses_the_dtype_and_the_plan_says_the_error():
+    f32, nothing = decided(accuracy=1e-6)
+    assert (f32.wire, f32.wire_error, len(nothing)) == ("f32", None, 1)
+    f16, _ = decided(accuracy=1e-3)
+    assert f16.wire == "f16"
+    assert 0 < f16.wire_error * MARGIN <= 1e-3
+    i8, _ = decided(accuracy=0.05)
+    assert i8.wire == "i8"
+    assert 1e-3 < i8.wire_error * MARGIN <= 0.05
+    assert f16.predicted_s > i8.predicted_s
+    assert f32.predicted_s > f16.predicted_s
+
+
+def test_without_a_budget_nothing_is_measured_and_what_is_pinned_is_kept():
+    for wire in ("f32", *NARROW):
+        found, measured = decided(wire=wire)
+        assert (found.wire, found.wire_error, measured) == (wire, None, [])
+
+
+def test_an_error_is_measured_once_for_all_searches():
+    known = {}
+    first, measured = decided(known, accuracy=1e-3)
+    assert len(measured) == 1
+    again, measured = decided(known, accuracy=1e-3)
+    assert (again, measured) == (first, [])
+    assert {key[2] for key in known} == set(NARROW)
+
+
+def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
+    fixed = plan(SPEC, ("block", {}), (1.0, 1.0))
+    question = asked(accuracy=1e-3)
+    assert wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
+    assert wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
+    far = {("row/kv", 2, "i8"): 1.01 * FAR * 1e-3 / MARGIN, ("row/kv", 2, "f16"): 0.99 * FAR * 1e-3 / MARGIN}
+    assert wires(replace(question, errors=far), fixed) == ("f16", "f32")
+    assert wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == ("f32",)
+
+
+def test_a_decoders_prompt_is_measured():
+    spec = EVERY_FAMILY["tiny-gpt2"]
+    errors = wire_errors(spec, plan(spec, ("decoder", {}), (1.0, 1.0)), tensors(spec))
+    assert 0 < errors["f16"] < errors["i8"] < 0.1
+
+
+def test_numbers_that_f16_cannot_say_leave_f32():
+    huge = dict(TENSORS)
+    huge["layers.1.value.bias"] = huge["layers.1.value.bias"] + np.float32(1e6)
+    errors = wire_errors(SPEC, plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0)), huge)
+    assert errors["f16"] == float("inf")
+    chosen = decide_within(asked(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)).chosen.plan
+    assert chosen.wire == "f32"
