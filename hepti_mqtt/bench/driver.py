@@ -80,7 +80,7 @@ class Driver:
         per_s, answers = [], []
         for _ in range(order["repetitions"]):
             since = time.perf_counter()
-            asked = [self.hepti.submit(model, **body, **_pins(order)) for _ in range(order["requests"])]
+            asked = [self.hepti.submit(model, **body, **_pins(order), report=True) for _ in range(order["requests"])]
             answers = [future.result(TIMEOUT_S) for future in asked]
             per_s.append(order["requests"] / (time.perf_counter() - since))
         return answers, {"requests_per_s": per_s}
