@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hepti_mqtt.client.answer import Answer
 from hepti_mqtt.client.body import Picture, request_body
-from hepti_mqtt.client.names import client_name
+from hepti_mqtt.client.names import client_name, refusal_of
 from hepti_mqtt.client.session import ClientSession, Ended, Part, Publication
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
@@ -28,10 +28,10 @@ from hepti_mqtt.errors import (
     UnknownModelError,
 )
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
+from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, State, Subscribed
 
 GRACE_S: Final = 1.0  # between a planner's retained status and its plans, at the most
-PAUSE_S: Final = 0.2  # between retained records that come together, at the most
+PAUSE_S: Final = 0.2  # between retained records that come together
 PLANNER_S: Final = 5.0  # to hear of a planner that restarts
 
 
@@ -47,8 +47,8 @@ class Hepti:
         self._subscribed: set[int] = set()
         self._watching: int | None = None
         # Two programs of one user must not throw each other off.
-        name = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
-        self._transport = PahoTransport(url, name, on_message=self._heard, on_state=self._state, name="hepti-client")
+        own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
+        self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
 
     @classmethod
     def connect(
@@ -372,21 +372,15 @@ class Hepti:
             elif isinstance(state, Subscribed):
                 self._subscribed.add(state.token)
             elif state.token is None:
-                refused, refusal = self._session.refused(state.topics), self._refusal("publish to", state)
+                refused, refusal = self._session.refused(state.topics), refusal_of(self.client_id, "publish to", state)
             else:
-                self._refused = self._refusal("subscribe to", state)
+                self._refused = refusal_of(self.client_id, "subscribe to", state)
             self._changed.notify_all()
         for token in refused:
             assert refusal is not None
             _set(token, refusal)
         for publication in again:
             self._transport.publish(publication.topic, publication.payload, 1)
-
-    def _refusal(self, what: str, state: Refused) -> RefusedError:
-        return RefusedError(
-            f"the broker does not let client {self.client_id} {what} {', '.join(state.topics)}: {state.reason}; "
-            "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
-        )
 
 
 class _Stream(Future[Answer]):

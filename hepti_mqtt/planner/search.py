@@ -13,6 +13,7 @@ from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
@@ -35,7 +36,7 @@ def decide(question: Question) -> Decision:
     Raises ConfigError for an unknown strategy or device, PlanError if nothing is feasible: the text says how much
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
-    _check_pins(question)
+    check_pins(question)
     fitting, short = _fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
     fitting[:REFINED] = (_by_the_better_way(question, c) for c in fitting[:REFINED])
@@ -61,32 +62,6 @@ def decide_soon(question: Question) -> Decision:
     """
     alone = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
     return decide(replace(question, strategy=alone, options={}))
-
-
-def _check_pins(question: Question) -> None:
-    if question.strategy is not None and question.strategy not in STRATEGIES:
-        raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
-    if question.strategy is not None and question.options:
-        _check_options(question, STRATEGIES[question.strategy])
-    unknown = set(question.devices or ()) - set(question.cluster.devices)
-    if unknown:
-        online = ", ".join(question.cluster.devices) or "none"
-        raise PlanError(f"devices {', '.join(sorted(unknown))} are not online; online: {online}")
-    if not question.cluster.devices:
-        raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
-
-
-def _check_options(question: Question, method: Method) -> None:
-    """Raise ConfigError for options that the method does not have, or not on so many devices."""
-    count = len(question.devices or question.cluster.devices)
-    given = " ".join(f"{key}={value}" for key, value in question.options.items())
-    known = [" ".join(f"{key}={value}" for key, value in o.items()) for o in method.every().values() if o]
-    if not method.knows(question.options):
-        raise ConfigError(f"{method.name} has no option {given}; it has {', '.join(known[:12]) or 'none'}")
-    sizes = (count,) if question.devices else range(1, count + 1)
-    if not any(dict(question.options) == dict(o) for n in sizes for o in method.choices(n)):
-        here = (" ".join(f"{k}={v}" for k, v in o.items()) for o in method.choices(count))
-        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {', '.join(here)}")
 
 
 def _through_the_broker(question: Question, guesses: Sequence[_Guess]) -> Sequence[_Guess]:

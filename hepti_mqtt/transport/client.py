@@ -6,10 +6,8 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
@@ -28,8 +26,9 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.data_link import DataLink, Unreadable, data_link_possible
+from hepti_mqtt.transport.in_flight import Session
 from hepti_mqtt.transport.link import Body, Link, LinkLost, VersionRefused
-from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Filters, Message, Outbox, Unsubscription
+from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
@@ -49,18 +48,6 @@ _log = logging.getLogger(__name__)
 
 
 _Link = Link | DataLink
-
-
-@dataclass(slots=True)
-class _Session:
-    """What belongs to one connection; only the network thread touches it."""
-
-    inflight: dict[int, Message] = field(default_factory=dict)  # by packet id, QoS 1, sent
-    waiting: deque[Message] = field(default_factory=deque)  # QoS 1, until the broker's window opens
-    subscribing: dict[int, tuple[int, Filters]] = field(default_factory=dict)  # by packet id
-    awaited: set[int] = field(default_factory=set)  # tokens whose SUBACK comes before Connected
-    writing: Message | None = None
-    announced: bool = False
 
 
 class PahoTransport:
@@ -103,9 +90,10 @@ class PahoTransport:
         self._sending: DataLink | None = None  # through which other threads may send
         self._will, self._clean = will, clean
         self._outbox = Outbox(name, url.place, max_queued_bytes)
+        self.on_bad_topic = self._outbox.bad  # a message whose topic is not UTF-8 is counted
         self._wake = Wake()
         self._thread: threading.Thread | None = None
-        self._session = _Session()
+        self._session = Session()
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
@@ -145,9 +133,8 @@ class PahoTransport:
         False if the broker says that nobody was subscribed to its topic (MQTT 5 only).
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
-        what the broker says it does not take (it would end the connection, and at QoS 1 get the same again, for ever);
-        TypeError for a payload that is not bytes; ValueError for a topic with a wildcard or a payload that no packet
-        can carry.
+        what the broker says it does not take; TypeError for a payload that is not bytes; ValueError for a topic with a
+        wildcard or a payload that no packet can carry.
         """
         self._outbox.publish(topic, payload, qos, retain, taken)
         self._wake.set()
@@ -226,7 +213,7 @@ class PahoTransport:
                     delay_s, lost_at = BACKOFF_S[0], time.monotonic()
                 while not self._stopping():
                     # Jitter, so that the devices of a site do not come back all at once.
-                    self._pause(delay_s * random.uniform(0.5, 1.0))
+                    self._wake.pause(delay_s * random.uniform(0.5, 1.0), self._stopping)
                     soon = time.monotonic() - lost_at < SOON_S
                     delay_s = min(2 * delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
                     try:
@@ -241,11 +228,6 @@ class PahoTransport:
         finally:
             self._outbox.clear()
             self._wake.close()
-
-    def _pause(self, delay_s: float) -> None:
-        until = time.monotonic() + delay_s
-        while not self._stopping() and (left := until - time.monotonic()) > 0:
-            self._wake.wait(left)
 
     def _stopping(self) -> bool:
         return self._outbox.stop_at is not None
@@ -310,7 +292,7 @@ class PahoTransport:
 
     def _begin(self, link: _Link) -> None:
         everything = self._outbox.connected(link.largest_packet_bytes)
-        self._session = session = _Session(awaited=set(everything))
+        self._session = session = Session(awaited=set(everything))
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
         self._announce(link)
@@ -341,7 +323,7 @@ class PahoTransport:
         with link.sending:
             self._feed_on(link, session)
 
-    def _feed_on(self, link: _Link, session: _Session) -> None:
+    def _feed_on(self, link: _Link, session: Session) -> None:
         for _ in range(BATCH):
             if link.busy:
                 return
@@ -383,10 +365,6 @@ class PahoTransport:
             return
         receipt = Receipt(self._connection, mid) if qos else None
         self._call(lambda: deliver(Delivery(topic, bytes(payload), receipt, repeated)))
-
-    def on_bad_topic(self) -> None:
-        """Count a message whose topic is not UTF-8."""
-        self._outbox.bad()
 
     def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
         """Forget a QoS 1 message that the broker has taken or refused."""

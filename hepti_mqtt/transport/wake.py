@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
+from collections.abc import Callable
 
 
 class Wake:
@@ -40,6 +42,12 @@ class Wake:
         poller.register(self._reader, select.POLLIN)
         if poller.poll(timeout_s * 1000):
             self.clear()
+
+    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
+        """Sleep for `delay_s`, however often woken, unless `stop()`."""
+        until = time.monotonic() + delay_s
+        while not stop() and (left := until - time.monotonic()) > 0:
+            self.wait(left)
 
     def close(self) -> None:
         """Give the descriptors back."""

@@ -37,7 +37,6 @@ from hepti_mqtt.runtime.planner.events import (
 from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
-from hepti_mqtt.runtime.planner.plans import Search
 from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
@@ -48,9 +47,6 @@ from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
 COMING_S: Final = 5.0  # between two searches that find no plan while devices may come
-WORTH: Final = (
-    0.93  # a new plan must be expected to cost less than this part of what the running one does, by the objective
-)
 
 
 class CoordinatorSession:
@@ -108,7 +104,7 @@ class CoordinatorSession:
 
     @property
     def due_s(self) -> float:
-        """Return when a Tick is needed for requests that wait for others to run with; infinity if none does."""
+        """Return when a Tick is needed for requests that wait for others; infinity if none does."""
         return self._requests.due_s
 
     def plan(self, model: str) -> Plan | None:
@@ -244,9 +240,7 @@ class CoordinatorSession:
         return Epoch(self.boot, self._number)
 
     def _pin(self, event: Pin, now: float) -> list[CoordinatorCommand]:
-        plans = self.slots.own(event.model).plans
-        plans.pins = event.pins
-        plans.want(now, now, "the planner's user has pinned it", forced=True)
+        self.slots.own(event.model).plans.pin(event.pins, now)
         return []
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -303,7 +297,7 @@ class CoordinatorSession:
         model.error, model.latest = None, event.decision
         running = model.active
         model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
-        if running is not None and (same_division(running, chosen) or self._not_worth(search, event)):
+        if running is not None and (same_division(running, chosen) or not (search.forced or event.worth_it)):
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
             return [self._rollout.show(model)]
         # Replicas are plans of their own to their devices, so each has an epoch of its own.
@@ -313,12 +307,6 @@ class CoordinatorSession:
         if event.hurried:
             plans.want(now + SETTLE_S, now, "the search was hurried")
         return [Note("replanned", chosen.reason), self._rollout.show(model)]
-
-    def _not_worth(self, search: Search, event: Solved) -> bool:
-        assert event.decision is not None
-        if search.forced or event.running_s is None:
-            return False
-        return event.decision.chosen.price.cost[0] > WORTH * event.running_s
 
     # -- messages of devices --------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.planner import Decision
@@ -10,6 +11,8 @@ from hepti_mqtt.runtime.planner.flight import Job, Pins
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame
+
+WORTH: Final = 0.93  # a new plan must cost less than this part of the running one, by the objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,13 @@ class Solved:
     running_s: float | None
     error: HeptiError | None = None
     hurried: bool = False
+
+    @property
+    def worth_it(self) -> bool:
+        """Return whether the plan that was found is better than the running one by more than a swap costs."""
+        if self.running_s is None or self.decision is None:
+            return True
+        return self.decision.chosen.price.cost[0] <= WORTH * self.running_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,11 @@ class Plans:
 
     # -- searches -------------------------------------------------------------------------------------------------
 
+    def pin(self, pins: Pins, now: float) -> None:
+        """Take other pins, under which the next plan is to be."""
+        self.pins = pins
+        self.want(now, now, "the planner's user has pinned it", forced=True)
+
     def want(self, due_s: float, now: float, why: str, *, forced: bool = False) -> None:
         """Want a search from a time on; one that runs already is outdated by it."""
         wanted, running = self.wanted, self.searching

@@ -1,0 +1,20 @@
+"""What is on its way over one connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hepti_mqtt.transport.outbox import Filters, Message
+
+
+@dataclass(slots=True)
+class Session:
+    """What belongs to one connection; only the network thread touches it."""
+
+    inflight: dict[int, Message] = field(default_factory=dict)  # by packet id, QoS 1, sent
+    waiting: deque[Message] = field(default_factory=deque)  # QoS 1, until the broker's window opens
+    subscribing: dict[int, tuple[int, Filters]] = field(default_factory=dict)  # by packet id
+    awaited: set[int] = field(default_factory=set)  # tokens whose SUBACK comes before Connected
+    writing: Message | None = None
+    announced: bool = False
