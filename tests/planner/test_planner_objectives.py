@@ -50,7 +50,7 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
     assert best.requests_per_s >= least * per_s(1)
     assert "requests/s" in found.reason
     assert found.chosen.price.cost == min(c.price.cost for c in found.ranking if c.price.feasible)
-    assert {"replicas", "pipeline", "single"} <= {c.name for c in found.ranking}
+    assert {"replicas", "pipeline", "single"} <= {c.plan.strategy for c in found.ranking}
 
 
 def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():

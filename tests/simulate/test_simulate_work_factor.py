@@ -39,7 +39,7 @@ PINNED = {
     **dict.fromkeys(
         ("voltage/equal", "voltage/uneven"), (1.75, {"qkv": 3.0})
     ),  # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices
-    **dict.fromkeys(("pipeline/throughput", "pipeline/latency", "pipeline/2", "pipeline/4", "pipeline/8"), (1.0, {})),
+    **dict.fromkeys(("pipeline/throughput", "pipeline/latency"), (1.0, {})),
     # Four layers in two groups: the first group's original layer runs everywhere, the second one's on the head alone.
     "decoupled/everywhere": (
         1.6477,
