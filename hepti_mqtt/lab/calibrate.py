@@ -25,6 +25,7 @@ ANSWER_S: Final = 90.0
 # Of a throttled speed, and of a link that is off at first, of which the median counts: another guest of the machine may
 # disturb one.
 REPEATS: Final = 3
+ALIKE: Final = 0.2  # of the target: hosts of one target that are not further from it have one quota
 _HEAD: Final = (
     "host",
     "target GFLOP/s",
@@ -209,7 +210,7 @@ def _speeds(
                     by_kernel = by == "kernel"
                     return replace(before, kernel_gflops=speed) if by_kernel else replace(before, numpy_gflops=speed)
                 # Equal hosts get equal quotas: what one measurement says of two of them differs by more than they do.
-                if alike is not None and abs(speed / target - 1) <= 2 * WITHIN:
+                if alike is not None and abs(speed / target - 1) <= ALIKE:
                     cpu, found[by] = known, speed
             if cpu is None:
                 guess = known or (target / full if full else spec.threads / 2)
