@@ -25,6 +25,8 @@ from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError, RemoteError
 
 TIMEOUT_S: Final = 300.0
+SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
+LOOK_S: Final = 0.5
 _PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route")
 
 
@@ -43,7 +45,13 @@ class Driver:
     def bring(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Bring the plan up without computing: at full speed agents and planner would learn what the lab is not."""
         model, body, _ = self.inputs[order["key"]]
-        self.hepti.infer(model, **body, **_pins(order), want="plan", timeout_s=TIMEOUT_S)
+        ask = partial(self.hepti.infer, model, **body, **_pins(order), want="plan", timeout_s=TIMEOUT_S)
+        found, since = ask().plan["id"], time.monotonic()
+        # Where the choice is the planner's, its first plan is of a hurried search: that of the whole one follows.
+        while _pins(order).get("strategy", "auto") == "auto" and time.monotonic() - since < SETTLED_S:
+            time.sleep(LOOK_S)
+            if (now := ask().plan["id"]) != found:
+                found, since = now, time.monotonic()
         return {}
 
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
