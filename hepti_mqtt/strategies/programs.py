@@ -171,30 +171,31 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     yield hidden
 
 
-def widest(spec: Spec, plan: Plan) -> Plan:
-    """Return the plan whose Programs use every weight and hear every peer that any request's Programs do.
+def widest(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
+    """Return plans whose Programs together use every weight and hear every peer that any request's Programs do.
 
-    Shares by length are equal wherever a device has one, so that rounding cannot hide a device's part; where all
-    requests have one length, as pictures do, they are what they are.
+    In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part.
+    Where a small map has fewer rows than there are devices that hides some, and the plan itself has them: a picture is
+    always as large.
     """
-    if shape_for(spec, 1) == largest_shape(spec) or all(
-        len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()
-    ):
-        return plan
-    return replace(plan, weights={k: tuple(float(w > 0) for w in weights) for k, weights in plan.weights.items()})
+    if all(len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()):
+        return (plan,)
+    equal = {k: tuple(float(w > 0) for w in weights) for k, weights in plan.weights.items()}
+    own = (plan,) if shape_for(spec, 1) == largest_shape(spec) else ()
+    return replace(plan, weights=equal), *own
 
 
 def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
     """Return every weight range that any request's Program of this device uses: what the loader must hold."""
-    own = widest(spec, plan.of(device))
-    refs = dict.fromkeys(ref for made in largest(spec, own, device) for ref in made.refs(device))
+    found = (made for wide in widest(spec, plan.of(device)) for made in largest(spec, wide, device))
+    refs = dict.fromkeys(ref for made in found for ref in made.refs(device))
     return tuple(stored(ref, plan.storage) for ref in refs)
 
 
 def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return every device that any request's Program of this device hears."""
-    found = (made.sources(device) for made in largest(spec, widest(spec, plan.of(device)), device))
-    return frozenset().union(*found) - {PLANNER}
+    found = (made for wide in widest(spec, plan.of(device)) for made in largest(spec, wide, device))
+    return frozenset().union(*(made.sources(device) for made in found)) - {PLANNER}
 
 
 def largest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:

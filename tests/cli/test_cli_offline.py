@@ -195,7 +195,7 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert best["feasible"]
     assert found["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
     assert {c["strategy"] for c in found["candidates"]} >= {"single", "row/kv", "column", "block"}
-    assert found["work"]["factor"] == pytest.approx(1.0, abs=0.01)
+    assert 0.99 < found["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
     assert "<svg" in picture.read_text()
     assert "32 tokens, layer 1" in layouts.read_text("utf-8")
     assert str(picture) in err

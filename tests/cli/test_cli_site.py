@@ -125,7 +125,8 @@ def test_infer_under_every_pin(ask: Any, strategy: str, options: dict[str, str])
     pins += ["--variant", options["variant"]] if "variant" in options else []
     found = ask("infer", "tiny", "--tokens", "16", "--check", *pins)
     assert (found["plan"]["strategy"], found["plan"]["options"]) == (strategy, options)
-    assert set(found["plan"]["devices"]) == set(pins[3].split(","))
+    served, pinned = set(found["plan"]["devices"]), set(pins[3].split(","))
+    assert served < pinned if strategy == "replicas" else served == pinned
     assert found["max_abs_err"] < 2e-4
 
 

@@ -66,6 +66,9 @@ def test_right_answer_same_bits_exact_bytes(site, hepti, method, kind, devices):
     np.testing.assert_allclose(first.hidden, hidden, atol=5e-5)
     assert first.hidden.tobytes() == second.hidden.tobytes()
     assert first.plan["epoch"] == second.plan["epoch"]
-    assert set(first.plan["devices"]) == set(devices)
-    assert first.plan["route"] == ("broker" if len(devices) == 1 else route)
+    if STRATEGIES[strategy].groups is None:
+        assert set(first.plan["devices"]) == set(devices)
+        assert first.plan["route"] == ("broker" if len(devices) == 1 else route)
+    else:  # each answer is of one replica, or of several if it was cut into runs
+        assert set(first.plan["devices"]) <= set(devices)
     assert first.raw["bytes_on_wire"] == first.raw["predicted_bytes"]
