@@ -70,6 +70,8 @@ def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float |
     if kind not in KINDS:
         raise ConfigError(f"model kind {kind!r} is unknown; known are {', '.join(KINDS)}")
     made = KINDS[kind]
+    if layers is not None and made.depth not in made.config:
+        raise ConfigError(f"{kind} has no number of layers that could be another; leave --layers out")
     config = dict(made.config) if layers is None else {**made.config, made.depth: layers}
     spec = spec_from_config(config, made.extras)
     return {"config.json": config, **made.extras}, spec, config.get("initializer_range")

@@ -19,7 +19,10 @@ from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import Region, count
 from hepti_mqtt.plan import Range
 from hepti_mqtt.strategies.consecutive import consecutive
-from hepti_mqtt.strategies.method import Division, Lane, Options, Weights
+from hepti_mqtt.strategies.method import Division, Lane, Options, Shares, Weights
+
+# Divides so many units by the devices' weights.
+Divide = Callable[[int, Weights], tuple[Range, ...]]
 
 CUT: Final = "cut"
 NO_CUT: Final = "none"
@@ -120,6 +123,25 @@ def dense_columns(division: Division) -> Rule:
         return [Piece(i, box(op, {1: span(*r)})) for i, r in enumerate(ranges[dense_kind(op.space[1])])]
 
     return rule
+
+
+def rows_by(kind: str, divide: Divide) -> Callable[[Division], Table]:
+    """Return the table of rows of each map, divided by the plan's weights of a kind, and columns of dense layers."""
+
+    def table(division: Division) -> Table:
+        weights = division.plan.weights[kind]
+        return table_of(division, lambda op: rows_of(divide(op.space[0], weights))(op), dense_columns(division))
+
+    return table
+
+
+def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:
+    """Return what finds the shares of such a table: the devices' speeds, and the columns of the dense layers."""
+
+    def solve(graph: Graph, _options: Options, weights: Weights, _lanes: Sequence[Lane]) -> Shares:
+        return {kind: tuple(weights)}, dense_ranges(graph, lambda n: divide(n, weights))
+
+    return solve
 
 
 # -- execution units --------------------------------------------------------------------------------------------------

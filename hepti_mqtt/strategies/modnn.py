@@ -4,16 +4,14 @@ layers in one dimension; fully connected layers by columns in the same way. Neig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import Final
 
-from hepti_mqtt.lowering import Graph, Piece, Table, roles
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.plan import Range
 from hepti_mqtt.strategies import maps
-from hepti_mqtt.strategies.method import Division, Lane, Method, Options, Shares, Weights
+from hepti_mqtt.strategies.method import Method, Weights
 
 SPEEDS: Final = "speeds"
 
@@ -33,26 +31,10 @@ def greedy(total: int, speeds: Weights) -> tuple[Range, ...]:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def table(division: Division) -> Table:
-    """Return the layouts: rows of each map and columns of each dense layer."""
-    speeds = division.plan.weights[SPEEDS]
-
-    def rows(op: Op) -> list[Piece] | None:
-        return maps.rows_of(greedy(op.space[0], speeds))(op)
-
-    return maps.table_of(division, rows, maps.dense_columns(division))
-
-
-def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
-    """Return the speeds, from which the rows of each map follow, and the columns of the dense layers."""
-    del options, lanes
-    return {SPEEDS: tuple(weights)}, maps.dense_ranges(graph, lambda n: greedy(n, weights))
-
-
 METHOD = Method(
     "modnn",
     "rows of each map greedily to whoever has them done first",
-    table,
+    maps.rows_by(SPEEDS, greedy),
     needs=(roles.MAP,),
-    solve=solve,
+    solve=maps.shares_by(SPEEDS, greedy),
 )

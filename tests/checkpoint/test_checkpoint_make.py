@@ -80,6 +80,7 @@ def test_chunks_do_not_change_the_weights(tmp_path, monkeypatch):
         ({"seed": -1}, "negative"),
         ({"layers": 0}, "layers 0"),
         ({"layers": 1001}, "layers 1001"),
+        ({"kind": "tiny-resnet", "layers": 2}, "no number of layers"),
     ],
 )
 def test_wrong_orders_are_config_errors(tmp_path, changes, says):
