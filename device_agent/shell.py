@@ -52,6 +52,7 @@ from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
+HEAR_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
 
 class Shell:
@@ -121,12 +122,13 @@ class Shell:
     def run(self) -> None:
         """Work until a `Stop`; raises its error."""
         inbox, session, samples, clock = self._inbox, self._session, self._meter.samples, time.perf_counter
-        links = self._links
+        links, heard = self._links, 0.0
         while True:
             step = None if not inbox.empty() else session.next()
             if step is None:
                 if links is not None and inbox.empty():
                     self._hear(links, session.deadline)
+                    heard = clock()
                     continue
                 event = inbox.get()
                 if isinstance(event, Stop):
@@ -136,7 +138,7 @@ class Shell:
                     return
                 self.take(event)
                 continue
-            start = clock()
+            start = end = clock()
             try:
                 outgoing = step.run()
                 end = clock()
@@ -154,8 +156,9 @@ class Shell:
                     self._unsent(step, command, exc)
                     break
             self.stepped_s = start
-            if links is not None and links.open:
+            if links is not None and links.open and end - heard > HEAR_S:
                 self._hear(links, 0.0)
+                heard = end
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()
@@ -166,7 +169,8 @@ class Shell:
         timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
         for event in links.wait(timeout_s):
             self.take(event)
-        if time.perf_counter() >= self._session.deadline:
+        deadline = self._session.deadline
+        if deadline < inf and time.perf_counter() >= deadline:
             self.take(Tick())
 
     def take(self, event: AgentEvent) -> None:

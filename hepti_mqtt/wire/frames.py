@@ -1,15 +1,17 @@
 """Frames: one publish that carries one array, as a header of fixed size and raw little-endian bytes.
 
-    offset 0    4 bytes   magic b"HPT2" (the last byte is the version)
+    offset 0    4 bytes   magic b"HPT3" (the last byte is the version)
     offset 4    2 bytes   length n of the header fields, little-endian
-    offset 6    n bytes   the fields, a msgpack array in the order of `Frame`, `kind` and `dtype` as indices of KINDS
-                          and DTYPES
-    ...         zeros to offset 256
+    offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without the admission number, `kind` and
+                          `dtype` as indices of KINDS and DTYPES
+    ...         zeros to offset 248
+    offset 248  8 bytes   the admission number, little-endian
     offset 256            the array, C order, little-endian; nothing after it
 
 The header has a fixed size so that the simulator counts bytes exactly, and a multiple of 64 so that the array is
-aligned when the payload is. Received bodies are views of the payload; nothing is allocated before every size is
-checked. The normative text is docs/wire.md.
+aligned when the payload is. All before the admission number is the same in every request of a shape: it is written
+once, and read and checked once, which is most of what a small frame costs. Received bodies are views of the payload;
+nothing is allocated before every size is checked. The normative text is docs/wire.md.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
 
-MAGIC: Final = b"HPT2"
+MAGIC: Final = b"HPT3"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
+_ABOUT_BYTES: Final = 248  # the header but for its admission number
+_ABOUTS: Final = 2048  # read headers that are remembered, 2 KB each: those of a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
 MAX_DIMS: Final = 4
@@ -54,7 +58,7 @@ MAX_SESSION: Final = 2**31 - 1
 
 _KIND_INDEX: Final = {name: index for index, name in enumerate(KINDS)}
 _DTYPE_INDEX: Final = {name: index for index, name in enumerate(DTYPES)}
-_FIELDS: Final = 13
+_FIELDS: Final = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +110,21 @@ def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
     that `decode` checks.
     """
     body = _body_view(frame)
+    return head(about(frame, body.nbytes), frame.admission), body
+
+
+def about(frame: Frame, body_bytes: int) -> bytes:
+    """Return a frame's header but for its admission number; raises `WireError` as `encode_parts` does."""
     if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
         raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
-    _check(frame, body.nbytes)
+    _check_fields(frame)
+    _check_size(frame, body_bytes)
     fields = msgpack.packb(
         (
             _KIND_INDEX[frame.kind],
             frame.model,
             frame.epoch[0],
             frame.epoch[1],
-            frame.admission,
             frame.layer,
             frame.node,
             frame.source,
@@ -126,8 +135,14 @@ def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
             frame.numbers,
         )
     )
-    head = b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields))
-    return head.ljust(HEADER_BYTES, b"\0"), body
+    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(_ABOUT_BYTES, b"\0")
+
+
+def head(about: bytes, admission: int) -> bytes:
+    """Return the header of a frame from what `about` returned; raises `WireError` for a number out of its range."""
+    if type(admission) is not int or not 0 <= admission <= U63:
+        raise WireError(f"the frame's admission {admission!r} is not a number from 0 to {U63}")
+    return about + admission.to_bytes(8, "little")
 
 
 def decode(payload: Body) -> Frame:
@@ -138,15 +153,43 @@ def decode(payload: Body) -> Frame:
             f"{len(view)} bytes are not a frame of this version: a frame begins with {MAGIC!r} and a header of "
             f"{HEADER_BYTES} bytes; update the device that sent it"
         )
-    end = _PREFIX_BYTES + int.from_bytes(view[4:6], "little")
-    if end > HEADER_BYTES or view[end:HEADER_BYTES] != bytes(HEADER_BYTES - end):
+    frame, body_bytes = _read(bytes(view[:_ABOUT_BYTES]))
+    admission = int.from_bytes(view[_ABOUT_BYTES:HEADER_BYTES], "little")
+    if admission > U63:
+        raise WireError(f"the frame's admission {admission} is not a number from 0 to {U63}")
+    if body_bytes != len(view) - HEADER_BYTES:
+        _check_size(frame, len(view) - HEADER_BYTES)
+    return Frame(
+        frame.kind,
+        frame.model,
+        frame.epoch,
+        admission,
+        frame.layer,
+        frame.node,
+        frame.source,
+        frame.part,
+        frame.dtype,
+        frame.shape,
+        frame.row_start,
+        frame.numbers,
+        view[HEADER_BYTES:],
+    )
+
+
+@lru_cache(maxsize=_ABOUTS)
+def _read(about: bytes) -> tuple[Frame, int]:
+    """Return a frame without admission number and body, and the bytes of its body, from what `about` returned."""
+    end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
+    if end > _ABOUT_BYTES or any(about[end:]):
         raise WireError("the frame's header is longer than its place or not padded with zeros")
-    frame = _frame(_fields(view[_PREFIX_BYTES:end]), view[HEADER_BYTES:])
-    _check(frame, len(view) - HEADER_BYTES)
-    return frame
+    frame = _frame(_fields(about[_PREFIX_BYTES:end]))
+    _check_fields(frame)
+    body_bytes = prod(frame.shape) * ITEMSIZE[frame.dtype]
+    _check_size(frame, body_bytes)
+    return frame, body_bytes
 
 
-def _fields(data: memoryview) -> list[Any]:
+def _fields(data: bytes) -> list[Any]:
     try:
         fields = msgpack.unpackb(data, strict_map_key=True)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -156,15 +199,15 @@ def _fields(data: memoryview) -> list[Any]:
     return fields
 
 
-def _frame(fields: list[Any], body: memoryview) -> Frame:
-    kind, model, boot, number, admission, layer, node, source, part, dtype, shape, row_start, numbers = fields
+def _frame(fields: list[Any]) -> Frame:
+    kind, model, boot, number, layer, node, source, part, dtype, shape, row_start, numbers = fields
     if type(shape) is not list or type(numbers) is not list:
         raise WireError("the frame's shape and numbers must be lists")
     return Frame(
         kind=KINDS[_index("kind", kind, len(KINDS))],
         model=model,
         epoch=Epoch(boot, number),
-        admission=admission,
+        admission=0,
         layer=layer,
         node=node,
         source=source,
@@ -173,7 +216,6 @@ def _frame(fields: list[Any], body: memoryview) -> Frame:
         shape=tuple(shape),
         row_start=row_start,
         numbers=tuple(numbers),
-        body=body,
     )
 
 
@@ -183,12 +225,11 @@ def _index(what: str, value: object, count: int) -> int:
     return value
 
 
-def _check(frame: Frame, body_bytes: int) -> None:
-    """Raise WireError unless every field is of its type and within its limit, and the body is as large as it says."""
+def _check_fields(frame: Frame) -> None:
+    """Raise WireError unless every field is of its type and within its limit."""
     for what, value, limit in (
         ("boot", frame.epoch[0], U63),
         ("epoch", frame.epoch[1], U63),
-        ("admission", frame.admission, U63),
         ("layer", frame.layer, MAX_LAYER),
         ("node", frame.node, U32),
         ("part", frame.part, U32),
@@ -201,6 +242,9 @@ def _check(frame: Frame, body_bytes: int) -> None:
     if not (frame.model == "" and frame.kind == "probe"):
         _known_name("model", frame.model)
     _known_name("source", frame.source)
+
+
+def _check_size(frame: Frame, body_bytes: int) -> None:
     if prod(frame.shape) * ITEMSIZE[frame.dtype] != body_bytes:
         raise WireError(f"the frame says {frame.dtype}{list(frame.shape)} but carries {body_bytes} bytes")
     if body_bytes > MAX_BODY_BYTES:

@@ -81,13 +81,13 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, "planner"), x)
-        sending = runs._Run(("m", Epoch(1, 1)), 0.0, frames.Session())
+        sending = runs._Run(("m", Epoch(1, 1)), 0.0, frames.Session(), out.sends)
         started = time.perf_counter()
         while (step := here.next()) is not None:
             outgoing = step.run()
             if outgoing is not None:
                 for publish in session.send(sending, outgoing):
-                    frame = frames.decode(publish.payload)
+                    frame = frames.decode(publish.whole)
                     array = frame.array()
                     assert there.deliver(run, (frame.node, frame.part, frame.source), array) == "filled"
         times.append((time.perf_counter() - started) / exchanges)

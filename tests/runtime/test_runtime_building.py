@@ -179,7 +179,7 @@ def test_a_request_that_ends_while_it_waits_is_forgotten(how: str) -> None:
     device.build()
     device.run()
     assert device.done() == []
-    assert device.session.runs.admissions == ()
+    assert device.session.runs.idle
 
 
 def test_a_request_that_comes_twice_while_it_waits_runs_once() -> None:

@@ -242,7 +242,7 @@ def test_a_deadline_that_passes_ends_the_request_and_frees_the_devices():
     swarm.submit("r", shape, inputs, deadline_s=swarm.now + 1)
     swarm.run(5)
     assert isinstance(swarm.errors["r"][0], DeadlineError)
-    assert all(not h.session.runs.admissions for h in swarm.hosts.values())
+    assert all(h.session.runs.idle for h in swarm.hosts.values())
 
 
 def test_the_same_request_twice_is_computed_once():

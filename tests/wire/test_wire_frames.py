@@ -124,17 +124,18 @@ GOLDEN = Frame(
     (1500, 20),
     np.arange(4, dtype="<f4").reshape(2, 2),
 )
-GOLDEN_HEADER = b"HPT2\x25\0" + bytes.fromhex(
-    "9d 00 a9 62657274 2d62617365 ce684ee180 07 2a 03 02 a4 70692d32 00 00 92 02 02 10 92 cd05dc 14"
+GOLDEN_HEADER = b"HPT3\x24\0" + bytes.fromhex(
+    "9c 00 a9 62657274 2d62617365 ce684ee180 07 03 02 a4 70692d32 00 00 92 02 02 10 92 cd05dc 14"
 )
 
 
 def test_golden_bytes():
     payload = encode(GOLDEN)
     assert payload[: len(GOLDEN_HEADER)] == GOLDEN_HEADER
-    assert not any(payload[len(GOLDEN_HEADER) : HEADER_BYTES])
+    assert not any(payload[len(GOLDEN_HEADER) : HEADER_BYTES - 8])
+    assert payload[HEADER_BYTES - 8 : HEADER_BYTES] == bytes([42, 0, 0, 0, 0, 0, 0, 0])
     assert payload[HEADER_BYTES:] == bytes.fromhex("000000000000803f0000004000004040")
-    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "eabcd94e280ae5b6"
+    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "fda08d59d9ac9334"
 
 
 def test_the_indices_on_the_wire_never_change():
@@ -171,18 +172,18 @@ def test_a_changed_header_is_another_frame_or_a_wire_error(frame, data):
 def test_random_bytes_are_a_wire_error(data):
     with pytest.raises(WireError):
         decode(data)
-    header = b"HPT2" + len(data[:200]).to_bytes(2, "little") + data[:200]
+    header = b"HPT3" + len(data[:200]).to_bytes(2, "little") + data[:200]
     with pytest.raises(WireError):
         decode(header.ljust(HEADER_BYTES, b"\0"))
 
 
 def forged(**changes: object) -> bytes:
     """Return a payload whose header holds the golden frame's fields with some of them replaced."""
-    names = [n for n in Frame.__slots__ if n not in ("epoch", "body")]
+    names = [n for n in Frame.__slots__ if n not in ("epoch", "admission", "body")]
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
     packed = msgpack.packb(list(values.values()))
-    return (b"HPT2" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
+    return (b"HPT3" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
 
 
 def test_the_forgery_itself_is_valid():
@@ -209,7 +210,6 @@ def test_the_forgery_itself_is_valid():
         {"boot": -1},
         {"boot": 1.5},
         {"number": 2**63},
-        {"admission": None},
         {"layer": -1},
         {"layer": 32_768},
         {"layer": True},
@@ -243,8 +243,27 @@ def test_a_wrong_header_length_is_a_wire_error(length):
         decode(payload)
 
 
+def test_an_admission_number_beyond_63_bits_is_a_wire_error():
+    payload = bytearray(encode(GOLDEN))
+    payload[HEADER_BYTES - 1] = 0x80
+    with pytest.raises(WireError, match="admission"):
+        decode(payload)
+    with pytest.raises(WireError, match="admission"):
+        frames.head(frames.about(GOLDEN, 16), -1)
+
+
+def test_a_header_that_was_read_before_is_no_leave_for_another_body():
+    payload = encode(GOLDEN)
+    assert decode(payload).admission == 42
+    with pytest.raises(WireError, match="carries 17 bytes"):
+        decode(payload + b"x")
+    again = decode(frames.head(frames.about(GOLDEN, 16), 43) + payload[HEADER_BYTES:])
+    assert again.admission == 43
+    np.testing.assert_array_equal(again.array(), GOLDEN.body)
+
+
 def test_the_version_is_named_in_the_error():
-    with pytest.raises(WireError, match="HPT2"):
+    with pytest.raises(WireError, match="HPT3"):
         decode(b"HPT1" + encode(GOLDEN)[4:])
 
 

@@ -7,7 +7,7 @@ rule: while a Recv is outstanding, whatever else is ready runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -53,10 +53,14 @@ def view(program: Program, slot: Slot) -> View:
 
 
 class BoundOp(NamedTuple):
-    """A Compute op with its kernel bound to weights and shapes; `buffers` says what each write needs."""
+    """A Compute op with its kernel bound to weights and shapes; `buffers` says what each write needs.
+
+    whole: the slots that it reads where all of them are arrays of their own, else None; `reads` says more then.
+    """
 
     run: KernelRun
     reads: tuple[View, ...]
+    whole: tuple[Slot, ...] | None
     writes: tuple[Slot, ...]
     buffers: tuple[SlotSpec, ...]
 
@@ -70,10 +74,14 @@ class BoundSend(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Program ready to run on this device, for any number of requests of its shape."""
+    """A Program ready to run on this device, for any number of requests of its shape.
+
+    sends: what those who run it keep with each Send, by its place, since it is the same in every run.
+    """
 
     template: Template
     ops: tuple[BoundOp | BoundSend | None, ...]
+    sends: dict[int, Any] = field(default_factory=dict)
 
 
 def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> Bound:
@@ -90,7 +98,8 @@ def _bind(
         return None
     run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
     reads = tuple(view(program, slot) for slot in op.reads)
-    return BoundOp(run, reads, op.writes, tuple(program.slots[w] for w in op.writes))
+    whole = None if any(r.rows or r.shape is not None for r in reads) else tuple(r.base for r in reads)
+    return BoundOp(run, reads, whole, op.writes, tuple(program.slots[w] for w in op.writes))
 
 
 class Outgoing(NamedTuple):
@@ -99,6 +108,7 @@ class Outgoing(NamedTuple):
     admission: int
     op: Send
     array: Array
+    place: int
 
 
 class _Running(ProgramRun):
@@ -225,11 +235,14 @@ class Executor:
                     running.owned[slot] = True
                 slots[slot] = array
                 writes.append(array)
-            op.run([read.of(slots) for read in op.reads], writes)
+            reads: Sequence[Any] = (
+                [read.of(slots) for read in op.reads] if op.whole is None else [slots[i] for i in op.whole]
+            )
+            op.run(reads, writes)
             out = None
         else:
             assert op is not None
-            out = Outgoing(running.admission, op.op, op.read.of(slots))
+            out = Outgoing(running.admission, op.op, op.read.of(slots), place)
         for slot in self._machine.ran(running, place):
             freed = slots[slot]
             slots[slot] = None

@@ -99,7 +99,11 @@ class MeshRoutes:
 
     def deadline(self) -> float:
         """Return when `overdue` has something to tell, infinity if nothing is waited for."""
-        return min((at for routes in self._routes.values() for at in routes.missing.values()), default=inf)
+        deadline = inf
+        for routes in self._routes.values():
+            if routes.missing:  # hardly ever; this is asked between ops
+                deadline = min(deadline, *routes.missing.values())
+        return deadline
 
     def overdue(self, now: float) -> list[Overdue]:
         """Return the epochs that wait for peers in vain, each peer once."""

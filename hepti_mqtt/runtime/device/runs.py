@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,29 +28,45 @@ from hepti_mqtt.wire.frames import (
     Frame,
     FrameKind,
     Session,
+    about,
     decode_session,
     decode_work,
     encode,
-    encode_parts,
     frame_bytes,
+    head,
 )
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
+_NOTHING: Final = memoryview(b"")
 REMEMBERED: Final = 1024  # admission numbers that are over, per model
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
+
+
+class _Way(NamedTuple):
+    """How what a Send sends leaves the device, in every run of its Program: what was checked and written once.
+
+    about: the header but for the admission number. nbytes: of all PUBLISH packets.
+    """
+
+    about: bytes
+    topics: tuple[str, ...]
+    plane: Literal["mesh", "data"]
+    nbytes: int
 
 
 @dataclass(slots=True)
 class _Run:
     """A request that is under way here.
 
-    compute_s: of its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
+    sends: of its Program. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the
+    answer that were sent.
     """
 
     key: Key
     started_s: float
     session: Session
+    sends: dict[int, _Way]
     compute_s: float = 0.0
     sent_bytes: int = 0
     outputs: int = 0
@@ -74,9 +90,9 @@ class Runs:
         return len(self._sessions)
 
     @property
-    def admissions(self) -> tuple[int, ...]:
-        """Return the admission numbers of the runs."""
-        return tuple(self._runs)
+    def idle(self) -> bool:
+        """Return whether no request is under way."""
+        return not self._runs
 
     @property
     def early_bytes(self) -> int:
@@ -158,7 +174,7 @@ class Runs:
         except SessionLostError as error:
             self.end(frame.admission)
             return [self._refused(frame, "session", str(error))]
-        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session)
+        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session, bound.sends)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.admission, key, inputs)
@@ -221,7 +237,7 @@ class Runs:
             request.compute_s += seconds
         else:
             out += self.send(request, outgoing)
-        return out + self._finish(step.admission, now)
+        return out if step.running.left else out + self._finish(step.admission, now)
 
     def broke(self, step: Step, error: Exception) -> list[Command]:
         """Give up a request whose op raised; the planner hears why."""
@@ -230,20 +246,34 @@ class Runs:
 
     def send(self, request: _Run, outgoing: Outgoing) -> list[Publish]:
         """Return the publishes of what an op of a run sends."""
-        op, (model, epoch) = outgoing.op, request.key
-        output = op.to == (PLANNER,)
-        frame = self._frame_of("output" if output else "tensor", model, epoch, outgoing.admission, outgoing.array)
-        frame = replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row)
-        if output:
-            request.outputs += 1
-            out = [Publish(self._topics.up(self._device), encode(frame), 1)]
-        else:
-            topics = [self._topics.activation(model, op.layer, self._device, to) for to in addresses(op)]
-            head, body = encode_parts(frame)
-            plane: Literal["mesh", "data"] = "mesh" if op.route == "mesh" else "data"
-            out = [Publish(topic, head, 0, plane, body=body) for topic in topics]
-        request.sent_bytes += sum(publish_bytes(p.topic, p.nbytes, p.qos) for p in out)
+        op = outgoing.op
+        if op.to == (PLANNER,):
+            return [self._output(request, outgoing)]
+        way = request.sends.get(outgoing.place)
+        if way is None:
+            way = request.sends[outgoing.place] = self._way(request, outgoing)
+        header, array = head(way.about, outgoing.admission), outgoing.array
+        body = array.data.cast("B") if array.size else _NOTHING
+        request.sent_bytes += way.nbytes
+        return [Publish(topic, header, 0, way.plane, body=body) for topic in way.topics]
+
+    def _way(self, request: _Run, outgoing: Outgoing) -> _Way:
+        op, (model, _) = outgoing.op, request.key
+        topics = tuple(self._topics.activation(model, op.layer, self._device, to) for to in addresses(op))
+        nbytes = sum(publish_bytes(topic, frame_bytes(outgoing.array.nbytes), 0) for topic in topics)
+        header = about(self._placed(request, outgoing), outgoing.array.nbytes)
+        return _Way(header, topics, "mesh" if op.route == "mesh" else "data", nbytes)
+
+    def _output(self, request: _Run, outgoing: Outgoing) -> Publish:
+        request.outputs += 1
+        out = Publish(self._topics.up(self._device), encode(self._placed(request, outgoing, "output")), 1)
+        request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
+
+    def _placed(self, request: _Run, outgoing: Outgoing, kind: FrameKind = "tensor") -> Frame:
+        op, array = outgoing.op, outgoing.array
+        frame = self._frame_of(kind, *request.key, outgoing.admission, array)
+        return replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row)
 
     def _frame_of(
         self,

@@ -76,6 +76,8 @@ class WorkerSession:
         """Take one event and return the commands that follow from it."""
         if isinstance(event, FrameIn):
             out = self._frame(event.frame, now)
+            if not out and event.frame.kind == "tensor":
+                return out  # what a peer has sent, as most events are, changes no plan and no order
         elif isinstance(event, MessageIn):
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
@@ -313,7 +315,7 @@ class WorkerSession:
         """Take the result of a step that took `seconds`; return what must be published."""
         out = self.runs.done(step, outgoing, seconds, now)
         # What is built only while no request runs may have waited for this one's end.
-        return out if self.runs.admissions else [*out, *self.runs.build(self.epochs.residents())]
+        return [*out, *self.runs.build(self.epochs.residents())] if self.runs.idle else out
 
     def broke(self, step: Step, error: Exception) -> list[Command]:
         """Give up a request whose op raised; the planner hears why."""

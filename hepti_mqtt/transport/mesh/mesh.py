@@ -129,7 +129,9 @@ class Mesh:
         """Wait until something has come, `wake` was called or the time is over; tell what has come."""
         if self._told or self._eager:
             timeout_s = 0.0
-        due = min([peer.due for peer in self._peers.values()], default=NEVER)
+        due = NEVER
+        for each in self._peers.values():
+            due = min(due, each.due)
         if due < NEVER:
             timeout_s = self._until(due, timeout_s)
         for fd, _ in self._epoll.poll(timeout_s):
