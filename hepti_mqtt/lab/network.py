@@ -23,8 +23,10 @@ _FRAME_PER_GOODPUT: Final = 1514 / 1448
 # A large bucket lets a whole layer pass for free; a small one cannot be refilled in time by the kernel's clock.
 _BUCKET_BYTES: Final = 18_000
 _BUCKET_S: Final = 0.5e-3
-# Segments larger than the bucket would be cut up by tbf, on the sender's share of the CPU.
-_GSO_BYTES: Final = 16_384
+# Segments larger than the bucket would be cut up by tbf, on the sender's share of the CPU. Up to it they are as large as
+# those that a network card takes: what cards cut up by themselves costs a host nothing.
+_GSO_BYTES: Final = 65_536
+_GSO_ROOM: Final = 2_048
 _QUEUE_BYTES: Final = 1_000_000  # what a small switch buffers
 
 
@@ -36,6 +38,11 @@ def namespace(lab: str, host: str) -> str:
 def bucket_bytes(rate_mbit: float) -> int:
     """Return the size of the token bucket for a rate."""
     return max(_BUCKET_BYTES, int(rate_mbit * 1e6 / 8 * _BUCKET_S))
+
+
+def segment_bytes(rate_mbit: float | None) -> int:
+    """Return the largest segment that is handed to a link of this rate."""
+    return _GSO_BYTES if rate_mbit is None else min(_GSO_BYTES, bucket_bytes(rate_mbit) - _GSO_ROOM)
 
 
 def shaping(rate_mbit: float) -> list[str]:
@@ -97,13 +104,14 @@ class Network:
             self._ip(name, "link", "set", "lo", "up")
         self._ip(self._switch, "link", "add", "br0", "type", "bridge")
         self._ip(self._switch, "link", "set", "br0", "up")
+        largest = min(segment_bytes(rate) for rate in self._rates.values())
         for host, port in self._port.items():
             own = namespace(self._lab, host)
             peer = ["peer", "name", INTERFACE, "netns", own]
             self._ip(self._switch, "link", "add", port, "type", "veth", *peer)
             self._ip(own, "addr", "add", f"{self.addresses[host]}/24", "dev", INTERFACE)
             for where, device in ((self._switch, port), (own, INTERFACE)):
-                self._ip(where, "link", "set", device, "gso_max_size", str(_GSO_BYTES))
+                self._ip(where, "link", "set", device, "gso_max_size", str(largest))
                 self._ip(where, "link", "set", device, "up")
             self._ip(self._switch, "link", "set", port, "master", "br0")
             rate = self._rates[host]
