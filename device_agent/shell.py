@@ -121,7 +121,7 @@ class Shell:
 
     def run(self) -> None:
         """Work until a `Stop`; raises its error."""
-        inbox, session, samples, clock = self._inbox, self._session, self._meter.samples, time.perf_counter
+        inbox, session, clock = self._inbox, self._session, time.perf_counter
         links, heard = self._links, 0.0
         while True:
             step = None if not inbox.empty() else session.next()
@@ -138,27 +138,40 @@ class Shell:
                     return
                 self.take(event)
                 continue
-            start = end = clock()
-            try:
+            self.stepped_s = clock()
+            self._compute(step)
+            if links is not None and links.open and (now := clock()) - heard > HEAR_S:
+                self._hear(links, 0.0)
+                heard = now
+
+    def _compute(self, step: Step) -> None:
+        """Run a step, and those of its run that are next, until there is something to send or HEAR_S is over."""
+        samples, clock = self._meter.samples, time.perf_counter
+        commands: list[Command] = []
+        computed, until = 0.0, clock() + HEAR_S
+        try:
+            while True:
+                start = clock()
                 outgoing = step.run()
                 end = clock()
+                if outgoing is None:
+                    computed += end - start
                 if step.kernel == KERNEL:
                     program = step.running.bound.template.program
                     samples.append((program.ops[step.place], program.slots, end - start))
-                commands = session.done(step, outgoing, end - start, end)
-            except Exception as exc:
-                self._broke(step, exc)
-                commands = []
-            for command in commands:
-                try:
-                    self._carriers[type(command)](command)
-                except Exception as exc:
-                    self._unsent(step, command, exc)
+                following = step.following() if outgoing is None and end < until else None
+                if following is None:
                     break
-            self.stepped_s = start
-            if links is not None and links.open and end - heard > HEAR_S:
-                self._hear(links, 0.0)
-                heard = end
+                step = following
+            commands = self._session.done(step, outgoing, computed, end)
+        except Exception as exc:
+            self._broke(step, exc)
+        for command in commands:
+            try:
+                self._carriers[type(command)](command)
+            except Exception as exc:
+                self._unsent(step, command, exc)
+                break
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()

@@ -134,9 +134,14 @@ class RunMachine(Generic[R]):
                 heappush(self._ready, (run.admission, place))
         return bool(readers)
 
-    def next(self) -> tuple[R, int] | None:
-        """Return the run and the place of the op that is next, or None if every run waits; it must run now."""
+    def next(self, of: int | None = None) -> tuple[R, int] | None:
+        """Return the run and the place of the op that is next, or None if every run waits; it must run now.
+
+        of: an admission number; None where the next op is of another run.
+        """
         while self._ready:
+            if of is not None and self._ready[0][0] != of:
+                return None
             admission, place = heappop(self._ready)
             run = self.runs.get(admission)
             if run is not None:

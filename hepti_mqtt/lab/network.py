@@ -23,8 +23,8 @@ _FRAME_PER_GOODPUT: Final = 1514 / 1448
 # A large bucket lets a whole layer pass for free; a small one cannot be refilled in time by the kernel's clock.
 _BUCKET_BYTES: Final = 18_000
 _BUCKET_S: Final = 0.5e-3
-# Segments larger than the bucket would be cut up by tbf, on the sender's share of the CPU. Up to it they are as large as
-# those that a network card takes: what cards cut up by themselves costs a host nothing.
+# Segments larger than the bucket would be cut up by tbf, on the sender's share of the CPU. Up to it they are as large
+# as those that a network card takes: what cards cut up by themselves costs a host nothing.
 _GSO_BYTES: Final = 65_536
 _GSO_ROOM: Final = 2_048
 _QUEUE_BYTES: Final = 1_000_000  # what a small switch buffers

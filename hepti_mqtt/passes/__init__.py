@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hepti_mqtt.passes.join import joined
 from hepti_mqtt.passes.narrow import narrow
 from hepti_mqtt.passes.route import routed
 from hepti_mqtt.passes.storage import store, stored
 
-__all__ = ["narrow", "routed", "store", "stored"]
+__all__ = ["joined", "narrow", "routed", "store", "stored"]

@@ -138,6 +138,10 @@ class Step(NamedTuple):
         """Compute the op; return what must be sent, if it was a Send."""
         return self.executor.run(self.running, self.place)
 
+    def following(self) -> Step | None:
+        """Return the next op if it is of the same run; it must run now."""
+        return self.executor.next(self.admission)
+
 
 class Executor:
     """Runs admitted requests; holds their slots, and freed buffers by shape for the next op of the same shape."""
@@ -189,9 +193,9 @@ class Executor:
         received = running.received
         return any(key[2] == source and not received[slot] for key, slot in running.template.recv.items())
 
-    def next(self) -> Step | None:
-        """Return the first ready op, or None if every request waits."""
-        found = self._machine.next()
+    def next(self, admission: int | None = None) -> Step | None:
+        """Return the first ready op, or None if every request waits, or if it is of another run than `admission`."""
+        found = self._machine.next(admission)
         if found is None:
             return None
         running, place = found

@@ -228,15 +228,15 @@ class Runs:
         return self._executor.next()
 
     def done(self, step: Step, outgoing: Outgoing | None, seconds: float, now: float) -> list[Command]:
-        """Take the result of a step that took `seconds`; return what must be published."""
+        """Take the result of steps of one run, of which `step` was the last; return what must be published.
+
+        seconds: that their kernels took.
+        """
         request = self._runs.get(step.admission)
         if request is None:
             return []
-        out: list[Command] = []
-        if outgoing is None:
-            request.compute_s += seconds
-        else:
-            out += self.send(request, outgoing)
+        request.compute_s += seconds
+        out: list[Command] = [] if outgoing is None else [*self.send(request, outgoing)]
         return out if step.running.left else out + self._finish(step.admission, now)
 
     def broke(self, step: Step, error: Exception) -> list[Command]:

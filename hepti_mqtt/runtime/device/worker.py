@@ -312,7 +312,7 @@ class WorkerSession:
         return self.runs.next()
 
     def done(self, step: Step, outgoing: Outgoing | None, seconds: float, now: float) -> list[Command]:
-        """Take the result of a step that took `seconds`; return what must be published."""
+        """Take the result of steps of one run, as `Runs.done`; return what must be published."""
         out = self.runs.done(step, outgoing, seconds, now)
         # What is built only while no request runs may have waited for this one's end.
         return [*out, *self.runs.build(self.epochs.residents())] if self.runs.idle else out
