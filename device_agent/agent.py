@@ -29,7 +29,7 @@ from device_agent.limits import free_memory, memory_budget
 from device_agent.loader import Event as LoadEvent
 from device_agent.loader import WeightLoader
 from device_agent.loader_thread import LoaderThread
-from device_agent.measure import Curves, measurement_places, self_measurement
+from device_agent.measure import Curves, measurement_places, self_measurement, written
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
 from device_agent.own_endpoint import OwnEndpoint
@@ -63,11 +63,12 @@ DATA_LINK: Final = "HEPTI_DATA_LINK"  # "paho": it carries tensors over the brok
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     """Be a device until `stop` is set or, in the main thread, until SIGTERM or SIGINT.
 
-    Raises ConfigError (names, options, a second agent of the same name), RefusedError (credentials, access list), and
-    without `retry` NetworkError if the broker is absent at the start.
+    Raises ConfigError (names, options, environment, a second agent of the same name), RefusedError (credentials, access
+    list), and without `retry` NetworkError if the broker is absent at the start.
     """
     if config.threads < 1:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
+    jit.check_settings()
     places = directories(config.cache_dir, config.site, config.device_id)
     with device_lock(places.state), _Signals() as signals:
         # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
@@ -286,7 +287,8 @@ class _Agent:
             self._network.publish("control", topic, encode_status(status), 1, True)
 
     def _measure(self, starting: Starting) -> tuple[Workers, Curves]:
-        config = self._config
+        config, places = self._config, self._places_of_measurement()
+        before = written(places)
         prepare_kernels(config.threads, config.hold is not None, starting, self._log)
         self._workers = workers = Workers(config.threads)
         if config.hold is not None:
@@ -295,8 +297,10 @@ class _Agent:
         with turns.measuring(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
             starting.tell("measuring")
             start = perf_counter()
-            curves, cached = self_measurement(self._places_of_measurement(), workers, memory_bytes, jit.all_ready())
-        self._log.info("measured in %.1f s%s", perf_counter() - start, " (as before)" if cached else "")
+            curves, cached = self_measurement(places, workers, memory_bytes, jit.all_ready(), before=before)
+        self._log.info(
+            "measured in %.1f s%s", perf_counter() - start, " (as before, or by a neighbour)" if cached else ""
+        )
         release_compiler()
         return workers, curves
 

@@ -44,6 +44,13 @@ def cores(root: Path = SYSTEM) -> float:
     return min([float(allowed), *(quota for quota in quotas if quota is not None)])
 
 
+def capacities(root: Path = SYSTEM) -> list[int]:
+    """Return how strong the cores are that this process may use, as the system rates those of CPUs with unlike ones."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    rated = (_number(root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity") for core in allowed)
+    return sorted(rate for rate in rated if rate is not None)
+
+
 def _free_in_groups(root: Path) -> Iterator[int]:
     """Yield what is left in each control group: its limit less what it uses, but for files that can be let go."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))

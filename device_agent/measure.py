@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from device_agent.limits import cores
+from device_agent.limits import capacities, cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
 from hepti_mqtt.cluster import RATES, profile_from_caps
@@ -28,6 +28,7 @@ from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
 Curves = dict[str, Any]
+Written = Mapping[Path, tuple[int, int]]
 
 STORAGES: Final = get_args(Storage)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
@@ -52,13 +53,15 @@ def self_measurement(
     narrow: bool = True,
     anew: bool = False,
     keep: Callable[[], bool] = lambda: True,
+    before: Written | None = None,
 ) -> tuple[Curves, bool]:
     """Return the curves and whether they come from a cache: files in `places`, the device's own first.
 
     A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, so also that
     of another agent of this machine; and only if one quick matmul takes about as long as it did then, and not if it is
-    to be made `anew`. narrow: with narrow weights, whose kernels must be ready. keep: returns whether what was measured
-    goes into the cache.
+    to be made `anew`. One that was written since `before`, what `written` returned when this agent began to start,
+    needs no such look: a neighbour has just made it, and beside others that start the look would often fail. narrow:
+    with narrow weights, whose kernels must be ready. keep: returns whether what was measured goes into the cache.
     """
     key = {
         "version": __version__,
@@ -66,11 +69,15 @@ def self_measurement(
         "tile": TILING.name,
         "threads": workers.threads,
         "cores": cores(),
+        "capacities": capacities(),
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
     }
-    curves = None if anew else next(filter(None, (_cached(path, key) for path in places)), None)
-    cached = curves is not None and _still_true(curves, workers)
+    curves = None if anew else _just_made(places, key, before)
+    cached = curves is not None
+    if not anew and curves is None:
+        curves = next(filter(None, (_cached(path, key) for path in places)), None)
+        cached = curves is not None and _still_true(curves, workers)
     if curves is None or not cached:
         curves = measure(workers, memory_bytes, narrow)
     elif narrow and not narrow_measured(curves):
@@ -86,6 +93,16 @@ def measurement_places(own: Path, shared: Path | None, threads: int) -> list[Pat
     """Return the files of a device's measurement: in its own directory, and in one that agents of a machine share."""
     name = f"hepti-measurement-{threads}-{cores():g}.json"
     return [own / "measurement.json", *([] if shared is None else [shared / name])]
+
+
+def written(places: Sequence[Path]) -> Written:
+    """Return of each file that is there when it was written, and its number, which a file that replaces it has not."""
+    out: dict[Path, tuple[int, int]] = {}
+    for path in places:
+        with suppress(OSError):
+            found = path.stat()
+            out[path] = found.st_mtime_ns, found.st_ino
+    return out
 
 
 def narrow_measured(curves: Curves) -> bool:
@@ -133,6 +150,13 @@ def _expected(measured: Curves, k: int, n: int) -> float:
     """Return how long measuring [k, n] will take, by what another shape took."""
     area = k * n / (measured["k"] * measured["n"])
     return float(sum(max(WINDOW_S, (1 + REPEATS) * seconds * area) for _, seconds in measured["points"]))
+
+
+def _just_made(places: Sequence[Path], key: Curves, before: Written | None) -> Curves | None:
+    """Return what was written in one of the places since `before`, None if nothing was."""
+    now = {} if before is None else written(places)
+    new = (path for path in places if path in now and before is not None and now[path] != before.get(path))
+    return next(filter(None, (_cached(path, key) for path in new)), None)
 
 
 def _cached(path: Path, key: Curves) -> Curves | None:

@@ -115,7 +115,8 @@ class OurLayer:
         return out
 
 
-def _torch_layer(spec: ModelSpec, tensors: Tensors, threads: int) -> Runner:
+def _torch_layer(spec: ModelSpec, tensors: Tensors, threads: int, packed_for: int | None = None) -> Runner:
+    """Return the layer in PyTorch: eager, or with its weights packed once by oneDNN for so many rows."""
     import torch
     from torch.nn import functional
 
@@ -124,8 +125,15 @@ def _torch_layer(spec: ModelSpec, tensors: Tensors, threads: int) -> Runner:
     matrices = {n: torch.from_numpy(tensors[f"layers.0.{n}.weight"].T.copy()) for n in _MATRICES}
     vectors = {n: torch.from_numpy(t) for n, t in tensors.items() if t.ndim == 1}
 
+    if packed_for is not None:
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        matrices = {n: reorder(w, packed_for) for n, w in matrices.items()}
+
     def linear(x: Any, name: str) -> Any:
-        return functional.linear(x, matrices[name], vectors[f"layers.0.{name}.bias"])
+        bias = vectors[f"layers.0.{name}.bias"]
+        if packed_for is None:
+            return functional.linear(x, matrices[name], bias)
+        return torch.ops.mkldnn._linear_pointwise(x, matrices[name], bias, "none", [], "")
 
     def norm(x: Any, name: str) -> Any:
         gamma, beta = (vectors[f"layers.0.{name}.{kind}"] for kind in ("weight", "bias"))
@@ -195,6 +203,7 @@ def _rivals(spec: ModelSpec, tensors: Tensors, rows: int, threads: int) -> dict[
     """Return the rivals by name; None for one whose packages are not installed."""
     makers: dict[str, tuple[tuple[str, ...], Callable[[], Runner]]] = {
         "torch": (("torch",), lambda: _torch_layer(spec, tensors, threads)),
+        "torch packed": (("torch",), lambda: _torch_layer(spec, tensors, threads, packed_for=rows)),
         "onnxruntime": (("onnx", "onnxruntime"), lambda: _onnxruntime_layer(spec, tensors, rows, threads)),
     }
     return {name: make() if all(map(find_spec, needs)) else None for name, (needs, make) in makers.items()}

@@ -39,7 +39,7 @@ CURVE_ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 197
 # Rows from which the arithmetic, and not the memory, limits int8.
 INT8_ROWS: Final = 48
 # 197 rows are those of ViT-Large, whose matrices are as large as BERT-Large's.
-LAYER_MODEL, LAYER_ROWS = "bert-large", (128, 197, 384)
+LAYER_MODEL, LAYER_ROWS = "bert-large", (32, 128, 197, 384, 512)
 # The weights that one call streams: larger than last-level caches, as a model's weights are.
 STREAM_BYTES: Final = 1 << 28
 _MATRICES: Final = ((1024, 1024), (4096, 1024), (1024, 4096))

@@ -77,8 +77,10 @@ def fill_cache(which: Which, threads: int, tell: Tell = lambda *_: None, most: i
 
     which: what `jit.compile_first` or `compile_all` needs, the latter also `behind` agents that start. threads: of the
     pool that will run them. tell: gets (kernels that are there, all of them), again and again. most: processes of ours
-    at once, by default one per core. Without a cache it returns at once: every process compiles for itself then.
+    at once, by default one per core. Without a cache it returns at once: every process compiles for itself then. Raises
+    ConfigError for a wrong setting of the environment.
     """
+    jit.check_settings()
     directory = jit.cache_directory()
     jobs = _jobs(which, threads)
     missing = [job for job in jobs if not job.done()]
@@ -113,7 +115,12 @@ def _fill(directory: Path, locks: IO[bytes], jobs: Sequence[_Job], start: _Start
 
 
 def _start(which: Which, threads: int, directory: Path) -> list[subprocess.Popen[bytes]]:
-    """Start a process if a core is free: it inherits the lock of one."""
+    """Start a process if a core is free: it inherits the lock of one; none for later, while agents start.
+
+    It would only wait, after imports that take those agents' time.
+    """
+    if which == "behind" and not turns.nobody_starts(directory):
+        return []
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "hepti_mqtt.kernels.ahead", which, str(threads), str(os.getpid())]
     for core in range(os.cpu_count() or 1):

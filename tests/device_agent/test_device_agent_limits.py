@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from device_agent.limits import cores, free_memory
+from device_agent.limits import capacities, cores, free_memory
 
 MIB = 1 << 20
 
@@ -78,3 +80,14 @@ def test_a_quota_limits_the_cores(system, quota, expected):
 
 def test_without_a_quota_all_cores_count(system, tmp_path):
     assert cores(system("0::/\n", cpu_dot_max="max 100000")) == cores(tmp_path / "nothing") >= 1
+
+
+def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monkeypatch):
+    for core, rating in enumerate((1024, 446, 446)):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{rating}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
+    assert capacities(tmp_path) == [446, 1024]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2}, raising=False)
+    assert capacities(tmp_path) == [446, 446]

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from device_agent import measure as measuring
-from device_agent.measure import cpu_model, measure, never_falling, self_measurement
+from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.transport.mesh import mesh_possible
@@ -89,8 +89,15 @@ class Cached:
         before = self.curves["linear"][0]["points"][2][1]
         self.patch.setattr(measuring, "_seconds", lambda act: act() or factor * before)
 
-    def __call__(self, workers=None):
-        return self_measurement([self.directory / "measurement.json"], workers or self.workers, 1 << 30)
+    def __call__(self, workers=None, own="measurement.json", **options):
+        places = [self.directory / own, self.directory / "shared.json"]
+        return self_measurement(places, workers or self.workers, 1 << 30, **options)
+
+    def neighbour(self):
+        """Let another agent measure; return what was written before it did."""
+        before = written([self.directory / "shared.json"])
+        self(own="neighbour.json", anew=True)
+        return before
 
 
 @pytest.fixture
@@ -113,6 +120,30 @@ def test_a_machine_that_has_become_slower_is_measured_again(cached):
     assert cached.measured == 3
 
 
+def test_what_a_neighbour_has_just_measured_counts_without_a_look(cached):
+    before = cached.neighbour()
+    cached.quick(9.0)  # beside others that start, the look would fail
+    assert cached(before=before) == (json.loads(json.dumps(cached.curves)), True)
+    assert cached.measured == 1
+    assert cached()[1] is False, "at the next start it is an old one"
+
+
+def test_a_neighbours_measurement_from_before_this_start_is_looked_at(cached):
+    cached.neighbour()
+    before = written([cached.directory / "shared.json"])
+    cached.quick(9.0)
+    assert cached(before=before)[1] is False
+    assert cached.measured == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("cores", 0.4), ("capacities", [446]), ("cpu_model", "another")])
+def test_a_neighbour_with_another_share_of_the_cores_measures_for_itself(cached, monkeypatch, name, value):
+    before = cached.neighbour()
+    monkeypatch.setattr(measuring, name, lambda: value)
+    assert cached(before=before)[1] is False
+    assert cached.measured == 2
+
+
 def test_other_threads_version_or_cpu_are_measured_again(cached, monkeypatch):
     cached()
     two = Workers(2)
@@ -128,12 +159,14 @@ def test_other_threads_version_or_cpu_are_measured_again(cached, monkeypatch):
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": {}, "curves": {"linear": []}}', "\xff"])
 def test_a_broken_file_is_measured_again(cached, content):
     (cached.directory / "measurement.json").write_text(content, encoding="latin-1")
+    (cached.directory / "shared.json").mkdir()
     assert cached()[1] is False
     assert cached()[1] is True
 
 
 def test_a_directory_that_cannot_be_written_only_costs_time(cached):
-    (cached.directory / "measurement.json").mkdir()
+    for name in ("measurement.json", "shared.json"):
+        (cached.directory / name).mkdir()
     assert cached()[1] is False
     assert cached()[1] is False
 

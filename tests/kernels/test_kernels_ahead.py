@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hepti_mqtt.kernels import ahead
-from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine import jit, turns
 
 compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 
@@ -108,6 +108,14 @@ def test_there_are_no_more_processes_than_cores(tmp_path, monkeypatch):
     with (tmp_path / ahead._CORE.format(0)).open("ab") as lock:
         ahead.fcntl.flock(lock, ahead.fcntl.LOCK_EX)
         assert ahead._start("first", 1, tmp_path) == []
+
+
+def test_what_is_compiled_for_later_starts_no_process_while_agents_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda *_, **__: "a process")
+    with turns.starting(tmp_path):
+        assert ahead._start("behind", 1, tmp_path) == []
+        assert ahead._start("first", 1, tmp_path) == ["a process"]
+    assert ahead._start("behind", 1, tmp_path) == ["a process"]
 
 
 @compiled_only

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.kernels import TILING, trial
+from hepti_mqtt.kernels import TILING, ahead, trial
 from hepti_mqtt.kernels.gemm import linear, tilings
 from hepti_mqtt.kernels.gemm.tilings import TILINGS
 from hepti_mqtt.kernels.machine import jit
@@ -71,9 +71,16 @@ def test_a_tile_is_pinned_by_the_environment(place, monkeypatch):
     assert tilings.chosen().name == names[-1]
     assert tilings.PIN in tilings.how_chosen()
     assert not trial.needed()
+
+
+def test_a_pin_that_names_no_tile_is_an_error_where_kernels_are_loaded_not_where_modules_are(place, monkeypatch):
     monkeypatch.setenv(tilings.PIN, "7x7x7")
+    assert tilings.chosen().name == next(iter(tilings.table()))
     with pytest.raises(ConfigError, match="'7x7x7' is no register tile"):
-        tilings.chosen()
+        ahead.fill_cache("first", 1)
+    monkeypatch.setitem(jit._compiled, "first", -1)
+    with pytest.raises(ConfigError, match="use one of"):
+        jit.compile_first()
 
 
 @compiled_only

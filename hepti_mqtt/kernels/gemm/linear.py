@@ -23,9 +23,9 @@ from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.gemm import narrow, stream
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, activation_of, store
 from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, plain_panel_ahead
-from hepti_mqtt.kernels.gemm.tilings import Tiling, chosen
+from hepti_mqtt.kernels.gemm.tilings import Tiling, chosen, require_known_pin
 from hepti_mqtt.kernels.machine.isa import TILE
-from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.machine.jit import INT, TABLE, before_loading, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec
@@ -130,6 +130,7 @@ SIGNATURE: Final = (
     *[INT] * 6,
 )
 TILING: Final = chosen()
+before_loading.append(require_known_pin)
 _linear: Final = kernel(*SIGNATURE, part=4)(product_of(TILING))
 
 

@@ -70,12 +70,17 @@ def table() -> Mapping[str, Tiling]:
 def chosen() -> Tiling:
     """Return the tiling to use: the pinned one, else the one that was fastest here, else the default.
 
-    The environment variable HEPTI_KERNELS_TILE pins it; raises ConfigError if it names none.
+    The environment variable HEPTI_KERNELS_TILE pins it. One that names no tile counts as none here, where modules are
+    imported: `require_known_pin` is asked before any kernel is loaded.
     """
     found, pinned = table(), os.environ.get(PIN)
-    if pinned and pinned not in found:
-        raise ConfigError(f"{PIN}={pinned!r} is no register tile of {isa()}; use one of {list(found)}")
-    return found[pinned or kept() or next(iter(found))]
+    return found[pinned if pinned and pinned in found else kept() or next(iter(found))]
+
+
+def require_known_pin() -> None:
+    """Raise ConfigError if HEPTI_KERNELS_TILE names no tile of the instruction set in use."""
+    if (pinned := os.environ.get(PIN)) and pinned not in table():
+        raise ConfigError(f"{PIN}={pinned!r} is no register tile of {isa()}; use one of {list(table())}")
 
 
 def how_chosen() -> str:

@@ -51,6 +51,8 @@ registered: Final[list[tuple[Any, tuple[Any, ...]]]] = []
 later: Final[set[Any]] = set()
 # Those that several threads divide: their signature, and how many of its last arguments say the part.
 divided: Final[dict[Any, tuple[tuple[Any, ...], int]]] = {}
+# What is asked before kernels are compiled or loaded: raises ConfigError for a wrong setting of the environment.
+before_loading: Final[list[Callable[[], None]]] = []
 _compiled = {"first": 0, "all": 0}  # how many of `registered` were looked at
 _compiling = Lock()
 
@@ -177,12 +179,20 @@ class Warm(NamedTuple):
     from_cache: int
 
 
+def check_settings() -> None:
+    """Raise ConfigError if the environment asks for kernels that there are not."""
+    for check in before_loading:
+        check()
+
+
 def compile_first() -> None:
     """Compile, or load from the cache, every kernel that f32 weights need and that is not compiled yet.
 
-    It is called for every op that is bound, so it costs nothing where nothing is left to do.
+    It is called for every op that is bound, so it costs nothing where nothing is left to do. Raises ConfigError for a
+    wrong setting of the environment.
     """
     if _compiled["first"] != len(registered):
+        check_settings()
         with _compiling:
             _compile("first")
 
@@ -193,6 +203,7 @@ def compile_all(before: Callable[[], None] | None = None) -> None:
     before: fills the cache; whoever needs these kernels meanwhile waits for it.
     """
     if _compiled["all"] != len(registered):
+        check_settings()
         with _compiling:
             if before is not None:
                 before()
