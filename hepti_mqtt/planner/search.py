@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
-from itertools import combinations
+from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt.errors import ConfigError, PlanError
@@ -15,18 +12,17 @@ from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.decision import Candidate, Decision
+from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, guessed, lanes, priced, reweighted
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
+from hepti_mqtt.planner.subsets import subsets
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
-from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
-EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
-REFINED: Final = 6  # candidates whose shares are balanced
 ROUNDS: Final = 4  # steps of balancing
-MEMORY_ROUNDS: Final = 8
 _BROKER: Final = "the site's broker"
 
 
@@ -37,13 +33,13 @@ def decide(question: Question) -> Decision:
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
     check_pins(question)
-    fitting, short = _fitting(question, _through_the_broker(question, list(_initial(question))))
+    able, short = fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
-    fitting[:REFINED] = (_by_the_better_way(question, c) for c in fitting[:REFINED])
-    for c in sorted((_balance(question, c) for c in fitting), key=_order):
+    able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
+    for c in sorted((_balance(question, c) for c in able), key=_order):
         best.setdefault(c.name, c)
-    for draft in sorted(short, key=lambda d: sum(d.missing.values())):
-        best.setdefault(draft.name, _priced(question, draft))
+    for draft in sorted(short, key=lambda d: d.lacks):
+        best.setdefault(draft.name, priced(question, draft))
     top = _finals(question, best.values())
     if not top or not top[0].price.feasible:
         raise PlanError(nothing_fits(question, top))
@@ -60,11 +56,10 @@ def decide_soon(question: Question) -> Decision:
 
     Raises as `decide` does, if no device can.
     """
-    alone = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
-    return decide(replace(question, strategy=alone, options={}))
+    return decide(replace(question, strategy=ALONE, options={}))
 
 
-def _through_the_broker(question: Question, guesses: Sequence[_Guess]) -> Sequence[_Guess]:
+def _through_the_broker(question: Question, guesses: Sequence[Guess]) -> Sequence[Guess]:
     """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
     limit = question.packet_bytes
     if limit is None or not guesses:
@@ -78,86 +73,13 @@ def _through_the_broker(question: Question, guesses: Sequence[_Guess]) -> Sequen
     return [g for g, size in zip(guesses, sizes, strict=True) if size <= limit]
 
 
-def _fitting(question: Question, guesses: Sequence[_Guess]) -> tuple[list[Candidate], list[_Draft]]:
-    """Return the candidates to balance, and the drafts found on the way that do not fit.
-
-    The fastest ones, and the fastest of every other strategy and variant, so that the comparison is fair. What memory
-    a plan needs costs as much to work out as its price, so it is done for the fastest plans, in turn, until there are
-    enough that fit.
-    """
-    limit = question.packet_bytes
-    queue: list[tuple[tuple[float, float], int, Candidate, bool]] = []
-    for n, guess in enumerate(guesses):
-        with _dividing(question, guess.plan.strategy):
-            c = _guessed(question, guess)
-            queue.append((c.price.cost, n, c, False))
-    heapify(queue)
-    found: list[Candidate] = []
-    short: list[_Draft] = []
-    while queue:
-        _, n, c, fits = heappop(queue)
-        if len(found) >= REFINED and c.name in {other.name for other in found}:
-            continue
-        if fits:
-            found.append(c)
-            continue
-        with _dividing(question, c.plan.strategy):
-            draft = _fit_memory(question, _draft(question, c))
-            if draft.missing:
-                short.append(draft)
-            elif limit is None or plan_packet(question, draft.plan) <= limit:
-                known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
-                c = _priced(question, draft) if known is None else replace(c, price=known)
-                heappush(queue, (c.price.cost, n, c, True))
-    return found, short
-
-
-@contextmanager
-def _dividing(question: Question, strategy: str) -> Iterator[None]:
-    """Leave a plan out if its method cannot divide the model so: the others go on.
-
-    Raises ConfigError if it is the method that was asked for.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if question.strategy == strategy:
-            raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
-
-
 def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
     # Infeasible ones last, the least missing first.
     missing = float(sum(c.price.missing.values()))
     return (missing > 0, missing, c.price.cost)
 
 
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """A plan with shares by speed, of which it is not known whether it fits."""
-
-    plan: Plan
-    weights: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        return self.plan.method
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A plan whose memory is known and whose time is not."""
-
-    plan: Plan
-    weights: tuple[float, ...]
-    needs: Mapping[str, int]
-    missing: Mapping[str, int]
-
-    @property
-    def name(self) -> str:
-        return self.plan.method
-
-
-def _initial(question: Question) -> Iterator[_Guess]:
+def _initial(question: Question) -> Iterator[Guess]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
     rows = max(question.shape.tokens // max(len(names), 1), 1)
@@ -166,9 +88,9 @@ def _initial(question: Question) -> Iterator[_Guess]:
     for method in _methods(question):
         if method.groups is not None:
             for plan in side_by_side(question, method, by_speed, decide):
-                yield _Guess(plan, ())
+                yield Guess(plan, ())
             continue
-        for subset in _subsets(by_speed, pinned=question.devices is not None and method.most_devices is None):
+        for subset in subsets(question, by_speed, pinned=question.devices is not None and method.most_devices is None):
             if method.most_devices is not None and len(subset) > method.most_devices:
                 continue
             alone = len(subset) == 1 and method.most_devices is None
@@ -179,7 +101,7 @@ def _initial(question: Question) -> Iterator[_Guess]:
             for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
-                with _dividing(question, method.name):
+                with dividing(question, method.name):
                     yield _guess(question, method, options, subset, weights)
 
 
@@ -205,61 +127,15 @@ def _methods(question: Question) -> Iterator[Method]:
 
 def _guess(
     question: Question, method: Method, options: Options, devices: tuple[str, ...], weights: tuple[float, ...]
-) -> _Guess:
+) -> Guess:
     """Return a plan whose head is the fastest device; raises ValueError if the method cannot divide this model so."""
     head = devices[0]
     template = Plan(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )
-    plan = make_plan(question.spec, template, method.name, options, weights, _lanes(question, devices))
+    plan = make_plan(question.spec, template, method.name, options, weights, lanes(question, devices))
     plan = replace(plan, wire=wires(question, plan)[0])
-    return _Guess(on_route(question, plan, routes(question, devices)[0]), weights)
-
-
-def _lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
-    """Return what methods that solve for shares know of devices beside their speed."""
-    links, profiles = question.cluster.links, question.cluster.devices
-    return [
-        Lane(min(links[d].up_bytes_per_s, links[d].down_bytes_per_s), links[d].latency_s, profiles[d].memory_bytes)
-        for d in devices
-    ]
-
-
-def _draft(question: Question, guess: _Guess | Candidate) -> _Draft:
-    """Return the draft of a plan, with the next device as its head if only the head's memory is short."""
-    made = []
-    for head in guess.plan.devices[:2]:
-        plan = replace(guess.plan, head=head)
-        made.append(_Draft(plan, guess.weights, *memory(question, plan)))
-        if head not in made[-1].missing:
-            break
-    return min(made, key=lambda d: sum(d.missing.values()))
-
-
-def _subsets(by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]:
-    if pinned:
-        yield tuple(by_speed)
-        return
-    n = len(by_speed)
-    if n <= EXHAUSTIVE:
-        for size in range(1, n + 1):
-            yield from combinations(by_speed, size)
-        return
-    yield from ((name,) for name in by_speed)
-    for size in range(2, n + 1):
-        yield tuple(by_speed[:size])
-    for left_out in by_speed[:-1]:
-        yield tuple(d for d in by_speed if d != left_out)
-
-
-def _guessed(question: Question, guess: _Guess) -> Candidate:
-    # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
-    known: tuple[dict[str, int], dict[str, int]] | None = None if question.objective == "memory" else ({}, {})
-    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.weights)
-
-
-def _priced(question: Question, draft: _Draft) -> Candidate:
-    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
+    return Guess(on_route(question, plan, routes(question, devices)[0]), weights)
 
 
 def _by_the_better_way(question: Question, c: Candidate) -> Candidate:
@@ -284,47 +160,7 @@ def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[st
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
     """Return a candidate with other shares; its memory is not worked out."""
-    lanes = _lanes(question, c.plan.devices)
-    plan = make_plan(question.spec, c.plan, c.plan.strategy, c.plan.options, weights, lanes)
-    return _guessed(question, _Guess(plan, tuple(weights)))
-
-
-def _fit_memory(question: Question, draft: _Draft) -> _Draft:
-    """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
-    if draft.plan.replicas:
-        return draft  # each was made to fit
-    fitted = _shift(question, draft)
-    if not fitted.missing or len(draft.plan.devices) == 1:
-        return fitted
-    by_memory = _reweighted(question, draft, [_room(question, device) for device in draft.plan.devices])
-    return min(fitted, _shift(question, by_memory), key=lambda d: sum(d.missing.values()))
-
-
-def _room(question: Question, device: str) -> float:
-    return max(min(question.cluster.devices[device].memory_bytes, 1e15), 1.0)
-
-
-def _reweighted(question: Question, draft: _Draft, weights: Sequence[float]) -> _Draft:
-    lanes = _lanes(question, draft.plan.devices)
-    plan = make_plan(question.spec, draft.plan, draft.plan.strategy, draft.plan.options, weights, lanes)
-    return _Draft(plan, tuple(weights), *memory(question, plan))
-
-
-def _shift(question: Question, draft: _Draft) -> _Draft:
-    """Move shares away from devices whose memory is short, until the plan fits or nothing moves any more."""
-    best = draft
-    for _ in range(MEMORY_ROUNDS):
-        if not best.missing or len(best.plan.devices) == 1:
-            break
-        weights = list(best.weights)
-        for i, device in enumerate(best.plan.devices):
-            if device in best.missing:
-                weights[i] *= max(min(_room(question, device) / best.needs[device], 0.95), 0.05) ** 1.5
-        moved = _reweighted(question, best, weights)
-        if sum(moved.missing.values()) >= sum(best.missing.values()):
-            break
-        best = moved
-    return best
+    return guessed(question, Guess(reweighted(question, c.plan, weights), tuple(weights)))
 
 
 def _balance(question: Question, c: Candidate) -> Candidate:

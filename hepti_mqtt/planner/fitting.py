@@ -1,0 +1,251 @@
+"""The fastest plans that memory allows: guesses in the order of their price, made to fit by moving shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan, Storage
+from hepti_mqtt.planner.decision import Candidate
+from hepti_mqtt.planner.price import Question, memory, needed_bytes, plan_packet, price
+from hepti_mqtt.planner.subsets import kinds
+from hepti_mqtt.simulate import weight_total
+from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies import STRATEGIES, Lane, make_plan, resident_weights
+
+ALONE: Final = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
+REFINED: Final = 6  # candidates whose shares are balanced
+MEMORY_ROUNDS: Final = 8
+# Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
+TOGETHER: Final = 0.8
+SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A plan with shares by speed, of which neither time nor memory is known."""
+
+    plan: Plan
+    weights: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """Return strategy and variant, as people write it."""
+        return self.plan.method
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan whose memory is known and whose time is not."""
+
+    plan: Plan
+    weights: tuple[float, ...]
+    needs: Mapping[str, int]
+    missing: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """Return strategy and variant, as people write it."""
+        return self.plan.method
+
+    @property
+    def lacks(self) -> int:
+        """Return the bytes that are missing, of all devices."""
+        return sum(self.missing.values())
+
+
+@contextmanager
+def dividing(question: Question, strategy: str) -> Iterator[None]:
+    """Leave a plan out if its method cannot divide the model so: the others go on.
+
+    Raises ConfigError if it is the method that was asked for.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if question.strategy == strategy:
+            raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
+
+
+def lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
+    """Return what methods that solve for shares know of devices beside their speed."""
+    links, profiles = question.cluster.links, question.cluster.devices
+    return [
+        Lane(min(links[d].up_bytes_per_s, links[d].down_bytes_per_s), links[d].latency_s, profiles[d].memory_bytes)
+        for d in devices
+    ]
+
+
+def guessed(question: Question, guess: Guess) -> Candidate:
+    """Return a guess with its price."""
+    # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
+    known: tuple[dict[str, int], dict[str, int]] | None = None if question.objective == "memory" else ({}, {})
+    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.weights)
+
+
+def priced(question: Question, draft: Draft) -> Candidate:
+    """Return a draft with its price."""
+    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
+
+
+def reweighted(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
+    """Return a plan with other shares."""
+    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes(question, plan.devices))
+
+
+# -- in the order of time ---------------------------------------------------------------------------------------------
+
+
+def fitting(question: Question, guesses: Sequence[Guess]) -> tuple[list[Candidate], list[Draft]]:
+    """Return the candidates to balance, and the drafts found on the way that do not fit.
+
+    The fastest ones, and the fastest of every other strategy and variant, so that the comparison is fair. What a plan
+    costs is worked out no earlier than its turn comes: first what it cannot be faster than, then its price, then the
+    memory that it needs.
+    """
+    able, hopeless = _by_room(question, guesses)
+    queue = _queue(question, able)
+    found: list[Candidate] = []
+    short: list[Draft] = []
+    while queue:
+        _, n, c, fits = heappop(queue)
+        if len(found) >= REFINED and c.name in {other.name for other in found}:
+            continue
+        if isinstance(c, Candidate) and fits:
+            found.append(c)
+            continue
+        with dividing(question, c.plan.strategy):
+            if isinstance(c, Guess):
+                c = guessed(question, c)
+                heappush(queue, (c.price.cost, n, c, False))
+                continue
+            draft = _fit_memory(question, _draft(question, c))
+            if draft.missing:
+                short.append(draft)
+            elif question.packet_bytes is None or plan_packet(question, draft.plan) <= question.packet_bytes:
+                known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
+                c = priced(question, draft) if known is None else replace(c, price=known)
+                heappush(queue, (c.price.cost, n, c, True))
+    explained = {c.name for c in found} | {draft.name for draft in short}
+    return found, short + [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
+
+
+# (cost or its bound, number, plan, whether it is known to fit)
+_Step = tuple[tuple[float, float], int, Guess | Candidate, bool]
+
+
+def _queue(question: Question, guesses: Sequence[Guess]) -> list[_Step]:
+    """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
+    queue: list[_Step] = []
+    alone: dict[str, float] = {}
+    if question.objective == "latency":
+        for n, guess in enumerate(guesses):
+            if len(guess.plan.devices) == 1:
+                with dividing(question, guess.plan.strategy):
+                    c = guessed(question, guess)
+                    queue.append((c.price.cost, n, c, False))
+                    alone[c.plan.head] = c.price.seconds
+    known = {number for _, number, _, _ in queue}
+    like = kinds(question, list(dict.fromkeys((*alone, *(d for g in guesses for d in g.plan.devices)))))
+    seconds = {device: alone[kind] for device, kind in like.items() if kind in alone}
+    for n, guess in enumerate(guesses):
+        if n not in known:
+            least = 0.0
+            if not guess.plan.replicas and all(d in seconds for d in guess.plan.devices):
+                together = 1 / sum(1 / seconds[d] for d in guess.plan.devices)
+                least = TOGETHER * together * question.learned.factor(guess.plan)
+            queue.append(((least, least), n, guess, False))
+    heapify(queue)
+    return queue
+
+
+# -- by memory --------------------------------------------------------------------------------------------------------
+
+
+def _by_room(question: Question, guesses: Sequence[Guess]) -> tuple[list[Guess], dict[str, Guess]]:
+    """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
+    whole = _whole_bytes(question.spec, question.storage)
+    room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
+    able: list[Guess] = []
+    hopeless: dict[str, tuple[float, Guess]] = {}
+    for guess in guesses:
+        has = sum(room[d] for d in guess.plan.devices)
+        if guess.plan.replicas or has >= whole:
+            able.append(guess)
+        elif guess.name not in hopeless or has > hopeless[guess.name][0]:
+            hopeless[guess.name] = (has, guess)
+    return able, {name: guess for name, (_, guess) in hopeless.items()}
+
+
+@lru_cache(maxsize=8)
+def _whole_bytes(spec: Spec, storage: Storage) -> int:
+    """Return the bytes of all weights: devices that divide them hold no less together."""
+    plan = Plan("", Epoch(0, 0), ALONE, ("",), "", storage=storage)
+    return weight_total(resident_weights(spec, plan, ""))
+
+
+def _draft(question: Question, guess: Guess | Candidate) -> Draft:
+    """Return the draft of a plan, with the next device as its head if only the head's memory is short."""
+    made = []
+    for head in guess.plan.devices[:2]:
+        plan = replace(guess.plan, head=head)
+        made.append(Draft(plan, guess.weights, *memory(question, plan)))
+        if head not in made[-1].missing:
+            break
+    return min(made, key=lambda d: d.lacks)
+
+
+def _fit_memory(question: Question, draft: Draft) -> Draft:
+    """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
+    if draft.plan.replicas or _never_fits(question, draft):
+        return draft  # each replica was made to fit
+    fitted = _shift(question, draft)
+    if not fitted.missing or len(draft.plan.devices) == 1:
+        return fitted
+    by_memory = _redrafted(question, draft, [_room(question, device) for device in draft.plan.devices])
+    return min(fitted, _shift(question, by_memory), key=lambda d: d.lacks)
+
+
+def _never_fits(question: Question, draft: Draft) -> bool:
+    """Return whether a device lacks memory even for as little as a division may give it."""
+    devices = draft.plan.devices
+    if len(devices) == 1:
+        return bool(draft.missing)
+    for i, device in enumerate(devices):
+        if device in draft.missing:
+            slight = [w * SLIGHT if i == n else w for n, w in enumerate(draft.weights)]
+            if needed_bytes(question, reweighted(question, draft.plan, slight), device) > _room(question, device):
+                return True
+    return False
+
+
+def _room(question: Question, device: str) -> float:
+    return max(min(question.cluster.devices[device].memory_bytes, 1e15), 1.0)
+
+
+def _redrafted(question: Question, draft: Draft, weights: Sequence[float]) -> Draft:
+    plan = reweighted(question, draft.plan, weights)
+    return Draft(plan, tuple(weights), *memory(question, plan))
+
+
+def _shift(question: Question, draft: Draft) -> Draft:
+    """Move shares away from devices whose memory is short, until the plan fits or nothing moves any more."""
+    best = draft
+    for _ in range(MEMORY_ROUNDS):
+        if not best.missing or len(best.plan.devices) == 1:
+            break
+        weights = list(best.weights)
+        for i, device in enumerate(best.plan.devices):
+            if device in best.missing:
+                weights[i] *= max(min(_room(question, device) / best.needs[device], 0.95), 0.05) ** 1.5
+        moved = _redrafted(question, best, weights)
+        if moved.lacks >= best.lacks:
+            break
+        best = moved
+    return best
