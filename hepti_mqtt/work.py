@@ -10,8 +10,8 @@ WorkKind = Literal["linear", "attention", "rowwise"]
 
 
 class Work(NamedTuple):
-    """linear: rows × k × n of a matmul over weights in `storage`; attention: flops over all (query, key) pairs;
-    rowwise: bytes moved.
+    """linear: rows × k × n of a matmul over weights in `storage`, and bytes moved beside it; attention: flops over all
+    (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
     """
 
     kind: WorkKind

@@ -33,7 +33,10 @@ _CHECKED_ROWS: Final = 5
 
 
 class Layer(NamedTuple):
-    """A convolution [Y, X, C] -> [y, x, n] with an activation; pad: top, left, bottom, right."""
+    """A convolution [Y, X, C] -> [y, x, n] with an activation; pad: top, left, bottom, right.
+
+    Of a share of rows: first, the parity of its first row on the whole map, and whole, the rows of that.
+    """
 
     rows: int
     columns: int
@@ -44,6 +47,8 @@ class Layer(NamedTuple):
     pad: tuple[int, int, int, int]
     groups: int
     activation: str | None
+    first: int = 0
+    whole: int | None = None
 
     @property
     def out(self) -> tuple[int, int, int]:
@@ -62,7 +67,8 @@ class Layer(NamedTuple):
     def __str__(self) -> str:
         grouped = f" in {self.groups} groups" if self.groups > 1 else ""
         of = f"{self.rows}x{self.columns}x{self.channels} to {self.n}, {self.size}x{self.size} by {self.stride}"
-        return f"{of}{grouped}, pad {','.join(map(str, self.pad))}, {self.activation}"
+        share = f", of {self.whole} rows from an {'odd' if self.first else 'even'} one" if self.whole else ""
+        return f"{of}{grouped}, pad {','.join(map(str, self.pad))}, {self.activation}{share}"
 
 
 def _square(side: int, channels: int, n: int, size: int, stride: int, groups: int, activation: str | None) -> Layer:
@@ -122,7 +128,8 @@ def shares(layer: Layer, devices: int) -> Iterator[Layer]:
         if first < stop:
             low, high = first * layer.stride - top, (stop - 1) * layer.stride - top + layer.size
             pad = (max(-low, 0), left, max(high - layer.rows, 0), right)
-            yield layer._replace(rows=min(high, layer.rows) - max(low, 0), pad=pad)
+            rows = min(high, layer.rows) - max(low, 0)
+            yield layer._replace(rows=rows, pad=pad, first=first % 2, whole=y if devices > 1 else None)
 
 
 @cache
@@ -171,8 +178,7 @@ class Data:
 
 def data(layer: Layer, seed: int) -> Data:
     """Return seeded data of a layer: its values do not depend on which others are measured."""
-    *sizes, pad, groups, _ = layer
-    rng = np.random.default_rng([seed, *sizes, *pad, groups])
+    rng = np.random.default_rng([seed, *layer[:6], *layer.pad, layer.groups])
     k = layer.shape.k
     x = rng.standard_normal((layer.rows, layer.columns, layer.channels), np.float32)
     w = rng.standard_normal((k, layer.n), np.float32) / np.float32(k**0.5)
@@ -186,7 +192,8 @@ def ours(of: Data, pool: Workers) -> Contender:
     attrs = {"kernel": size, "stride": stride, "pad": layer.pad, "groups": layer.groups, "bias": True}
     out = np.empty(layer.out, np.float32)
     refs = WeightRef("w", (0, len(of.w)), (0, layer.n)), WeightRef("b", (0, 1), (0, layer.n), "plain")
-    more = {"activation": layer.activation, "residual": False}
+    place = {"origin": (layer.first, 0), "whole": (layer.whole or layer.out[0], layer.out[1])}
+    more = {"activation": layer.activation, "residual": False, **place}
     op, slots = Compute("conv2d", (0,), (1,), refs, {**attrs, **more}), (SlotSpec(of.x.shape), SlotSpec(out.shape))
     buffers = [allocate(ref) for ref in refs]
     for buffer, array in zip(buffers, (of.w, of.b[None]), strict=True):

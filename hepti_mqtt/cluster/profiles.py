@@ -79,7 +79,9 @@ class DeviceProfile:
                 self._curves(work.storage),
                 key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
             )
-            return self.op_overhead_s + self.slowdown * curve.seconds(work.rows) * area / (curve.k * curve.n)
+            beside = work.nbytes / self.rowwise_bytes_per_s
+            product = curve.seconds(work.rows) * area / (curve.k * curve.n)
+            return self.op_overhead_s + self.slowdown * (product + beside)
         if work.kind == "attention":
             return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
         return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s

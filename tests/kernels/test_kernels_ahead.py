@@ -122,7 +122,7 @@ def test_what_is_compiled_for_later_starts_no_process_while_agents_start(tmp_pat
 def test_what_waits_is_what_narrow_weights_and_maps_need():
     assert {d.py_func.__module__.rpartition(".")[2] for d in jit.later} == {
         *("weights", "int8", "narrow", "stream"),
-        *("conv2d", "max_pool2d", "average_pool2d", "global_sum"),
+        *("conv2d", "winograd", "max_pool2d", "average_pool2d", "global_sum"),
     }
     first, everything = (ahead._jobs(which, 2) for which in ("first", "behind"))
     assert {job.dispatcher for job in everything} - {job.dispatcher for job in first} == jit.later

@@ -183,7 +183,8 @@ def test_relu6_keeps_nan_and_cuts_infinities(value, groups):
 @pytest.mark.parametrize("name", runnable())
 def test_the_kernels_with_the_tile_of_every_instruction_set_of_this_machine(name):
     modules = (
-        "conv.conv2d conv.max_pool2d conv.average_pool2d conv.global_sum gemm.linear rowwise.sums machine.handover"
+        "conv.conv2d conv.winograd conv.max_pool2d conv.average_pool2d conv.global_sum gemm.linear rowwise.sums "
+        "machine.handover"
     )
     environment = {**os.environ, OVERRIDE: name, ALONE: modules}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -201,7 +202,9 @@ def test_rows_of_a_map_in_groups_have_the_bits_of_the_whole(groups, stride):
     for stop in (3, 4, len(whole)):
         low, high = first * stride - 1, (stop - 1) * stride + 2
         pad = (max(-low, 0), 1, max(high - 29, 0), 1)
-        part = conv2d(np.ascontiguousarray(x[max(low, 0) : min(high, 29)]), weight, pad=pad, **more).run()[0]
+        seen = np.ascontiguousarray(x[max(low, 0) : min(high, 29)])
+        place = {"origin": (first, 0), "whole": whole.shape[:2]}
+        part = conv2d(seen, weight, pad=pad, **more, **place).run()[0]
         np.testing.assert_array_equal(part, whole[first:stop])
         first = stop
 

@@ -37,6 +37,17 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
                 assert np.abs(got - alone).max() < 1e-4 * most, (options, n)
 
 
+@pytest.mark.parametrize("method", ["map_rows", "modnn", "coedge", "fused_tiles"])
+def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method):
+    graph = net(15, [("conv", 32, 3), ("conv", 32, 3), ("conv", 32, 3)])
+    held, lanes = tensors(graph), [Lane(1e9, 1e-6, 1e9)] * 3
+    made = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
+    calls = [op for name in made.names for _, _, op in made.draft(name).ops if getattr(op, "kernel", "") == "conv2d"]
+    assert any(op.attrs["origin"][0] % 2 for op in calls)
+    assert all(op.attrs["whole"] == (15, 15) for op in calls)
+    np.testing.assert_array_equal(run(made, held), run(divided(graph, "single", (1.0,)), held))
+
+
 def test_windows_larger_than_a_share_get_rows_of_several_neighbours():
     made = divided(VGG, "map_rows", (1.0,) * 5)
     source = made.tiles["5.pool"]  # six rows on five devices, of which a window of seven sees nearly all

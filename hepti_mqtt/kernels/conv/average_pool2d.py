@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numba import float32
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
-from hepti_mqtt.kernels.conv.windows import patches_of, window_of
+from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing, rowwise
+from hepti_mqtt.kernels.conv.windows import patches_of, pooling
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, fills, kernel, reads
@@ -49,14 +49,8 @@ def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, s
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.weights(weights, 0)
-    window, count_pad = window_of(check, op), int(bool(op.attrs["count_pad"]))
-    c = window.channels
-    check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
-    parts, table = row_parts(window.pixels, c * window.places, pool), window.table()
+    window, parts = pooling(op, slots, weights, pool)
+    c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
     if not c:
         return nothing
 

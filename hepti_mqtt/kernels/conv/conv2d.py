@@ -6,8 +6,10 @@ residual is added before the activation) and groups (int, 1 where absent): chann
 many groups, in order, and a column sees the channels of its group. Weights: W packed [ky kx C / groups, n], whose row
 (i kx + j) C / groups + c is for pixel (i, j) and channel c of the group, and with a bias b plain [n].
 
-Pixels are multiplied where they lie (`places`): no patch is copied. Every output is one sum over k in ascending order,
-so its bits depend neither on how rows of the map are divided, nor on the block or the thread.
+Pixels are multiplied where they lie (`places`): no patch is copied. Every output is one sum over k in ascending order.
+A window of 3 x 3 over many channels is computed in tiles (`winograd`), which lie on the whole map: attributes origin
+(row and column of the first output on it; (0, 0) where absent) and whole (its rows and columns; where absent, those
+written). Bits depend neither on how the map is divided, nor on the block or the thread.
 """
 
 from __future__ import annotations
@@ -23,8 +25,25 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
 from hepti_mqtt.kernels.conv.places import PIXELS, depthwise_tile, places_tile
+from hepti_mqtt.kernels.conv.units import (
+    BIAS,
+    BOUNDS,
+    COLUMN,
+    DEPTHWISE,
+    IN_REGISTERS,
+    LENGTH,
+    OFFSET,
+    RESIDUAL_FIRST,
+    SHIFT,
+    VALID,
+    WEIGHTS,
+    finish_rows,
+    groups_of,
+    units_of,
+)
 from hepti_mqtt.kernels.conv.windows import Window, patches_of, window_of
-from hepti_mqtt.kernels.gemm.epilogue import NONE, RELU, RELU6, activate, activation_of
+from hepti_mqtt.kernels.conv.winograd import fits, grid, winograd, winograd_work
+from hepti_mqtt.kernels.gemm.epilogue import NONE, RELU, RELU6, activation_of
 from hepti_mqtt.kernels.gemm.tile import MR, NR
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.isa import TILE
@@ -41,11 +60,6 @@ _LANES: Final = TILE.lanes
 _FEW_CHANNELS: Final = 16
 # Activations that cut to low..high are done in registers.
 _LIMITS: Final = {NONE: (-math.inf, math.inf), RELU: (0.0, math.inf), RELU6: (0.0, 6.0)}
-# Columns of the table of units: address of weights, address of biases, first column of out, columns, those of the panel
-# before the first one, bytes from a pixel to its first channel.
-_WEIGHTS, _BIAS, _COLUMN, _VALID, _SHIFT, _OFFSET = range(6)
-# How products are made: what `_conv2d` reads of it, in this order.
-_LENGTH, _DEPTHWISE, _ACTIVATION, _IN_REGISTERS, _BOUNDS, _RESIDUAL_FIRST = range(6)
 
 
 @helper
@@ -92,38 +106,18 @@ def _multiply(
 @helper
 def _beside(table: Any, first: int, count: int, unit: Any, places: int, sums: Any) -> None:
     """Fill the sums [count, NR] of a depthwise unit's channels beyond its last whole vector."""
-    whole = unit[_VALID] // _LANES * _LANES
-    rest = unit[_VALID] - whole
-    bias = floats(unit[_BIAS] + 4 * whole, rest)
+    whole = unit[VALID] // _LANES * _LANES
+    rest = unit[VALID] - whole
+    bias = floats(unit[BIAS] + 4 * whole, rest)
     for i in range(count):
         total = floats(sums + 4 * (i * NR + whole), rest)
         for c in range(rest):
             total[c] = bias[c]
         for place in range(places):
-            pixel = floats(table[place, first + i] + unit[_OFFSET] + 4 * whole, rest)
-            weight = floats(unit[_WEIGHTS] + 4 * (place * NR + whole), rest)
+            pixel = floats(table[place, first + i] + unit[OFFSET] + 4 * whole, rest)
+            weight = floats(unit[WEIGHTS] + 4 * (place * NR + whole), rest)
             for c in range(rest):
                 total[c] += pixel[c] * weight[c]
-
-
-@helper
-def _finish(sums: Any, first: int, count: int, pixel: int, unit: Any, how: Any, out: Any, residual: Any) -> None:
-    """Finish rows first..first + count of sums [PIXELS, NR] and copy them to the pixels of out from `pixel` on."""
-    valid, n = unit[_VALID], out.shape[1]
-    has, is_first = residual.size > 0, how[_RESIDUAL_FIRST] != 0
-    for i in range(count):
-        tile = floats(sums.ctypes.data + 4 * ((first + i) * NR + unit[_SHIFT]), valid)
-        target = floats(out.ctypes.data + 4 * ((pixel + i) * n + unit[_COLUMN]), valid)
-        added = floats(residual.ctypes.data + 4 * ((pixel + i) * n + unit[_COLUMN]), valid if has else 0)
-        if has and is_first:
-            for j in range(valid):
-                tile[j] += added[j]
-        activate(tile, how[_ACTIVATION])
-        if has and not is_first:
-            for j in range(valid):
-                tile[j] += added[j]
-        for j in range(valid):
-            target[j] = tile[j]
 
 
 @kernel(
@@ -155,15 +149,15 @@ def _conv2d(
     last_pixel: int,
 ) -> None:
     """Fill the columns of some units in some pixels of out [y x, n]."""
-    n, places, length, is_depthwise = out.shape[1], window[3] * window[4], how[_LENGTH], how[_DEPTHWISE]
+    n, places, length, is_depthwise = out.shape[1], window[3] * window[4], how[LENGTH], how[DEPTHWISE]
     table, corners = np.empty((places, PIXELS), np.int64), np.empty((2, PIXELS), np.int64)
     sums = np.empty(PIXELS * NR, np.float32)
     finish = np.empty(3, np.int64)
     finish_at, out_at, sums_at, table_at = _signed(finish), _signed(out), _signed(sums), _signed(table)
     map_at, zeros_at = _signed(x), _signed(zeros)
-    finish[0] = how[_BOUNDS]
+    finish[0] = how[BOUNDS]
     finish[1] = _signed(residual) - out_at if residual.size > 0 else 0
-    finish[2] = how[_RESIDUAL_FIRST]
+    finish[2] = how[RESIDUAL_FIRST]
     # Some places at once, or some channels of one.
     most = min(length, DEPTH)
     at_once = places if is_depthwise else max(1, DEPTH // max(length, 1))
@@ -173,32 +167,32 @@ def _conv2d(
         _find(map_at, zeros_at, window, block, pixels, corners, table)
         for u in range(first_unit, last_unit):
             unit = units[u]
-            width = unit[_SHIFT] + unit[_VALID]
-            is_whole = unit[_SHIFT] == 0 and width % _LANES == 0
+            width = unit[SHIFT] + unit[VALID]
+            is_whole = unit[SHIFT] == 0 and width % _LANES == 0
             vectors = width // _LANES if is_depthwise else -(-width // _LANES)
-            direct = how[_IN_REGISTERS] != 0 and is_whole
+            direct = how[IN_REGISTERS] != 0 and is_whole
             for place in range(0, places, at_once):
                 count = min(at_once, places - place)
                 for low in range(0, max(length, 1), max(most, 1)):
                     depth = min(most, length - low)
                     begins, ends = place + low == 0, place + count == places and low + depth == length
-                    weights = unit[_WEIGHTS] + 4 * NR * (place * length + low)
-                    offset = unit[_OFFSET] + 4 * low
+                    weights = unit[WEIGHTS] + 4 * NR * (place * length + low)
+                    offset = unit[OFFSET] + 4 * low
                     for t in range(tiles):
                         i = t * pixels // tiles
                         rows = (t + 1) * pixels // tiles - i
                         to, stride = sums_at + 4 * i * NR, NR
-                        start, start_stride = (unit[_BIAS], 0) if begins else (to, NR)
+                        start, start_stride = (unit[BIAS], 0) if begins else (to, NR)
                         done, at = 0, table_at + 8 * (place * PIXELS + i)
                         if ends and direct:
-                            to, stride = out_at + 4 * ((block + i) * n + unit[_COLUMN]), n
+                            to, stride = out_at + 4 * ((block + i) * n + unit[COLUMN]), n
                             done = finish_at
                         size, begin, end = (rows, vectors, depth), (start, start_stride), (to, stride, done)
                         _multiply(is_depthwise, size, at, count, weights, begin, end, offset)
                         if is_depthwise and not is_whole:
                             _beside(table, i, rows, unit, places, to)
                         if ends and not direct:
-                            _finish(sums, i, rows, block + i, unit, how, out, residual)
+                            finish_rows(sums, i, rows, block + i, unit, how, out, residual)
 
 
 @kernel(reads(float32, 3), fills(float32, 3), INT, INT, INT, INT, part=2, maps=True)
@@ -213,42 +207,6 @@ def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> 
             target[i] = source[i]
 
 
-class _Groups(NamedTuple):
-    """How channels of x and columns of W fall into groups: of a group, so many of each."""
-
-    number: int
-    channels: int
-    columns: int
-
-
-def _groups_of(check: Check, op: Compute, window: Window, n: int) -> _Groups:
-    count = int(op.attrs.get("groups", 1))
-    check.that(count >= 1, f"groups {count} must be >= 1")
-    divides = window.channels % count == n % count == 0
-    check.that(divides, f"groups {count} must divide {window.channels} channels and {n} columns")
-    return _Groups(count, window.channels // count, n // count)
-
-
-def _units(matrix: PackedMatrix, bias: NDArray[np.float32], groups: _Groups, depthwise: bool) -> NDArray[np.int64]:
-    """Return the table of units: columns of one panel and one group; depthwise, of one panel."""
-    found = []
-    address = matrix.panels.__array_interface__["data"][0]
-    biases = bias.__array_interface__["data"][0]
-    for panel in range(len(matrix.panels)):
-        first, stop = panel * NR, min((panel + 1) * NR, matrix.columns)
-        while first < stop:
-            group = 0 if depthwise else first // groups.columns
-            end = stop if depthwise else min(stop, (group + 1) * groups.columns)
-            # Vectors of a panel begin at whole vectors.
-            skipped = (first - panel * NR) // _LANES * _LANES
-            weights = address + 4 * (panel * matrix.rows * NR + skipped)
-            shift = first - panel * NR - skipped
-            offset = first if depthwise else group * groups.channels
-            found.append((weights, biases + 4 * (first - shift), first, end - first, shift, 4 * offset))
-            first = end
-    return np.asarray(found, np.int64)
-
-
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     check = Check(op, slots)
     has_bias, has_residual = bool(op.attrs["bias"]), bool(op.attrs["residual"])
@@ -258,7 +216,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     activation = activation_of(check, op.attrs["activation"])
     window = window_of(check, op)
     matrix, n = check.packed(weights[0]), check.writes[0].shape[2]
-    groups = _groups_of(check, op, window, n)
+    groups = groups_of(check, op, window, n)
     k = window.places * groups.channels
     check.that((matrix.rows, matrix.columns) == (k, n), f"weight {matrix.rows, matrix.columns} should be {(k, n)}")
     bias = np.zeros(len(matrix.panels) * NR, np.float32)
@@ -273,8 +231,11 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     is_first = int(bool(op.attrs.get("residual_first", False)))
     depthwise = groups.channels == groups.columns == 1 and groups.number > 1
     how = [groups.channels, int(depthwise), activation, int(activation in _LIMITS), bounds, is_first]
-    units = _units(matrix, bias, groups, depthwise)
-    return _Convolution(matrix, bias, units, window, how).run(has_residual, pool)
+    units = units_of(matrix, bias, groups, depthwise)
+    made = _Convolution(matrix, bias, units, window, how)
+    if fits(window, groups.number, op.attrs):
+        return made.run_by_winograd(has_residual, pool, op.attrs.get("origin", (0, 0)))
+    return made.run(has_residual, pool)
 
 
 class _Convolution(NamedTuple):
@@ -291,18 +252,35 @@ class _Convolution(NamedTuple):
         window, n = self.window, self.matrix.columns
         how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
         zeros, units = np.zeros(max(1, window.channels), np.float32), self.units
-        ragged = bool(units[-1, _VALID] < NR)
+        ragged = bool(units[-1, VALID] < NR)
         parts = matmul_parts(len(units), ragged, window.pixels, NR * self.matrix.rows, pool.threads, MR)
         is_thin = window.channels < _FEW_CHANNELS and window.kernel_columns > 1 and window.dilation_columns == 1
-        surround = _surrounding(window, pool) if is_thin and how[_LENGTH] == window.channels > 0 else None
+        surround = _surrounding(window, pool) if is_thin and how[LENGTH] == window.channels > 0 else None
         if surround is not None:
-            window, how[_LENGTH] = _of_rows(window), window.kernel_columns * window.channels
+            window, how[LENGTH] = _of_rows(window), window.kernel_columns * window.channels
         table, alive = window.table(), self
 
         def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
             x = reads[0] if surround is None else surround(reads[0])
             residual = reads[1].reshape(-1, n) if has_residual else none
             pool.each(_conv2d, (x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, how), parts)
+
+        return run
+
+    def run_by_winograd(self, has_residual: bool, pool: Workers, origin: tuple[int, int]) -> Run:
+        """Return its run in tiles of 2 x 2; origin: where its first output lies on the whole map."""
+        window, n, units = self.window, self.matrix.columns, self.units
+        how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
+        zeros, ragged = np.zeros(max(NR, window.channels), np.float32), bool(units[-1, VALID] < NR)
+        count, tiles = grid(window, origin)
+        size = 16 * NR * window.channels
+        parts = matmul_parts(len(units), ragged, count, size, pool.threads, MR)
+        table, alive = window.table(), self
+
+        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
+            residual = reads[1].reshape(-1, n) if has_residual else none
+            x, out = reads[0].reshape(-1), writes[0].reshape(-1, n)
+            pool.each(winograd, (x, out, residual, zeros, units, table, tiles, how), parts)
 
         return run
 
@@ -357,6 +335,9 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     if channels == groups > 1:  # each channel alone: the map is read and written, there is little to multiply
         return rowwise(op, slots)
     k = math.prod(op.attrs["kernel"]) * channels // groups
+    window = window_of(Check(op, slots), op)
+    if fits(window, groups, op.attrs):
+        return winograd_work(window, n, op.attrs.get("origin", (0, 0)))
     return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n)
 
 

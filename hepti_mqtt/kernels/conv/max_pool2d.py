@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numba import float32
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
-from hepti_mqtt.kernels.conv.windows import patches_of, window_of
+from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing, rowwise
+from hepti_mqtt.kernels.conv.windows import patches_of, pooling
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers
@@ -46,15 +46,8 @@ def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.weights(weights, 0)
-    window = window_of(check, op)
-    c = window.channels
-    check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
-    parts = row_parts(window.pixels, c * window.places, pool)
-    table = window.table()
+    window, parts = pooling(op, slots, weights, pool)
+    c, table = window.channels, window.table()
     if not c:
         return nothing
 

@@ -7,12 +7,15 @@ where patches are: places of a patch lie dilation apart. There are as many patch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Check
+from hepti_mqtt.kernels.base import Array, Check, row_parts
+from hepti_mqtt.kernels.machine.workers import Parts, Workers
+from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
 
 
@@ -62,6 +65,21 @@ def window_of(check: Check, op: Compute) -> Window:
     x = (width + left + right - (kx - 1) * dx - 1) // sx + 1
     check.shape(check.writes[0], (max(0, y), max(0, x), check.writes[0].shape[2]))
     return Window(height, width, channels, ky, kx, sy, sx, top, left, max(0, y), max(0, x), dy, dx)
+
+
+def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> tuple[Window, Parts]:
+    """Return the window of an op that pools channel by channel, and the pixels that each thread of `pool` fills.
+
+    Raises ValueError if the op does not fit together.
+    """
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.weights(weights, 0)
+    window = window_of(check, op)
+    c = window.channels
+    check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
+    return window, row_parts(window.pixels, c * window.places, pool)
 
 
 def patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:

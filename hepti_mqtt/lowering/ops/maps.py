@@ -90,7 +90,9 @@ class Conv(Window):
     def call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
         more = {"groups": count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
-        return Call("conv2d", self.refs(region), {**self.window(region), **attrs, **more})
+        # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
+        place = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
+        return Call("conv2d", self.refs(region), {**self.window(region), **attrs, **more, **place})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

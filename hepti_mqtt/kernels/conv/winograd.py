@@ -1,0 +1,174 @@
+"""Convolution 3 x 3 by Winograd's F(2x2, 3x3) (`transforms`): four outputs from 16 products over the channels, not 36.
+
+Tiles of 2 x 2 outputs lie where rows and columns of the whole map are even: the op says with its attribute `origin`
+where on the whole map its first output lies, and with `whole` how many rows and columns that has. A part of the map
+that begins at an odd row or column has the one half of its first tiles. An output is made of its own window alone, in
+the same order wherever it is made: how a map is divided changes no bit. Tiles are transformed in blocks, weights for
+each block in pieces of channels that stay near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+
+from hepti_mqtt.kernels.conv.transforms import (
+    OUTPUTS,
+    PRODUCTS,
+    pixels_transformed,
+    sums_transformed,
+    weights_transformed,
+)
+from hepti_mqtt.kernels.conv.units import BIAS, SHIFT, VALID, WEIGHTS, finish_rows
+from hepti_mqtt.kernels.conv.windows import Window
+from hepti_mqtt.kernels.gemm.tile import MR, NR, panel_of_rows
+from hepti_mqtt.kernels.machine.isa import TILE
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
+from hepti_mqtt.work import Work
+
+# Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
+TILES: Final = 96
+PIECE: Final = 128
+# Fewer channels cost more in transforms than they save in products; so do weights for fewer outputs, and with a whole
+# map of fewer, shares of it have so few that nothing is gained.
+LEAST_CHANNELS: Final = 32
+LEAST_PIXELS: Final = 14 * 14
+_LANES: Final = TILE.lanes
+# Channels come in whole vectors of every instruction set, so that the same layers are made in this way on all.
+_GRAIN: Final = 16
+# What `winograd` reads of the grid of tiles: tiles of a row, and how many rows and columns of the first tile lie before
+# the first output.
+_ACROSS, _ABOVE, _BEFORE = range(3)
+
+
+def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
+    """Return whether a convolution with these attributes is made in this way; the same for every part of a map."""
+    if prod(attrs.get("whole", (window.out_rows, window.out_columns))) < LEAST_PIXELS:
+        return False
+    square = window.kernel_rows == window.kernel_columns == 3
+    step = (window.stride_rows, window.stride_columns, window.dilation_rows, window.dilation_columns)
+    channels = window.channels
+    return square and step == (1, 1, 1, 1) and groups == 1 and channels >= LEAST_CHANNELS and channels % _GRAIN == 0
+
+
+def grid(window: Window, origin: tuple[int, int]) -> tuple[int, Any]:
+    """Return the number of tiles over a part of a map whose first output is at `origin`, and their table."""
+    above, before = (at % 2 for at in origin)
+    down, across = -(-(above + window.out_rows) // 2), -(-(before + window.out_columns) // 2)
+    return down * across, np.asarray([across, above, before], np.int64)
+
+
+def winograd_work(window: Window, n: int, origin: tuple[int, int]) -> Work:
+    """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the product that is made.
+
+    That is one of as many rows as tiles, over 16 matrices [C, n]; the transforms are bytes moved beside it.
+    """
+    count, _ = grid(window, origin)
+    c, blocks = window.channels, -(-count // TILES)
+    of_weights = blocks * c * n * (window.places + PRODUCTS)
+    values = count * (c + n) * (PRODUCTS + OUTPUTS) + of_weights
+    flops = 2.0 * window.pixels * window.places * c * n
+    return Work("linear", rows=count, k=PRODUCTS * c, n=n, flops=flops, nbytes=4.0 * values)
+
+
+@helper
+def _transform(at: Any, zeros: Any, window: Any, tiles: Any, first: int, count: int, table: Any, v: Any) -> None:
+    """Fill v [16, count, C] with the transforms of `count` tiles from `first` on of the map at an address."""
+    height, width, channels = window[0], window[1], window[2]
+    for t in range(count):
+        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE] - window[7]
+        x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE] - window[8]
+        for i in range(4):
+            for j in range(4):
+                y, x = y0 + i, x0 + j
+                is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+                table[4 * i + j] = at + 4 * channels * (y * width + x) if is_inside else zeros
+        pixels_transformed(table.ctypes.data, channels, v + 4 * t * channels, count * channels)
+
+
+@helper
+def _multiply(v: Any, channels: int, count: int, unit: Any, near: Any, none: Any) -> None:
+    """Fill m [16, count, NR] with v [16, count, C] times the transformed columns of a unit; near: u, m, by address."""
+    u, m = near
+    vectors, tiles = -(-unit[VALID] // _LANES), -(-count // MR)
+    for low in range(0, channels, PIECE):
+        depth = min(PIECE, channels - low)
+        weights_transformed(unit[WEIGHTS] + 4 * NR * low, channels * NR, depth * NR, u)
+        for product in range(PRODUCTS):
+            for t in range(tiles):
+                i = t * count // tiles
+                rows = (t + 1) * count // tiles - i
+                left = v + 4 * ((product * count + i) * channels + low)
+                to = m + 4 * (product * count + i) * NR
+                start, stride = (to, NR) if low > 0 else (none, 0)
+                panel_of_rows(rows, vectors, left, channels, depth, u + 4 * product * depth * NR, start, stride, to, NR)
+
+
+@helper
+def _finish(
+    m: Any, first: int, count: int, unit: Any, where: Any, how: Any, sums: Any, out: Any, residual: Any
+) -> None:
+    """Finish the outputs of `count` tiles from `first` on, m [16, count, NR], and copy those that are in out."""
+    window, tiles = where
+    width = -(-(unit[SHIFT] + unit[VALID]) // _LANES) * _LANES
+    for t in range(count):
+        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE]
+        x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE]
+        sums_transformed(m + 4 * t * NR, count * NR, width, unit[BIAS], sums.ctypes.data, NR)
+        left, right = max(-x0, 0), min(window[10] - x0, 2)
+        for i in range(2):
+            if 0 <= y0 + i < window[9]:
+                pixel = (y0 + i) * window[10] + x0 + left
+                finish_rows(sums, 2 * i + left, right - left, pixel, unit, how, out, residual)
+
+
+@kernel(
+    reads(float32, 1),
+    fills(float32, 2),
+    reads(float32, 2),
+    reads(float32, 1),
+    TABLE,
+    INT_ARRAY,
+    INT_ARRAY,
+    INT_ARRAY,
+    INT,
+    INT,
+    INT,
+    INT,
+    part=4,
+    maps=True,
+)
+def winograd(
+    x: Any,
+    out: Any,
+    residual: Any,
+    zeros: Any,
+    units: Any,
+    window: Any,
+    tiles: Any,
+    how: Any,
+    first_unit: int,
+    last_unit: int,
+    first_tile: int,
+    last_tile: int,
+) -> None:
+    """Fill the columns of some units in the outputs [y x, n] of some tiles."""
+    channels = window[2]
+    blocks = -(-(last_tile - first_tile) // TILES)
+    most = -(-(last_tile - first_tile) // max(blocks, 1))
+    v, u = np.empty(PRODUCTS * most * channels, np.float32), np.empty(PRODUCTS * PIECE * NR, np.float32)
+    m, sums = np.empty(PRODUCTS * most * NR, np.float32), np.empty(OUTPUTS * NR, np.float32)
+    table = np.empty(PRODUCTS, np.int64)
+    v_at, m_at, zeros_at = np.int64(v.ctypes.data), np.int64(m.ctypes.data), np.int64(zeros.ctypes.data)
+    near = np.int64(u.ctypes.data), m_at
+    for first in range(first_tile, last_tile, max(most, 1)):
+        count = min(most, last_tile - first)
+        _transform(np.int64(x.ctypes.data), zeros_at, window, tiles, first, count, table, v_at)
+        for place in range(first_unit, last_unit):
+            unit = units[place]
+            _multiply(v_at, channels, count, unit, near, zeros_at)
+            _finish(m_at, first, count, unit, (window, tiles), how, sums, out, residual)
