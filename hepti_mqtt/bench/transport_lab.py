@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any, Final
 from hepti_mqtt.bench import transport
 from hepti_mqtt.bench.transport import KB, Options
 from hepti_mqtt.bench.transport_crew import ENVIRONMENT, MODULE, Crew, Record
+from hepti_mqtt.config import examples
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
 from hepti_mqtt.lab.changes import Change
 from hepti_mqtt.lab.lab import Lab
-from hepti_mqtt.lab.spec import HUB, LabSpec
+from hepti_mqtt.lab.spec import HUB, LabSpec, load
 
 SIZES: Final = (128 * KB, 512 * KB)
 WAYS: Final = ("raw TCP", "mesh")
@@ -30,9 +31,17 @@ class InLab:
     """
 
     lab: LabSpec
-    rates: tuple[float, ...] = ()
-    calibrations: Path | None = None
-    say: Callable[[str], None] = print
+    rates: tuple[float, ...]
+    calibrations: Path | None
+    say: Callable[[str], None]
+
+
+def place(file: Path, rates: Iterable[float], calibrations: Path | None, say: Callable[[str], None]) -> InLab:
+    """Return the lab of a file, or one of ours by name; raises ConfigError for what it cannot have."""
+    spec = load(examples.find("lab", file))
+    for rate in rates:
+        spec.with_rate(rate)
+    return InLab(spec, tuple(rates), calibrations, say)
 
 
 def options(out: Path, command: str, *, quick: bool) -> Options:

@@ -148,11 +148,8 @@ def _transport(args: argparse.Namespace) -> int:
 
 def _transport_in_lab(args: argparse.Namespace, out: Path, command: str) -> dict[str, Any]:
     from hepti_mqtt.bench import transport_lab
-    from hepti_mqtt.config import examples
-    from hepti_mqtt.lab.spec import load
 
-    spec = load(examples.find("lab", Path(args.lab)))
-    place = transport_lab.InLab(spec, tuple(args.rate or ()), args.calibrations, output.err.print)
+    place = transport_lab.place(Path(args.lab), args.rate or (), args.calibrations, output.err.print)
     return transport_lab.run(transport_lab.options(out, command, quick=args.quick), place)
 
 
