@@ -122,8 +122,9 @@ def main() -> None:
     """Serve until standard input ends."""
     sys.setswitchinterval(_SWITCH_S)
     spec = _hear()
-    rank = Rank(spec["rank"], spec["count"])
-    ways = {name: WAYS[name](spec["rank"], spec["largest"], spec["broker"]) for name in spec["ways"]}
+    addresses = spec["addresses"]
+    rank = Rank(spec["rank"], len(addresses))
+    ways = {name: WAYS[name](spec["rank"], spec["largest"], spec["broker"], addresses) for name in spec["ways"]}
     burner = _Burner()
     try:
         _say({name: way.port for name, way in ways.items()})

@@ -23,10 +23,11 @@ def markdown(results: Mapping[str, Any]) -> list[str]:
     records: Records = results["records"]
     lines = ["# Transport", "", f"    {results['command']}", ""]
     lines.append(
-        f"Processes of one machine ({results['provenance']['machine']}), rivals in turns, medians of "
-        f"{results['rounds']} rounds; in brackets the median ratio to raw TCP in the same round. Broker: "
-        f"{results['broker']}. Every payload has a header of 256 bytes; brokers get one joined payload."
+        f"{_where(results)}, rivals in turns, medians of {results['rounds']} rounds; in brackets the median ratio to "
+        "raw TCP in the same round. Every payload has a header of 256 bytes; brokers get one joined payload."
     )
+    if "lab" in results:
+        return [*lines, *_in_lab(results)]
     for kind in dict.fromkeys(r["kind"] for r in records):
         mine = [r for r in records if r["kind"] == kind]
         lines += ["", f"## {kind.capitalize()}", "", _WHAT[kind], ""]
@@ -36,6 +37,33 @@ def markdown(results: Mapping[str, Any]) -> list[str]:
         for name, field in (("send", "sender_cpu_s"), ("receive", "receiver_cpu_s"), ("pass on", "broker_cpu_s")):
             lines += ["", f"## CPU to {name} a message one way", "", "Microseconds.", ""]
             lines += _table(one_way, field, 1e6)
+    return lines
+
+
+def _where(results: Mapping[str, Any]) -> str:
+    machine = results["provenance"]["machine"]
+    if "lab" in results:
+        return f"{results['hosts']} hosts of the lab {results['lab']}, throttled ({machine})"
+    return f"Processes of one machine ({machine}; broker: {results['broker']})"
+
+
+def _in_lab(results: Mapping[str, Any]) -> list[str]:
+    """Return a table per rate, and what the hosts were."""
+    records: Records = results["records"]
+    lines = []
+    for (rate, kind), table in zip(
+        dict.fromkeys((r["rate"], r["kind"]) for r in records), results["calibrations"], strict=True
+    ):
+        at = "" if rate is None else f" at {rate:g} Mbit/s"
+        mine = [r for r in records if (r["rate"], r["kind"]) == (rate, kind)]
+        lines += [
+            "",
+            f"## {kind.capitalize()}{at}",
+            "",
+            "Each host sends to all others, and waits for all; milliseconds.",
+        ]
+        lines += ["", *_table(mine, "seconds", 1e3), "", "CPU of the first host, milliseconds:", ""]
+        lines += [*_table(mine, "sender_cpu_s", 1e3), "", *table.splitlines()]
     return lines
 
 

@@ -19,7 +19,6 @@ from hepti_mqtt.errors import BenchError
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 from hepti_mqtt.transport.mesh import Joined, Mesh, MeshEvent, Place
 
-HOST: Final = "127.0.0.1"
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0
 AHEAD: Final = 2 << 20
@@ -55,9 +54,9 @@ class Way(Protocol):
 class Raw:
     """Sockets of a full mesh, and messages of a size that both ends know: the least that Python can do."""
 
-    def __init__(self, rank: int, largest_bytes: int, _broker: str) -> None:
-        self._rank, self._nbytes = rank, 0
-        self._listener = socket.create_server((HOST, 0), backlog=16)
+    def __init__(self, rank: int, largest_bytes: int, _broker: str, addresses: Sequence[str]) -> None:
+        self._rank, self._nbytes, self._addresses = rank, 0, addresses
+        self._listener = socket.create_server((addresses[rank], 0), backlog=16)
         self.port = self._listener.getsockname()[1]
         self._out: dict[int, socket.socket] = {}
         self._peers: dict[int, tuple[int, socket.socket, memoryview]] = {}
@@ -71,7 +70,7 @@ class Raw:
         """Connect to everybody, and be connected to."""
         others = [rank for rank in range(len(ports)) if rank != self._rank]
         for rank in others:
-            self._out[rank] = socket.create_connection((HOST, ports[rank]), PATIENCE_S)
+            self._out[rank] = socket.create_connection((self._addresses[rank], ports[rank]), PATIENCE_S)
             self._out[rank].sendall(bytes((self._rank,)))
         for _ in others:
             sock, _ = self._listener.accept()
@@ -150,11 +149,11 @@ class OverMesh:
     def expect(self, nbytes: int) -> None:
         """Do nothing: packets say how large they are."""
 
-    def __init__(self, rank: int, largest_bytes: int, _broker: str) -> None:
-        self._rank, self._limit = rank, largest_bytes + 4096
+    def __init__(self, rank: int, largest_bytes: int, _broker: str, addresses: Sequence[str]) -> None:
+        self._rank, self._limit, self._addresses = rank, largest_bytes + 4096, addresses
         self._done: deque[tuple[int, int]] = deque()
         self._joined = 0
-        self._mesh = Mesh(HOST, 0, user=f"d{rank}", on_message=self._hear, on_event=self._event)
+        self._mesh = Mesh(addresses[rank], 0, user=f"d{rank}", on_message=self._hear, on_event=self._event)
         self.port = self._mesh.port
 
     def connect(self, ports: Sequence[int]) -> None:
@@ -163,7 +162,7 @@ class OverMesh:
         for rank in others:
             self._mesh.admit(f"d{rank}", 0, "token", filters(self._rank, rank))
         for rank in others:
-            there = Place(HOST, ports[rank])
+            there = Place(self._addresses[rank], ports[rank])
             self._mesh.join(f"d{rank}", 0, there, "token", filters(rank, self._rank), limit_bytes=self._limit)
         until = time.monotonic() + PATIENCE_S
         while self._joined < len(others):
@@ -206,7 +205,7 @@ class ByBroker:
     def expect(self, nbytes: int) -> None:
         """Do nothing: packets say how large they are."""
 
-    def __init__(self, rank: int, _largest_bytes: int, broker: str, qos: int = 0) -> None:
+    def __init__(self, rank: int, _largest_bytes: int, broker: str, _addresses: Sequence[str], *, qos: int = 0) -> None:
         self._rank, self._broker, self._qos = rank, BrokerUrl.parse(broker), qos
         self._queue: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self._up: SimpleQueue[None] = SimpleQueue()
@@ -297,11 +296,12 @@ class OwnByPaho(OwnTransport):
     tensors = False
 
 
-WAYS: Final[Mapping[str, Callable[[int, int, str], Way]]] = {
+# By name: what makes a rank's end of it, from its number, the largest message in bytes, the broker and all addresses.
+WAYS: Final[Mapping[str, Callable[[int, int, str, Sequence[str]], Way]]] = {
     "raw TCP": Raw,
     "mesh": OverMesh,
     "broker, paho": StockPaho,
-    "broker, paho, QoS 1": lambda rank, largest, broker: StockPaho(rank, largest, broker, qos=1),
+    "broker, paho, QoS 1": lambda *of: StockPaho(*of, qos=1),
     "broker, ours": OwnTransport,
     "broker, ours by paho": OwnByPaho,
 }

@@ -7,6 +7,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ConfigError
@@ -24,7 +25,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--calibrations", type=Path, metavar="DIR", help="verify the quotas kept there instead of finding them anew"
     )
-    sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's")
+    sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's; of transport: its hosts")
     sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
     sub.add_argument(
         "--quick", action="store_true", help="the experiment with its `quick:` values; a sample of the kernels"
@@ -132,14 +133,24 @@ def _transport(args: argparse.Namespace) -> int:
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     out = args.out or transport.OUT
-    options = transport.Options.quick(out, command) if args.quick else transport.Options(out, command=command)
-    results = transport.run(options)
+    if args.lab:
+        results = _transport_in_lab(args, out, command)
+    else:
+        options = transport.Options.quick(out, command) if args.quick else transport.Options(out, command=command)
+        results = transport.run(options)
     if args.json:
         output.print_json(results)
         return 0
     output.print_lines(transport_report.markdown(results))
     output.print_lines([f"written to {out}"])
     return 0
+
+
+def _transport_in_lab(args: argparse.Namespace, out: Path, command: str) -> dict[str, Any]:
+    from hepti_mqtt.bench import transport_lab
+
+    place = transport_lab.place(Path(args.lab), args.rate or (), args.calibrations, output.err.print)
+    return transport_lab.run(transport_lab.options(out, command, quick=args.quick), place)
 
 
 def _report(args: argparse.Namespace) -> int:

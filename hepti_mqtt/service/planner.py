@@ -102,7 +102,7 @@ class _Planner:
         self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.accuracy = {n: Accuracy(m.checkpoint.spec, m.checkpoint.tensors()) for n, m in models.items()}
+        self.accuracy = {n: Accuracy.of(m.checkpoint) for n, m in models.items()}
         self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)

@@ -6,23 +6,31 @@ searches: requests run meanwhile under the plan that they have, the first ones o
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import platformdirs
+
+from hepti_mqtt import __version__
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
 from hepti_mqtt.planner import decide_soon, decide_within, price, wire_errors
-from hepti_mqtt.planner.wires import Narrowed
+from hepti_mqtt.planner.wires import Narrowed, narrowed
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
 from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
+_WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW}
 
 
 def begin_loading() -> None:
@@ -31,11 +39,24 @@ def begin_loading() -> None:
 
 
 class Accuracy:
-    """What is known of narrow exchanges of one model; tensors: its canonical ones, read when they are asked for."""
+    """What is known of narrow exchanges of one model; tensors: its canonical ones, read when they are asked for.
 
-    def __init__(self, spec: Spec, tensors: Mapping[str, Any]) -> None:
-        self._spec, self._tensors = spec, tensors
-        self.known: dict[Narrowed, float] = {}
+    kept: a file of the model's digest where errors are found again after a restart, None to keep none.
+    """
+
+    def __init__(self, spec: Spec, tensors: Mapping[str, Any], kept: Path | None = None) -> None:
+        self._spec, self._tensors, self._kept = spec, tensors, kept
+        self.known: dict[Narrowed, float] = {} if kept is None else _read(kept)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Accuracy:
+        """Return that of a checkpoint, whose errors are kept in the user's cache by its digest.
+
+        Another version of Hepti does not read them: its methods may exchange something else.
+        """
+        name = f"{checkpoint.manifest.digest.hex()}-{__version__}.json"
+        kept = Path(platformdirs.user_cache_dir("hepti")) / "accuracy" / name
+        return cls(checkpoint.spec, checkpoint.tensors(), kept)
 
     def measure(self, plan: Plan) -> Mapping[WireDtype, float]:
         """Return the errors of narrow dtypes under a plan; infinity where they cannot be found, so that f32 is left."""
@@ -46,7 +67,23 @@ class Accuracy:
             return dict.fromkeys(NARROW, inf)
         told = ", ".join(f"{wire} {error:.1e}" for wire, error in found.items())
         _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), told)
+        if self._kept is not None:
+            _write(self._kept, self.known | {narrowed(plan, wire): error for wire, error in found.items()})
         return found
+
+
+def _read(path: Path) -> dict[Narrowed, float]:
+    """Return what is kept; a file that is missing or damaged only makes the first search slower."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        rows = json.loads(path.read_text())
+        return {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in rows}
+    return {}
+
+
+def _write(path: Path, known: Mapping[Narrowed, float]) -> None:
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps([[*key, error] for key, error in known.items()]).encode())
 
 
 def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:

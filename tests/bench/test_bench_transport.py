@@ -7,7 +7,8 @@ import json
 import pytest
 
 from hepti_mqtt.bench import transport, transport_report
-from hepti_mqtt.bench.transport import KINDS, WAYS, Options, Record
+from hepti_mqtt.bench.transport import KINDS, WAYS, Options
+from hepti_mqtt.bench.transport_crew import Record
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.errors import BenchError
 
@@ -57,3 +58,17 @@ def test_the_command(tmp_path, capsys):
     assert f"written to {tmp_path}" in said
     results = json.loads((tmp_path / "transport.json").read_text())
     assert len(results["records"]) == 3 * len(KINDS) * 3 * len(WAYS)
+
+
+LAB = "{name: pair, kind: local, defaults: {threads: 1, memory: 600MiB}, hosts: {one: {}, two: {}, three: {}}}"
+
+
+@pytest.mark.wide
+def test_hosts_of_a_lab(tmp_path, capsys):
+    (tmp_path / "lab.yaml").write_text(LAB)
+    out = tmp_path / "out"
+    assert main(["bench", "transport", "--quick", "--lab", str(tmp_path / "lab.yaml"), "--out", str(out)]) == 0
+    records = json.loads((out / "transport.json").read_text())["records"]
+    assert len(records) == 2 * 3 * 2
+    assert all(r["seconds"] > 0 and r["rate"] is None for r in records)
+    assert "| payload | raw TCP | mesh |" in capsys.readouterr().out

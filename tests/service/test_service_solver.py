@@ -7,10 +7,12 @@ import sys
 import threading
 
 from scripted_site import Site
+from sites import FAMILIES, plan
 
+from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.service.solver import begin_loading, solve
+from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
 
 
 def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_follows() -> None:
@@ -83,3 +85,21 @@ def test_a_planner_begins_without_numba_and_loads_it_beside_its_first_steps() ->
     if loads is not None:
         loads.join()
     assert "hepti_mqtt.kernels" in sys.modules
+
+
+def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
+    split = plan(FAMILIES["bert-embedding"], ("row", {"variant": "kv"}), (1.0, 1.0))
+    found = {}
+    for seed in (0, 1):
+        with Checkpoint.open(make_model("tiny-bert", tmp_path / f"m{seed}", seed=seed)) as checkpoint:
+            assert Accuracy.of(checkpoint).known == {}, "another checkpoint's"
+            found[seed] = Accuracy.of(checkpoint).measure(split)
+            assert Accuracy.of(checkpoint).known == {("row/kv", 2, w): error for w, error in found[seed].items()}
+    (first, _) = (tmp_path / "hepti" / "accuracy").iterdir()
+    assert found[0] != found[1]
+    for damaged in ("", "[[1, 2]]", '[["row/kv", 2, "f8", 0.1]]', "{}"):
+        first.write_text(damaged)
+        for seed in (0, 1):
+            with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
+                assert set(Accuracy.of(checkpoint).known.values()) in (set(), set(found[seed].values()))

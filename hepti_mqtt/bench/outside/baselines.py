@@ -21,20 +21,25 @@ ONNX: Final = Library(("onnx", "onnxruntime"), "pip install 'hepti[bench]'")
 
 
 class Baseline(NamedTuple):
-    """A module below this package, its library, how many hosts it takes, and its variant."""
+    """A module below this package, its library, how many hosts it takes, its variant, and whether it packs weights."""
 
     module: str
     library: Library
     least: int
     most: int
     variant: str = ""
+    packed: bool = False
 
 
-BASELINES: Final[Mapping[str, Baseline]] = {
+_TORCH: Final[Mapping[str, Baseline]] = {
     "torch": Baseline("torch_single", TORCH, 1, 1),
     "torch-megatron": Baseline("torch_megatron", TORCH, 2, 16),
     "torch-tokens-x": Baseline("torch_tokens", TORCH, 2, 16, "x"),
     "torch-tokens-kv": Baseline("torch_tokens", TORCH, 2, 16, "kv"),
+}
+BASELINES: Final[Mapping[str, Baseline]] = {
+    **_TORCH,
+    **{f"{name}-packed": baseline._replace(packed=True) for name, baseline in _TORCH.items()},
     "onnxruntime": Baseline("onnx_single", ONNX, 1, 1),
 }
 

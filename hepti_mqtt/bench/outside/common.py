@@ -25,12 +25,16 @@ FAMILIES: Final = ("bert", "vit")  # whose layers the baselines compute
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """rank, world, master: of the group; a baseline of one process has world 1. variant: of the baseline, or empty."""
+    """rank, world, master: of the group; a baseline of one process has world 1. variant: of the baseline, or empty.
+
+    packed: weights in the layout of the library that multiplies.
+    """
 
     rank: int = 0
     world: int = 1
     master: str = ""
     variant: str = ""
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

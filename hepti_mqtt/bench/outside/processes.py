@@ -88,7 +88,8 @@ class Outside:
         port = _ask(group[:1], {"do": "port"})[0]["port"]
         for rank, (host, worker) in enumerate(zip(hosts, group, strict=True)):
             place = host.provide(reference) if rank == 0 else None
-            part = {"module": baseline.module, "variant": baseline.variant, "rank": rank, "world": len(hosts)}
+            part = {"module": baseline.module, "variant": baseline.variant, "packed": baseline.packed}
+            part |= {"rank": rank, "world": len(hosts)}
             what = {"model": host.provide(model), "body": body, "reference": place}
             worker.send(json.dumps({"do": "load", **part, "master": f"{hosts[0].address}:{port}", **what}))
         return group, _answers(group)

@@ -14,7 +14,7 @@ def make(options: common.Options, task: common.Task) -> common.Made:
 
     versions = tm.begin(options, task)
     at = options.rank, options.world
-    model = tm.Encoder(task, tm.part(task.spec.heads, *at), tm.part(task.spec.mlp, *at))
+    model = tm.Encoder(task, options, tm.part(task.spec.heads, *at), tm.part(task.spec.mlp, *at))
     values = tm.values(task)
     many = options.world > 1
 
@@ -24,7 +24,7 @@ def make(options: common.Options, task: common.Task) -> common.Made:
         return x
 
     def attention(i: int, x: tm.Tensor) -> tm.Tensor:
-        return summed(model.attend(i, *model.query_key_value(i, x))) + model.bias(i, "attention_out")
+        return summed(model.attend(i, *model.project(i, tm.QKV, x))) + model.bias(i, "attention_out")
 
     def mlp(i: int, x: tm.Tensor) -> tm.Tensor:
         return summed(model.mlp(i, x)) + model.bias(i, "mlp_down")

@@ -1,12 +1,13 @@
 """BERT-like models and ViT in eager PyTorch, whole or with some heads and MLP columns; one thread.
 
-Weights are stored [out, in] as PyTorch's own modules have them, query, key and value in one matrix.
+Weights are stored [out, in] as PyTorch's own modules have them, or packed (torch_linear); query, key and value that are
+computed from the same rows are one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +22,11 @@ try:
 except ImportError:
     raise ConfigError(f"this baseline needs PyTorch: {TORCH.hint}") from None
 
+from hepti_mqtt.bench.outside.torch_linear import Linear
+
 Tensor = Any
-__all__ = ["Encoder", "F", "Tensor", "begin", "dist", "leave", "part", "together", "torch", "values"]
+QKV: Final = ("query", "key", "value")
+__all__ = ["QKV", "Encoder", "F", "Tensor", "begin", "dist", "leave", "part", "together", "torch", "values"]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -31,36 +35,40 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Encoder:
-    """The stem and layers; heads and mlp: the half-open ranges that this rank has."""
+    """The stem and layers.
 
-    def __init__(self, task: Task, heads: tuple[int, int] | None = None, mlp: tuple[int, int] | None = None) -> None:
-        self.spec, self._task = task.spec, task
+    heads and mlp: the half-open ranges that this rank has. together: which of query, key and value share their input.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        options: Options,
+        heads: tuple[int, int] | None = None,
+        mlp: tuple[int, int] | None = None,
+        together: tuple[tuple[str, ...], ...] = (QKV,),
+    ) -> None:
+        self.spec, self._task, self._packed = task.spec, task, options.packed
         a, f, d = task.spec.heads, task.spec.mlp, task.spec.head_dim
         first, last = heads or (0, a)
-        columns, self._units = slice(first * d, last * d), slice(*(mlp or (0, f)))
+        columns, units = slice(first * d, last * d), slice(*(mlp or (0, f)))
         self.heads = last - first
         self._t = {k: torch.from_numpy(np.array(task.tensors[k])) for k in task.tensors if _plain(k)}
-        self._qkv, self._out, self._up, self._down = [], [], [], []
+        self._linear: list[dict[str, Linear]] = []
         for i in range(task.spec.layers):
-            names = [f"layers.{i}.{part}" for part in ("query", "key", "value")]
-            self._qkv.append(
-                (
-                    self._stored(np.concatenate([task.tensors[f"{n}.weight"][:, columns] for n in names], axis=1)),
-                    torch.from_numpy(np.concatenate([task.tensors[f"{n}.bias"][columns] for n in names])),
-                )
-            )
-            self._out.append(self._stored(task.tensors[f"layers.{i}.attention_out.weight"][columns]))
-            self._up.append(
-                (
-                    self._stored(task.tensors[f"layers.{i}.mlp_up.weight"][:, self._units]),
-                    torch.from_numpy(np.array(task.tensors[f"layers.{i}.mlp_up.bias"][self._units])),
-                )
-            )
-            self._down.append(self._stored(task.tensors[f"layers.{i}.mlp_down.weight"][self._units]))
+            self._linear.append({"+".join(names): self._columns(i, names, columns) for names in together})
+            self._linear[i]["attention_out"] = self._rows(i, "attention_out", columns)
+            self._linear[i]["mlp_up"] = self._columns(i, ("mlp_up",), units)
+            self._linear[i]["mlp_down"] = self._rows(i, "mlp_down", units)
 
-    @staticmethod
-    def _stored(matrix: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(matrix.T))
+    def _columns(self, i: int, names: tuple[str, ...], columns: slice) -> Linear:
+        tensors = self._task.tensors
+        weight = np.concatenate([tensors[f"layers.{i}.{name}.weight"][:, columns] for name in names], axis=1)
+        bias = np.concatenate([tensors[f"layers.{i}.{name}.bias"][columns] for name in names])
+        return Linear(weight, bias, packed=self._packed)
+
+    def _rows(self, i: int, name: str, rows: slice) -> Linear:
+        return Linear(self._task.tensors[f"layers.{i}.{name}.weight"][rows], None, packed=self._packed)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Return the layer norm `name` of x."""
@@ -93,33 +101,21 @@ class Encoder:
                 x = self.norm(x + mlp(i, x), second)
         return self.norm(x, "final_norm") if self.spec.norm_first else x
 
-    def query_key_value(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Q, K, V [rows, columns of own heads] of x."""
-        q, k, v = F.linear(x, *self._qkv[i]).chunk(3, dim=-1)
-        return q, k, v
-
-    def query(self, i: int, x: Tensor) -> Tensor:
-        """Return Q alone."""
-        weight, bias = self._qkv[i]
-        n = len(bias) // 3
-        return F.linear(x, weight[:n], bias[:n])
-
-    def key_value(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V alone."""
-        weight, bias = self._qkv[i]
-        n = len(bias) // 3
-        k, v = F.linear(x, weight[n:], bias[n:]).chunk(2, dim=-1)
-        return k, v
+    def project(self, i: int, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ...]:
+        """Return those of Q, K, V [rows, columns of own heads] of x that `names` has, which are stored together."""
+        parts: tuple[Tensor, ...] = self._linear[i]["+".join(names)](x).chunk(len(names), dim=-1)
+        return parts
 
     def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output projection of attention, without its bias: a partial sum if there are other heads."""
         parts = [y.reshape(1, len(y), self.heads, -1).transpose(1, 2) for y in (q, k, v)]
         y = F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(len(q), -1)
-        return F.linear(y, self._out[i])
+        return self._linear[i]["attention_out"](y)
 
     def mlp(self, i: int, x: Tensor) -> Tensor:
         """Return the MLP without its last bias: a partial sum if there are other columns."""
-        return F.linear(_ACTIVATIONS[self.spec.activation](F.linear(x, *self._up[i])), self._down[i])
+        linear = self._linear[i]
+        return linear["mlp_down"](_ACTIVATIONS[self.spec.activation](linear["mlp_up"](x)))
 
     def bias(self, i: int, part: str) -> Tensor:
         """Return the bias after `attention_out` or `mlp_down`."""

@@ -13,10 +13,10 @@ def make(options: common.Options, task: common.Task) -> common.Made:
     versions = tm.begin(options, task)
     if options.world != 1:
         raise ConfigError(f"torch takes 1 host, not {options.world}")
-    model, values = tm.Encoder(task), tm.values(task)
+    model, values = tm.Encoder(task, options), tm.values(task)
 
     def attention(i: int, x: tm.Tensor) -> tm.Tensor:
-        return model.attend(i, *model.query_key_value(i, x)) + model.bias(i, "attention_out")
+        return model.attend(i, *model.project(i, tm.QKV, x)) + model.bias(i, "attention_out")
 
     def mlp(i: int, x: tm.Tensor) -> tm.Tensor:
         return model.mlp(i, x) + model.bias(i, "mlp_down")

@@ -16,7 +16,8 @@ def make(options: common.Options, task: common.Task) -> common.Made:
     if options.variant not in ("x", "kv"):
         raise ConfigError(f"torch_tokens has the variants x and kv, not {options.variant!r}: give --variant")
     versions = tm.begin(options, task)
-    model, values = tm.Encoder(task), tm.values(task)
+    groups = (tm.QKV[:1], tm.QKV[1:]) if options.variant == "x" else (tm.QKV,)
+    model, values = tm.Encoder(task, options, together=groups), tm.values(task)
     many = options.world > 1
     counts = [b - a for a, b in (tm.part(task.rows, rank, options.world) for rank in range(options.world))]
     mine = slice(*tm.part(task.rows, options.rank, options.world))
@@ -31,10 +32,10 @@ def make(options: common.Options, task: common.Task) -> common.Made:
         return tm.torch.cat([rows[:count] for rows, count in zip(parts, counts, strict=True)])
 
     def attention_x(i: int, x: tm.Tensor) -> tm.Tensor:
-        return model.attend(i, model.query(i, x), *model.key_value(i, gathered(x)))
+        return model.attend(i, *model.project(i, tm.QKV[:1], x), *model.project(i, tm.QKV[1:], gathered(x)))
 
     def attention_kv(i: int, x: tm.Tensor) -> tm.Tensor:
-        q, k, v = model.query_key_value(i, x)
+        q, k, v = model.project(i, tm.QKV, x)
         k, v = gathered(tm.torch.cat([k, v], dim=-1)).chunk(2, dim=-1)
         return model.attend(i, q, k, v)
 

@@ -1,9 +1,9 @@
 """`python -m hepti_mqtt.bench.outside.worker ADDRESS`: an outside baseline's process on a host; speaks JSON lines.
 
-stdin: {"do": "port"}, {"do": "load", "module", "variant", "rank", "world", "master", "model", "body", "reference" (a
-.npy, null on all ranks but the first)}, {"do": "check"}, {"do": "measure"}, {"do": "drop"}. stdout: one line for each,
-{"ok": true, ...} or {"ok": false, "code", "message"}. Between two lines it waits in a read and takes no time of its
-host. ADDRESS: the host's, by which gloo finds the network interface.
+stdin: {"do": "port"}, {"do": "load", "module", "variant", "packed", "rank", "world", "master", "model", "body",
+"reference" (a .npy, null on all ranks but the first)}, {"do": "check"}, {"do": "measure"}, {"do": "drop"}. stdout: one
+line for each, {"ok": true, ...} or {"ok": false, "code", "message"}. Between two lines it waits in a read and takes no
+time of its host. ADDRESS: the host's, by which gloo finds the network interface.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
     def load(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Read the weights and join the group; raises ConfigError for a missing package."""
         module = importlib.import_module(f"hepti_mqtt.bench.outside.{order['module']}")
-        options = common.Options(order["rank"], order["world"], order["master"], order["variant"])
+        options = common.Options(order["rank"], order["world"], order["master"], order["variant"], order["packed"])
         with Checkpoint.open(order["model"]) as checkpoint:
             self._made = module.make(options, common.task(checkpoint, order["body"]))
         self._expected = None if order["reference"] is None else np.load(order["reference"])
