@@ -150,8 +150,8 @@ class Swarm:
     def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
         if isinstance(command, commands.Publish):
             self._count(command)
-            for name in self.hosts:
-                if command.topic in {self.planner.topics.command(name), self.planner.topics.work(MODEL)}:
+            for name, host in self.hosts.items():
+                if command.topic in {self.planner.topics.command(name), *host.filters}:
                     self._to_host(name, command)
         elif isinstance(command, planner_commands.Solve):
             self.after(0.05, lambda: self._solve(command))
@@ -262,7 +262,7 @@ class Swarm:
             elif isinstance(command, commands.Subscribe):
                 self._subscribe(name, host, command)
             elif isinstance(command, commands.Unsubscribe):
-                host.filters -= set(command.filters)
+                host.filters -= {*command.filters, *command.works}
             elif isinstance(command, commands.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
             elif isinstance(command, commands.Build):
@@ -332,7 +332,7 @@ class Swarm:
 
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
-            host.filters |= set(command.filters)
+            host.filters |= {*command.filters, command.work}
             if host.alive:
                 event = worker.Subscribed(command.model, command.epoch)
                 self._host_commands(name, host, host.session.handle(event, self.now))

@@ -55,6 +55,19 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 
 
+def test_the_devices_of_other_replicas_are_not_told_of_a_run():
+    swarm = site({"groups": "2"}, 4)
+    ask(swarm)
+    answered(swarm)
+    swarm.run(1)
+    counted = [host.session.counters for host in swarm.hosts.values()]
+    assert not any(counter["dead_epoch"] for counter in counted)
+    topics = {swarm.planner.topics.work(MODEL, part.devices[0]) for part in swarm.planner.plan(MODEL).replicas}
+    for name, host in swarm.hosts.items():
+        [own] = host.filters & topics
+        assert own == swarm.planner.topics.work(MODEL, swarm.planner.plan(MODEL).of(name).devices[0])
+
+
 def test_requests_that_could_run_together_are_shared_out_first():
     swarm = site(batching=Batching())
     ask(swarm)

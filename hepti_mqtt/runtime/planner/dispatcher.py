@@ -274,7 +274,7 @@ class Dispatcher:
             part, session = generation.next()
         model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
-        topic = self._topics.work(plan.model)
+        topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
         alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * _longer(plan, part.shape.tokens)
         expected_s = alone_s * max(len(beside), 1)
