@@ -102,6 +102,26 @@ def test_a_lost_device_takes_its_replica_away_and_the_others_go_on_until_the_nex
     assert set(last.devices) == {"d0", "d2"}
 
 
+def test_a_replica_whose_run_never_ended_is_left_out_while_the_others_go_on():
+    swarm = site()
+    before = swarm.planner.plan(MODEL)
+    assert before is not None
+    deaf = swarm.planner.topics.work(MODEL, "d1")
+    swarm.lost_filter = lambda topic, _: topic == deaf  # it has lost that subscription, beats and answers probes
+    ask(swarm)
+    swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
+    during = swarm.planner.plan(MODEL)
+    assert during is not None, "requests go on"
+    assert during.epoch == before.epoch
+    assert {run.devices for run in swarm.planner.slots.own(MODEL).able} == {("d0",), ("d2",)}
+    assert set(answered(swarm).values()) == {("d0",), ("d2",)}
+    swarm.lost_filter = lambda *_: False
+    swarm.run(20, until=lambda: swarm.planner.plan(MODEL).epoch != before.epoch)
+    assert swarm.planner.plan(MODEL).devices == before.devices, "all of it is prepared anew"
+    assert len(swarm.planner.slots.own(MODEL).able) == 3
+    assert not any(note.kind == "left" for note in swarm.notes)
+
+
 def test_a_group_that_loses_a_device_is_released_by_those_that_are_left_of_it():
     swarm = site({"groups": "2"}, 4)
     lost = next(part for part in swarm.planner.plan(MODEL).replicas if "d1" in part.devices)
