@@ -67,6 +67,7 @@ class Host:
     memory: int
     boot: int
     filters: set[str] = field(default_factory=set)
+    works: set[str] = field(default_factory=set)
     alive: bool = True
     busy: bool = False
     admitted: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (user, key)
@@ -151,7 +152,7 @@ class Swarm:
         if isinstance(command, commands.Publish):
             self._count(command)
             for name, host in self.hosts.items():
-                if command.topic in {self.planner.topics.command(name), *host.filters}:
+                if command.topic in {self.planner.topics.command(name), *host.works}:
                     self._to_host(name, command)
         elif isinstance(command, planner_commands.Solve):
             self.after(0.05, lambda: self._solve(command))
@@ -262,7 +263,8 @@ class Swarm:
             elif isinstance(command, commands.Subscribe):
                 self._subscribe(name, host, command)
             elif isinstance(command, commands.Unsubscribe):
-                host.filters -= {*command.filters, *command.works}
+                host.filters -= set(command.filters)
+                host.works -= set(command.works)
             elif isinstance(command, commands.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
             elif isinstance(command, commands.Build):
@@ -332,7 +334,8 @@ class Swarm:
 
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
-            host.filters |= {*command.filters, command.work}
+            host.filters |= set(command.filters)
+            host.works.add(command.work)
             if host.alive:
                 event = worker.Subscribed(command.model, command.epoch)
                 self._host_commands(name, host, host.session.handle(event, self.now))

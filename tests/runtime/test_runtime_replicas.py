@@ -64,7 +64,7 @@ def test_the_devices_of_other_replicas_are_not_told_of_a_run():
     assert not any(counter["dead_epoch"] for counter in counted)
     topics = {swarm.planner.topics.work(MODEL, part.devices[0]) for part in swarm.planner.plan(MODEL).replicas}
     for name, host in swarm.hosts.items():
-        [own] = host.filters & topics
+        [own] = host.works & topics
         assert own == swarm.planner.topics.work(MODEL, swarm.planner.plan(MODEL).of(name).devices[0])
 
 
