@@ -88,7 +88,7 @@ class Shell:
             announce,
             log,
         )
-        self._subscriptions = Subscriptions(session.topics, network)
+        self._subscriptions = Subscriptions(network)
         self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
@@ -107,7 +107,7 @@ class Shell:
         self._carriers: Mapping[type, Callable[[Any], None]] = {
             Publish: self._publish,
             Subscribe: self._subscribe,
-            Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.models),
+            Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.works),
             Load: loader.post,
             Build: builder.post,
             Study: builder.post,
@@ -271,7 +271,7 @@ class Shell:
             self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
 
     def _subscribe(self, command: Subscribe) -> None:
-        if self._subscriptions.enter(command.model, command.epoch, command.filters):
+        if self._subscriptions.enter(command.model, command.epoch, command.filters, command.work):
             self.take(Subscribed(command.model, command.epoch))
 
     def _unload(self, command: Unload) -> None:

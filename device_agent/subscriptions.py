@@ -7,7 +7,6 @@ from typing import Protocol
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.wire.topics import Topics
 
 Key = tuple[str, Epoch]
 Filter = tuple[Plane, str]
@@ -33,16 +32,19 @@ class Subscriptions:
     and which filters no epoch needs any more, is the session's knowledge.
     """
 
-    def __init__(self, topics: Topics, network: Subscriber) -> None:
-        self._topics, self._network = topics, network
+    def __init__(self, network: Subscriber) -> None:
+        self._network = network
         self._held: dict[Filter, Token] = {}
         self._waiting: dict[Token, set[Key]] = {}
         self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
 
-    def enter(self, model: str, epoch: Epoch, filters: Iterable[str]) -> bool:
-        """Subscribe to what an epoch needs; return whether everything is acknowledged already."""
+    def enter(self, model: str, epoch: Epoch, filters: Iterable[str], work: str) -> bool:
+        """Subscribe to what an epoch needs; return whether everything is acknowledged already.
+
+        filters: of activations. work: the topic of its requests.
+        """
         key = (model, epoch)
-        needed: list[Filter] = [("control", self._topics.work(model)), *(("data", f) for f in filters)]
+        needed: list[Filter] = [("control", work), *(("data", f) for f in filters)]
         new = [f for f in needed if f not in self._held]
         for plane in dict.fromkeys(plane for plane, _ in new):
             own = [name for p, name in new if p == plane]
@@ -75,9 +77,9 @@ class Subscriptions:
         self._drop(names)
         return [key for key in keys if key in self._pending]
 
-    def leave(self, filters: Iterable[str], models: Iterable[str] = ()) -> None:
-        """Leave activations that no epoch needs any more, and the requests of models that have no epoch."""
-        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", self._topics.work(m)) for m in models)]
+    def leave(self, filters: Iterable[str], works: Iterable[str] = ()) -> None:
+        """Leave activations that no epoch needs any more, and topics of requests likewise."""
+        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", topic) for topic in works)]
         self._drop([f for f in gone if f in self._held])
 
     def release(self, model: str, epoch: Epoch) -> None:

@@ -67,6 +67,7 @@ class Host:
     memory: int
     boot: int
     filters: set[str] = field(default_factory=set)
+    works: set[str] = field(default_factory=set)
     alive: bool = True
     busy: bool = False
     admitted: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (user, key)
@@ -150,8 +151,8 @@ class Swarm:
     def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
         if isinstance(command, commands.Publish):
             self._count(command)
-            for name in self.hosts:
-                if command.topic in {self.planner.topics.command(name), self.planner.topics.work(MODEL)}:
+            for name, host in self.hosts.items():
+                if command.topic in {self.planner.topics.command(name), *host.works}:
                     self._to_host(name, command)
         elif isinstance(command, planner_commands.Solve):
             self.after(0.05, lambda: self._solve(command))
@@ -263,6 +264,7 @@ class Swarm:
                 self._subscribe(name, host, command)
             elif isinstance(command, commands.Unsubscribe):
                 host.filters -= set(command.filters)
+                host.works -= set(command.works)
             elif isinstance(command, commands.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
             elif isinstance(command, commands.Build):
@@ -333,6 +335,7 @@ class Swarm:
     def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
         def effective() -> None:
             host.filters |= set(command.filters)
+            host.works.add(command.work)
             if host.alive:
                 event = worker.Subscribed(command.model, command.epoch)
                 self._host_commands(name, host, host.session.handle(event, self.now))

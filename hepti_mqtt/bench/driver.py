@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from hepti_mqtt.bench.accuracy import BOUNDS, WEIGHTS, relative_error
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError, RemoteError
+from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import peak_bytes
 
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
@@ -36,6 +39,7 @@ class Driver:
 
     hepti: Hepti
     inputs: dict[str, tuple[str, dict[str, Any], NDArray[np.float32]]] = field(default_factory=dict)
+    needs: dict[tuple[Any, ...], dict[str, int]] = field(default_factory=dict)
 
     def load(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Remember a request's input and the hidden states that it must give."""
@@ -79,6 +83,7 @@ class Driver:
             "bytes": last["bytes_on_wire"],
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "predicted_bytes", "tokens")},
             **load,
+            "needs_bytes": self._needs(model, last["plan"]["epoch"]),
             **(self._described(model, last["plan"]["epoch"]) if order["describe"] else {}),
         }
 
@@ -108,6 +113,18 @@ class Driver:
         if not error <= bound:
             raise RemoteError(f"the answer is off by {error:.1e} of its norm, more than {bound:g}: it is not timed")
         return answer, error
+
+    def _needs(self, model: str, epoch: list[int]) -> dict[str, int]:
+        """Return the most bytes that each device holds under the plan of an epoch; none if it has gone meanwhile."""
+        shown = self.hepti.plan(model)
+        found = [plan for plan in (*shown["pinned"], shown["active"]) if plan and list(plan["epoch"]) == list(epoch)]
+        if not found:
+            return {}
+        plan, spec = Plan.from_dict(found[0]), spec_from_dict(shown["spec"])
+        key = (model, *epoch)
+        if key not in self.needs:
+            self.needs[key] = {d: peak_bytes(spec, plan, d, shown["in_flight"]) for d in plan.devices}
+        return self.needs[key]
 
     def _described(self, model: str, epoch: list[int]) -> dict[str, Any]:
         """Return what the time line of the planner's own choice is drawn from: the plan of an epoch, or its latest."""

@@ -17,7 +17,7 @@ from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
 
-_HEAD: Final = "| cell | median ms | interval | this / single | predicted ms | bytes | error | Hepti's plan |"
+_HEAD: Final = "| cell | median ms | interval | this / single | predicted ms | bytes | MiB | error | Hepti's plan |"
 
 
 def write(directory: Path) -> list[Path]:
@@ -82,14 +82,14 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
             both = statistics.ratio(times[cell], times[original])
             yield f"A/A {original.label}: {both.median:.3f} [{both.low:.3f}, {both.high:.3f}] ({both.level:.0%})\n"
     yield _HEAD
-    yield "|---|---:|---|---:|---:|---:|---:|---|"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---|"
     for cell in sorted(
         group,
         key=lambda c: (c.strategy != AUTO, c.strategy, len(c.devices), c.wire, c.route, c.weights, c.requests, c.copy),
     ):
         good = [r for r in turns[cell] if r["ok"]]
         if not good:
-            yield f"| {cell.label} | - | {turns[cell][-1]['message'].splitlines()[0]} | | | | | |"
+            yield f"| {cell.label} | - | {turns[cell][-1]['message'].splitlines()[0]} | | | | | | |"
             continue
         median, last = statistics.median_interval(list(times[cell].values())), good[-1]
         against = ""
@@ -100,8 +100,15 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
         predicted = f"{last['predicted_ms']:.1f}" if "predicted_ms" in last else ""
         yield (
             f"| {cell.label}{failed} | {median.median:.1f} | {_range(median)} | {against} | {predicted} | "
-            f"{last.get('bytes', '')} | {max(r['error'] for r in good):.0e} | {_choice(cell, last, group)} |"
+            f"{last.get('bytes', '')} | {_mib(last)} | {max(r['error'] for r in good):.0e} | "
+            f"{_choice(cell, last, group)} |"
         )
+
+
+def _mib(turn: Mapping[str, Any]) -> str:
+    """Return the most that a device holds at once, weights and activations; nothing for who does not say."""
+    needs = turn.get("needs_bytes")
+    return f"{max(needs.values()) / 2**20:.0f}" if needs else ""
 
 
 def _throughput(results: Results, group: Sequence[Cell]) -> Iterator[str]:

@@ -36,14 +36,14 @@ _EVERYBODY: Final = _rights(
 _RIGHTS: Final[Mapping[Role, tuple[Right, ...]]] = {
     "planner": _rights(
         read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
-        write=("dev/+/cmd", "work/+", "weights/+", "infer/+/res/#"),
+        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
         # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
         # cannot stand in a device's topic.
         readwrite=("planner/status", "plan/+", "evt/+", "dev/doctor/probe"),
     ),
     "device": (
         *_rights(
-            read=("dev/{me}/cmd", "work/+", "weights/{me}", "weights/all", "x/+/+/+/{me}", "x/+/+/+/all"),
+            read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "weights/all", "x/+/+/+/{me}", "x/+/+/+/all"),
             write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+", "evt/+"),
         ),
         *_EVERYBODY,

@@ -121,13 +121,18 @@ class Price:
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:
+    """Return the resident bytes of a device under a plan, for the requests in flight of a question."""
+    return peak_bytes(question.spec, plan, device, question.in_flight)
+
+
+def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     """Return the resident bytes of a device under a plan: weights, Programs, slots and sessions of requests in flight.
 
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
     """
-    refs = resident_weights(question.spec, plan, device)
-    live = most_live_bytes(question.spec, plan, device, question.in_flight)
-    kept = weight_total(refs) + programs_bytes(question.spec, plan, device)
+    refs = resident_weights(spec, plan, device)
+    live = most_live_bytes(spec, plan, device, in_flight)
+    kept = weight_total(refs) + programs_bytes(spec, plan, device)
     return kept + max(live, loading_total(refs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hepti_mqtt.ids import PLANNER
@@ -32,9 +33,10 @@ def send_bytes(naming: Naming, device: str, op: Send, slot: SlotSpec) -> tuple[i
     return tuple(out)
 
 
-def dispatch_bytes(naming: Naming, spec: Spec, shape: RequestShape) -> int:
-    """Return the size of the planner's PUBLISH that hands a request to the devices."""
-    return publish_bytes(Topics(naming.site).work(naming.model), work_bytes(shape, input_bytes(spec, shape)), 1)
+def dispatch_bytes(naming: Naming, spec: Spec, shape: RequestShape, devices: Iterable[str]) -> int:
+    """Return the size of the planner's PUBLISH that hands a request to the devices of a plan, in their order."""
+    topic = Topics(naming.site).work(naming.model, next(iter(devices)))
+    return publish_bytes(topic, work_bytes(shape, input_bytes(spec, shape)), 1)
 
 
 def done_bytes(naming: Naming, device: str) -> int:
@@ -44,7 +46,7 @@ def done_bytes(naming: Naming, device: str) -> int:
 
 def largest_packet_bytes(naming: Naming, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
     """Return the size of the largest single PUBLISH of a request that the broker carries."""
-    sizes = [dispatch_bytes(naming, spec, shape)]
+    sizes = [dispatch_bytes(naming, spec, shape, programs)]
     for device, program in programs.items():
         sends = (op for op in program.ops if isinstance(op, Send) and op.route == "broker")
         sizes += [size for op in sends for size in send_bytes(naming, device, op, program.slots[op.slot])]
@@ -53,7 +55,7 @@ def largest_packet_bytes(naming: Naming, spec: Spec, shape: RequestShape, progra
 
 def sent_bytes(naming: Naming, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
     """Return all bytes that planner and devices send for one request, copies made by a broker excluded."""
-    total = dispatch_bytes(naming, spec, shape)
+    total = dispatch_bytes(naming, spec, shape, programs)
     for device, program in programs.items():
         total += done_bytes(naming, device)
         for op in program.ops:

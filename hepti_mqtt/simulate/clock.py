@@ -180,7 +180,7 @@ class _Clock:
         flight = _Flight(request, parts, asked_s, now, outputs + len(parts), until_s)
         self.flights[admission] = flight
         self.running.append(flight)
-        size = dispatch_bytes(self.naming, self.spec, request.shape)
+        size = dispatch_bytes(self.naming, self.spec, request.shape, choice.programs)
         self.nbytes += size
         body = input_bytes(self.spec, request.shape)
         for to, when in self.links.transmit(now, PLANNER, tuple(parts), size, "dispatch").items():

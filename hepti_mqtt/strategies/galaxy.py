@@ -1,27 +1,36 @@
 """`galaxy`: attention and MLP by heads and columns, norms and residuals on token shares, uneven by capacity (Ye et al.,
 2024). The matmuls beside an exchange are cut into the rows of each device, so that one part travels while the next is
-computed; here the parts go to their owners directly instead of round a ring.
+computed: `direct` sends a part to its owner at once, `ring` takes it round by way of every device, as the paper does.
 """
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split, tile
+from collections.abc import Sequence
+
+from hepti_mqtt.lowering import Rule, Set, Table, roles, split, tile
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method, between, qkv_of
+from hepti_mqtt.strategies.reduce import ring_gather, ring_scatter
 
 
 def table(division: Division) -> Table:
     """Return the layouts: `block` with every matmul in parts by rows."""
     rows, heads, mlp = division.parts(ROWS), division.parts(HEADS), division.parts(MLP)
-    every = [(i, r) for i in range(division.devices) for r in rows]
-    qkv = [qkv_of(division, own) for own in heads]
+    n, qkv = division.devices, [qkv_of(division, own) for own in heads]
+    ring = division.option("exchange", "direct") == "ring"
+    # Which device's rows each computes one after the other: in a ring as they arrive, its own first.
+    order = [(i, (i - t) % n if ring else t) for i in range(n) for t in range(n)]
+
+    def by_rows(parts: Sequence[Set], dim: int) -> Rule:
+        return tile((i, {0: rows[c], dim: parts[i]}) for i, c in order)
+
     return Table(
         {
-            roles.QKV: tile((i, {0: r, 1: qkv[i]}) for i, r in every),
-            roles.ATTENTION_OUT: tile((i, {0: r, 2: heads[i]}) for i, r in every),
-            roles.MLP_HIDDEN: tile((i, {0: r, 1: mlp[i]}) for i, r in every),
-            roles.MLP_DOWN: tile((i, {0: r, 2: mlp[i]}) for i, r in every),
+            roles.QKV: by_rows(qkv, 1),
+            roles.ATTENTION_OUT: ring_scatter(heads, rows) if ring else by_rows(heads, 2),
+            roles.MLP_HIDDEN: by_rows(mlp, 1),
+            roles.MLP_DOWN: ring_scatter(mlp, rows) if ring else by_rows(mlp, 2),
         },
-        between(split(rows, 0), division.head),
+        between(ring_gather(rows) if ring else split(rows, 0), division.head),
     )
 
 
@@ -30,4 +39,5 @@ METHOD = Method(
     "heads and MLP columns, norms on token shares, exchanges overlapped",
     table,
     shares=(ROWS, HEADS, MLP),
+    options=({"exchange": "direct"}, {"exchange": "ring"}),
 )

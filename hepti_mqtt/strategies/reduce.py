@@ -33,3 +33,40 @@ def ring(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
         return out
 
     return rule
+
+
+def ring_scatter(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+    """Return a ring reduce-scatter in N - 1 rounds, the matmul cut into its chunks: chunk c ends on device c.
+
+    Each device computes first the chunk that it sends on first, and its own last, so that a chunk of the sum travels
+    while the next device computes its part of it.
+    """
+    n = len(parts)
+
+    def rule(op: Op) -> list[Piece]:
+        out = []
+        for t, i in product(range(n), range(n)):
+            c = (i - 1 - t) % n
+            out.append(Piece(i, box(op, {0: rows[c], 2: parts[i]})))
+            if t:
+                over = union(*(parts[(c + 1 + s) % n] for s in range(t + 1)))
+                out.append(Piece(i, box(op, {0: rows[c], 2: over}), relay=True))
+        return out
+
+    return rule
+
+
+def ring_gather(rows: Sequence[Set]) -> Rule:
+    """Return a ring all-gather in N - 1 rounds: every device passes on what it has just received.
+
+    Own rows stand last once more: whoever is not in the ring gets them from their owner.
+    """
+    n = len(rows)
+
+    def rule(op: Op) -> list[Piece]:
+        out = [Piece(i, box(op, {0: own})) for i, own in enumerate(rows)]
+        for t, i in product(range(1, n), range(n)):
+            out.append(Piece(i, box(op, {0: rows[(i - t) % n]}), relay=True))
+        return out + [Piece(i, box(op, {0: own}), relay=True) for i, own in enumerate(rows)]
+
+    return rule

@@ -3,7 +3,7 @@
     hepti/v1/<site>/dev/<id>/status|caps|hb|cmd|up|probe
     hepti/v1/<site>/planner/status
     hepti/v1/<site>/plan/<model>
-    hepti/v1/<site>/work/<model>
+    hepti/v1/<site>/work/<model>/<first>
     hepti/v1/<site>/weights/<id or all>
     hepti/v1/<site>/x/<model>/<layer>/<from>/<to or all>
     hepti/v1/<site>/infer/<model>/req/<client>
@@ -60,8 +60,8 @@ _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
 class Parsed:
     """A topic taken apart: its kind and the names in it; names that the kind does not have are empty.
 
-    source and to: sender and receiver of an activation; to is also the receiver of weights. Either a device, `planner`
-    (source only) or `all` (to only).
+    source and to: sender and receiver of an activation; to is also the receiver of weights, and the first device of the
+    plan that a request runs under. Either a device, `planner` (source only) or `all` (to only).
     """
 
     kind: Kind
@@ -123,9 +123,9 @@ class Topics:
         """Return the topic of a model's retained plan."""
         return f"{self._root}/plan/{check_name('model', model)}"
 
-    def work(self, model: str) -> str:
-        """Return the topic on which the planner hands out requests."""
-        return f"{self._root}/work/{check_name('model', model)}"
+    def work(self, model: str, first: str) -> str:
+        """Return the topic on which the planner hands out requests to a plan's devices; first: the first of them."""
+        return f"{self._root}/work/{check_name('model', model)}/{check_name('device', first)}"
 
     def weights(self, to: str) -> str:
         """Return the topic of weight tiles for one device, or for `all`."""
@@ -245,8 +245,8 @@ def _parse_levels(levels: list[str]) -> Parsed | None:
             return Parsed("planner_status")
         case ["plan", model]:
             return Parsed("plan", model=check_name("model", model))
-        case ["work", model]:
-            return Parsed("work", model=check_name("model", model))
+        case ["work", model, first]:
+            return Parsed("work", model=check_name("model", model), to=check_name("device", first))
         case ["weights", to]:
             return Parsed("weights", to=_receiver(to))
         case ["x", model, layer, source, to]:

@@ -60,6 +60,7 @@ def test_run_cut_off_resume_report_compare(tmp_path, capsys):
     report = (out / "report.md").read_text()
     assert "A/A single x1" in report
     assert "| row/kv x2 |" in report
+    assert all(set(t["needs_bytes"]) == set(t["plan"]["devices"]) for t in turns), "what each device holds"
     assert len((out / "results.csv").read_text().splitlines()) == 1 + 4 * 2 * 2
     assert main(["bench", "report", str(out)]) == 0
     assert main(["bench", "compare", str(out), str(out)]) == 0

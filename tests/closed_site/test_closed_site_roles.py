@@ -33,7 +33,7 @@ ACCESS = {
     T.probe("doctor"): ({PLANNER}, {PLANNER}),
     T.planner_status(): ({PLANNER}, EVERYBODY),
     T.plan("m"): ({PLANNER}, EVERYBODY),
-    T.work("m"): ({PLANNER}, DEVICES),
+    T.work("m", "pi-1"): ({PLANNER}, DEVICES),
     T.weights("pi-1"): ({PLANNER}, {"pi-1"}),
     T.weights(ALL): ({PLANNER}, DEVICES),
     T.activation("m", 3, "pi-1", "pi-2"): ({"pi-1"}, {"pi-2"}),

@@ -79,7 +79,7 @@ def test_commands_and_statuses_become_events(wired):
 
 
 def test_requests_and_activations_become_frames(wired):
-    wired.hear(TOPICS.work(MODEL), work())
+    wired.hear(TOPICS.work(MODEL, "d0"), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "all"), tensor(), "data")
     request, one, to_all = wired.events()
@@ -111,8 +111,8 @@ def test_probes_go_to_the_prober_and_trials_of_large_packets_nowhere(wired):
     [
         (TOPICS.command("d1"), b"junk"),
         (TOPICS.command("d1"), messages.encode(messages.Drain(1))[:-1]),
-        (TOPICS.work(MODEL), tensor()),
-        (TOPICS.work(MODEL), work("other")),
+        (TOPICS.work(MODEL, "d0"), tensor()),
+        (TOPICS.work(MODEL, "d0"), work("other")),
         (TOPICS.weights("d1"), tensor()),
         (TOPICS.weights("d1"), b""),
         (TOPICS.planner_status(), b"{}"),
@@ -136,7 +136,9 @@ def test_what_is_not_valid_is_counted_and_dropped(wired, topic, payload):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    topic=st.sampled_from([TOPICS.command("d1"), TOPICS.work(MODEL), TOPICS.weights("d1"), TOPICS.probe("d1"), "x"]),
+    topic=st.sampled_from(
+        [TOPICS.command("d1"), TOPICS.work(MODEL, "d0"), TOPICS.weights("d1"), TOPICS.probe("d1"), "x"]
+    ),
     payload=st.one_of(st.binary(max_size=300), st.binary(max_size=40).map(lambda b: b + work()[len(b) :])),
 )
 def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
@@ -147,7 +149,7 @@ def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
 def test_a_full_inbox_drops_and_counts():
     wired = Wired(limit=2)
     for _ in range(5):
-        wired.hear(TOPICS.work(MODEL), work())
+        wired.hear(TOPICS.work(MODEL, "d0"), work())
     assert len(wired.events()) == 2
     assert wired.complaints.counters["inbox_overflow"] == 3
 
@@ -161,7 +163,7 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
         messages.Drain(3),
     ]
     status = described.Status("offline", 8)
-    wired.hear(TOPICS.work(MODEL), work())
+    wired.hear(TOPICS.work(MODEL, "d0"), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
     for command in commands:
         wired.hear(TOPICS.command("d1"), messages.encode(command))

@@ -127,7 +127,9 @@ class Planner:
         shape = RequestShape(lengths)
         vocab = self.checkpoint.spec.text.vocab
         ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
-        self.transport.publish(TOPICS.work(MODEL), frames.encode_work(MODEL, plan.epoch, admission, shape, ids), 1)
+        self.transport.publish(
+            TOPICS.work(MODEL, plan.devices[0]), frames.encode_work(MODEL, plan.epoch, admission, shape, ids), 1
+        )
         for device in plan.devices:
             self.wait(device, frames.Frame, lambda f: f.kind == "done" and f.admission == admission)
         output = self.wait(plan.head, frames.Frame, lambda f: f.kind == "output" and f.admission == admission)

@@ -197,10 +197,10 @@ def test_filters_of_a_plan_and_its_end(device):
     d.ready(TWO)
     x = TOPICS.activations_from(TWO.model, "d1", "d0")
     assert set(d.planes["data"].subscribed[2]) == {(f, 0) for f in x}
-    assert d.planes["control"].subscribed[2] == ((TOPICS.work(TWO.model), 1),)
+    assert d.planes["control"].subscribed[2] == ((TOPICS.work(TWO.model, TWO.devices[0]), 1),)
     d.run(MessageIn(messages.Release(2, TWO.model, TWO.epoch)))
     assert set(d.planes["data"].left) == set(x)
-    assert d.planes["control"].left == [TOPICS.work(TWO.model)]
+    assert d.planes["control"].left == [TOPICS.work(TWO.model, TWO.devices[0])]
     assert d.loader.posted[-1] == Unload(TWO.model, TWO.epoch, d.session.memory_bytes)
 
 

@@ -283,7 +283,7 @@ class Stranger:
         self.transport = PahoTransport(
             BrokerUrl.parse(url), "stranger", on_message=self._heard, on_state=self._states.put
         )
-        base = Topics(SITE).work("tiny").split("/work/")[0]
+        base = Topics(SITE).work("tiny", "d0").split("/work/")[0]
         self.transport.subscribe([(f"{base}/x/#", 0), (f"{base}/work/#", 0)])
         self.transport.connect(PATIENCE_S)
         while not isinstance(self._states.get(timeout=PATIENCE_S), Subscribed):

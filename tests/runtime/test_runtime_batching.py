@@ -402,8 +402,8 @@ def test_lost_devices_and_exchanges_cost_no_answer_of_a_batch() -> None:
 
 
 # Under the other methods the place where rows are cut between devices decides the order of some sums.
-SAME_BITS = ("single", "column", "block", "megatron-direct", "two_d-1", "galaxy", "pipeline")
-QUICK = ("single", "galaxy")
+SAME_BITS = ("single", "column", "block", "megatron-direct", "two_d-1", "galaxy-direct", "pipeline")
+QUICK = ("single", "galaxy-direct")
 
 
 @pytest.mark.parametrize(

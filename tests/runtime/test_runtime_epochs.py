@@ -29,6 +29,7 @@ SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
 WORKERS = Workers(1)
 PLAN = plan(SPEC, ("single", {}), (1.0,))
+WORK = Topics("home").work("m", "d0")
 ONE, TWO, OTHER = ("m", Epoch(1, 1)), ("m", Epoch(1, 2)), ("n", Epoch(1, 3))
 
 
@@ -144,7 +145,7 @@ def test_an_epoch_that_ends_is_unloaded_whatever_its_state(state: str, event: st
     device.reach(ONE, state)
     out = device(ENDS[event])
     assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, device.session.memory_bytes)]
-    assert [c.models for c in out if isinstance(c, Unsubscribe)] == [("m",)]
+    assert [c.works for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
     assert len(device.session.epochs) == 0
     assert ONE not in device.session.epochs
 
@@ -155,7 +156,7 @@ def test_a_model_is_left_with_its_last_epoch() -> None:
     device.reach(TWO, "ready")
     assert not [c for c in device.tell(messages.Release(9, *ONE)) if isinstance(c, Unsubscribe)]
     (left,) = (c for c in device.tell(messages.Release(9, *TWO)) if isinstance(c, Unsubscribe))
-    assert left.models == ("m",)
+    assert left.works == (WORK,)
 
 
 @pytest.mark.parametrize("state", ["asked", "loading", "subscribing"])
@@ -242,7 +243,9 @@ def test_an_epoch_in_doubt_still_gets_ready() -> None:
 
 
 def resident(key: tuple[str, Epoch]) -> Resident:
-    return Resident(replace(PLAN, model=key[0], epoch=key[1]), SPEC, 1, (), 0, 1, 0, 0, (), bytes(8), deque(), deque())
+    return Resident(
+        replace(PLAN, model=key[0], epoch=key[1]), SPEC, 1, (), 0, 1, 0, 0, (), WORK, bytes(8), deque(), deque()
+    )
 
 
 def filled() -> Epochs:

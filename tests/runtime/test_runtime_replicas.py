@@ -55,6 +55,19 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 
 
+def test_the_devices_of_other_replicas_are_not_told_of_a_run():
+    swarm = site({"groups": "2"}, 4)
+    ask(swarm)
+    answered(swarm)
+    swarm.run(1)
+    counted = [host.session.counters for host in swarm.hosts.values()]
+    assert not any(counter["dead_epoch"] for counter in counted)
+    topics = {swarm.planner.topics.work(MODEL, part.devices[0]) for part in swarm.planner.plan(MODEL).replicas}
+    for name, host in swarm.hosts.items():
+        [own] = host.works & topics
+        assert own == swarm.planner.topics.work(MODEL, swarm.planner.plan(MODEL).of(name).devices[0])
+
+
 def test_requests_that_could_run_together_are_shared_out_first():
     swarm = site(batching=Batching())
     ask(swarm)
@@ -87,6 +100,26 @@ def test_a_lost_device_takes_its_replica_away_and_the_others_go_on_until_the_nex
     last = swarm.planner.plan(MODEL)
     assert last is not None
     assert set(last.devices) == {"d0", "d2"}
+
+
+def test_a_replica_whose_run_never_ended_is_left_out_while_the_others_go_on():
+    swarm = site()
+    before = swarm.planner.plan(MODEL)
+    assert before is not None
+    deaf = swarm.planner.topics.work(MODEL, "d1")
+    swarm.lost_filter = lambda topic, _: topic == deaf  # it has lost that subscription, beats and answers probes
+    ask(swarm)
+    swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
+    during = swarm.planner.plan(MODEL)
+    assert during is not None, "requests go on"
+    assert during.epoch == before.epoch
+    assert {run.devices for run in swarm.planner.slots.own(MODEL).able} == {("d0",), ("d2",)}
+    assert set(answered(swarm).values()) == {("d0",), ("d2",)}
+    swarm.lost_filter = lambda *_: False
+    swarm.run(20, until=lambda: swarm.planner.plan(MODEL).epoch != before.epoch)
+    assert swarm.planner.plan(MODEL).devices == before.devices, "all of it is prepared anew"
+    assert len(swarm.planner.slots.own(MODEL).able) == 3
+    assert not any(note.kind == "left" for note in swarm.notes)
 
 
 def test_a_group_that_loses_a_device_is_released_by_those_that_are_left_of_it():

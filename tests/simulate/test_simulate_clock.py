@@ -113,7 +113,7 @@ def test_one_round_trip_by_hand():
         if type(op).__name__ == "Send"
     )
     gather = send_bytes(NAMING, "d1", parts["d1"].ops[1], parts["d1"].slots[0])[0]
-    dispatch = dispatch_bytes(NAMING, SPEC, SHAPE)
+    dispatch = dispatch_bytes(NAMING, SPEC, SHAPE, ("d0",))
     concat = 2 * 4 * 8 * 4 / 1e6  # read and written once
     hops = (dispatch + 2 * scatter + 2 * gather + out + done_bytes(NAMING, "d0")) / RATE  # the report is last
     assert result.seconds == pytest.approx(hops + 6 * LATENCY + concat, rel=1e-9)

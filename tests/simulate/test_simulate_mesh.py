@@ -106,7 +106,7 @@ def test_one_round_trip_by_hand():
         send_bytes(NAMING, "d0", op, parts["d0"].slots[op.slot])[0] for op in parts["d0"].ops if isinstance(op, Send)
     )
     gather = send_bytes(NAMING, "d1", parts["d1"].ops[1], parts["d1"].slots[0])[0]
-    dispatch, done = dispatch_bytes(NAMING, SPEC, SHAPE), done_bytes(NAMING, "d0")
+    dispatch, done = dispatch_bytes(NAMING, SPEC, SHAPE, NAMES), done_bytes(NAMING, "d0")
     concat = 2 * 4 * 8 * 4 / 1e6
     # Two links carry an exchange at once, a broker one after the other.
     hops = (dispatch + scatter + gather + out + done) / RATE

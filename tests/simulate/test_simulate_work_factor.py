@@ -35,7 +35,7 @@ PINNED = {
     "two_d/1": (1.0, {}),
     "two_d/2": (1.0, {}),
     "two_d/4": (1.0, {}),
-    "galaxy": (1.0, {}),
+    **dict.fromkeys(("galaxy/direct", "galaxy/ring"), (1.0, {})),
     **dict.fromkeys(
         ("voltage/equal", "voltage/uneven"), (1.75, {"qkv": 3.0})
     ),  # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices

@@ -64,7 +64,7 @@ TIMED = (
     ("grid", {"nt": "2"}),
     ("megatron", {"reduce": "ring"}),
     ("two_d", {"x": "2"}),
-    ("galaxy", {}),
+    ("galaxy", {"exchange": "ring"}),
     ("voltage", {}),
     ("pipeline", {}),
     ("decoupled", {"original": "everywhere"}),

@@ -30,7 +30,7 @@ def test_every_built_topic_parses_to_what_it_was_built_from(site, device, model,
         t.probe(device): Parsed("probe", device=device),
         t.planner_status(): Parsed("planner_status"),
         t.plan(model): Parsed("plan", model=model),
-        t.work(model): Parsed("work", model=model),
+        t.work(model, device): Parsed("work", model=model, to=device),
         t.weights(device): Parsed("weights", to=device),
         t.weights(ALL): Parsed("weights", to=ALL),
         t.activation(model, layer, device, other): Parsed(

@@ -17,19 +17,23 @@ from hepti_mqtt.wire.peers import Peer
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe the data plane to filters; every SUBACK in, the shell reports `Subscribed(model, epoch)`."""
+    """Subscribe the data plane to filters and the control plane to the topic `work`.
+
+    Every SUBACK in, the shell reports `Subscribed(model, epoch)`.
+    """
 
     model: str
     epoch: Epoch
     filters: tuple[str, ...]
+    work: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """Leave filters that no resident plan needs any more, and the requests of models that have no plan here."""
+    """Leave filters and topics of requests that no resident plan needs any more."""
 
     filters: tuple[str, ...]
-    models: tuple[str, ...] = ()
+    works: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,9 +131,9 @@ class Epochs:
         """Return the filters that some epoch needs."""
         return {f for r in self._residents.values() for f in r.filters}
 
-    def models(self) -> set[str]:
-        """Return the models that have an epoch here."""
-        return {model for model, _ in self._residents}
+    def works(self) -> set[str]:
+        """Return the topics of requests that some epoch needs."""
+        return {r.work for r in self._residents.values()}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

@@ -31,11 +31,11 @@ class Resident:
 
     txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
     of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of the bound Programs
-    that are kept. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are to be built, `urgent` whatever
-    runs meanwhile. heard: peers whose frames come directly; the broker's filters are of the others. loaded: weights are
-    there, and the Programs that the planner wanted before. acknowledged: the broker's filters are; subscribed: and the
-    peers that are heard are joined, all at one time at least. bound: Programs by request shape, the last used last.
-    state: changed by `runtime.epochs` alone.
+    that are kept. work: the topic of its requests. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are
+    to be built, `urgent` whatever runs meanwhile. heard: peers whose frames come directly; the broker's filters are of
+    the others. loaded: weights are there, and the Programs that the planner wanted before. acknowledged: the broker's
+    filters are; subscribed: and the peers that are heard are joined, all at one time at least. bound: Programs by
+    request shape, the last used last. state: changed by `runtime.epochs` alone.
     """
 
     plan: Plan
@@ -47,6 +47,7 @@ class Resident:
     loading_bytes: int
     programs_bytes: int
     filters: tuple[str, ...]
+    work: str
     digest: bytes
     urgent: deque[RequestShape]
     foreseen: deque[RequestShape]
@@ -122,6 +123,7 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
         loading_bytes=loading_total(refs),
         programs_bytes=programs,
         filters=filters,
+        work=topics.work(plan.model, plan.devices[0]),
         digest=digest,
         urgent=deque(shapes[: message.needed]),
         foreseen=deque(shapes[message.needed :]),

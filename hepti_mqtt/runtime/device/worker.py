@@ -166,7 +166,7 @@ class WorkerSession:
         self.epochs.enter(resident, now)
         load = Load(message.txn, plan.model, plan.epoch, message.manifest, resident.refs, self._spare_bytes())
         out += self._mesh.join(key, resident.heard, now)
-        return [*out, Subscribe(plan.model, plan.epoch, resident.filters), load]
+        return [*out, Subscribe(plan.model, plan.epoch, resident.filters, resident.work), load]
 
     def _preparation(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.epochs.get(event.model, event.epoch)
@@ -271,9 +271,9 @@ class WorkerSession:
         out: list[Command] = [c for resident in released for c in self._mesh.part(resident.key)]
         out += [Unload(*resident.key, self._spare_bytes()) for resident in released]
         filters = {f for resident in released for f in resident.filters} - self.epochs.filters()
-        models = {resident.plan.model for resident in released} - self.epochs.models()
-        if filters or models:
-            out.append(Unsubscribe(tuple(sorted(filters)), tuple(sorted(models))))
+        works = {resident.work for resident in released} - self.epochs.works()
+        if filters or works:
+            out.append(Unsubscribe(tuple(sorted(filters)), tuple(sorted(works))))
         if self.counters["illegal_step"] != self._illegal:
             self._illegal = self.counters["illegal_step"]
             out.append(Complain("illegal_steps", "\n".join([self.epochs.story.title, *self.epochs.story.lines()])))

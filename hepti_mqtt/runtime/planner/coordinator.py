@@ -295,7 +295,7 @@ class CoordinatorSession:
             plans.ended(search, "outdated", now)
             return []
         model.error, model.latest = None, event.decision
-        running = model.active
+        running = None if model.doubtful else model.active
         model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
         if running is not None and (same_division(running, chosen) or not (search.forced or event.worth_it)):
             plans.ended(search, "kept", now, f"plan {running.epoch} is as good")

@@ -136,8 +136,7 @@ class Dispatcher:
 
     def _with_room(self, model: ModelState) -> list[Plan]:
         """Return the replicas of the active plan, or the plan itself, on whose devices there is room for a run."""
-        assert model.active is not None
-        return [p for p in model.active.runs if len(self._beside(model.name, p)) < self._in_flight]
+        return [p for p in model.able if len(self._beside(model.name, p)) < self._in_flight]
 
     def _chosen(self, model: ModelState, items: tuple[Item, ...], now: float) -> Plan | None:
         """Return under which plan items run: of replicas with room, that which will have answered first by prediction.
@@ -145,8 +144,7 @@ class Dispatcher:
         A session is where it began. None if that has no room.
         """
         able, generation = self._with_room(model), items[0].job.generation
-        assert model.active is not None
-        if generation is not None and generation.epoch in {p.epoch for p in model.active.runs}:
+        if generation is not None and generation.epoch in {p.epoch for p in model.able}:
             return next((p for p in able if p.epoch == generation.epoch), None)
         tokens, learned = sum(item.tokens for item in items), model.experience.learned(now)
         busy_s = [max((run.until_s for run in self._beside(model.name, p)), default=now) for p in able]
@@ -274,7 +272,7 @@ class Dispatcher:
             part, session = generation.next()
         model.dispatched(part.shape)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
-        topic = self._topics.work(plan.model)
+        topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
         alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * _longer(plan, part.shape.tokens)
         expected_s = alone_s * max(len(beside), 1)

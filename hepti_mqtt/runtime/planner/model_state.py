@@ -61,6 +61,18 @@ class ModelState:
         return None if record is None else record.plan
 
     @property
+    def able(self) -> tuple[Plan, ...]:
+        """Return the plans that a run may be under now: the active one, or its replicas that are not in doubt."""
+        record = self.plans.active
+        return () if record is None else tuple(run for run in record.plan.runs if run.epoch not in record.doubted)
+
+    @property
+    def doubtful(self) -> bool:
+        """Return whether a part of the active plan is to be prepared anew, whatever a search finds."""
+        record = self.plans.active
+        return record is not None and bool(record.doubted)
+
+    @property
     def name(self) -> str:
         """Return the model's name."""
         return self.served.name

@@ -116,7 +116,8 @@ class PlanRecord:
     begun_s: when it began to be prepared. moved_s: when each device last told of progress. decision: the search's, from
     which it came. txn: of its Prepare. waiting: devices that are not ready. progress:
     (bytes there, bytes in all) of the weights, by device; shown_s: when that was last published. behind: of a plan that
-    is swapping, the epochs that make room for it.
+    is swapping, the epochs that make room for it. doubted: replicas under which a run
+    never ended; nothing else runs there.
     """
 
     plan: Plan
@@ -131,6 +132,7 @@ class PlanRecord:
     behind: frozenset[Epoch] = frozenset()
     begun_s: float = 0.0
     moved_s: dict[str, float] = field(default_factory=dict)
+    doubted: set[Epoch] = field(default_factory=set)
 
     @property
     def epoch(self) -> Epoch:

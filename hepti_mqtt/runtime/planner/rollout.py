@@ -166,7 +166,8 @@ class Rollout:
             if preparing is not None and message.epoch in preparing.epochs:
                 out += self.abandon(model, preparing, "refused", now, message.text)
             elif active is not None and message.epoch in active.epochs:
-                out += self.suspect(model, active.plan, now, message.text)
+                under = next((run for run in active.plan.runs if run.epoch == message.epoch), active.plan)
+                out += self.suspect(model, under, now, message.text)
                 for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
                     out += self._requests.again(model, run)
             else:
@@ -324,7 +325,7 @@ class Rollout:
     def suspect(
         self, model: ModelState, plan: Plan, now: float, why: str = "a run never ended"
     ) -> list[CoordinatorCommand]:
-        """Prepare a plan anew under which a run never ended.
+        """Prepare a plan anew under which a run never ended; if it is one of several replicas, the others go on.
 
         A device may have lost its part of it unnoticed (a broker that restarts swallows wills and subscriptions). The
         old epoch stays resident meanwhile, so that devices that have its weights need not load them again.
@@ -332,6 +333,8 @@ class Rollout:
         record = model.plans.active
         if record is None or all(run is not plan for run in (record.plan, *record.plan.runs)):
             return []
-        model.plans.suspect(record, now, why)
+        record.doubted |= {run.epoch for run in record.plan.replicas if run is plan}
+        if not model.able or plan is record.plan:
+            model.plans.suspect(record, now, why)
         model.plans.want(now, now, f"under {record.epoch}: {why}", forced=True)
         return [self.show(model)]
