@@ -20,13 +20,15 @@ from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
-from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, pixels, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
 EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
 REFINED: Final = 6  # candidates whose shares are balanced
 ROUNDS: Final = 4  # steps of balancing
 MEMORY_ROUNDS: Final = 8
+STEPPED: Final = 2  # candidates whose shares are tried step by step
+STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
 _BROKER: Final = "the site's broker"
 
 
@@ -40,7 +42,9 @@ def decide(question: Question) -> Decision:
     fitting, short = _fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
     fitting[:REFINED] = (_by_the_better_way(question, c) for c in fitting[:REFINED])
-    for c in sorted((_balance(question, c) for c in fitting), key=_order):
+    balanced = sorted((_balance(question, c) for c in fitting), key=_order)
+    balanced[:STEPPED] = (_step_by_step(question, c) for c in balanced[:STEPPED])
+    for c in sorted(balanced, key=_order):
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: sum(d.missing.values())):
         best.setdefault(draft.name, _priced(question, draft))
@@ -160,7 +164,8 @@ class _Draft:
 def _initial(question: Question) -> Iterator[_Guess]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
-    rows = max(question.shape.tokens // max(len(names), 1), 1)
+    most = max(question.shape.tokens, pixels(_graph(question)))
+    rows = max(most // max(len(names), 1), 1)
     profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
     for method in _methods(question):
@@ -174,7 +179,7 @@ def _initial(question: Question) -> Iterator[_Guess]:
             alone = len(subset) == 1 and method.most_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
                 continue  # one device is what `single` is for
-            share_rows = max(question.shape.tokens // len(subset), 1)
+            share_rows = max(most // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
             for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
@@ -218,10 +223,10 @@ def _guess(
 
 def _lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
     """Return what methods that solve for shares know of devices beside their speed."""
-    links, profiles = question.cluster.links, question.cluster.devices
+    links, known = question.cluster.links, question.cluster.devices
     return [
-        Lane(min(links[d].up_bytes_per_s, links[d].down_bytes_per_s), links[d].latency_s, profiles[d].memory_bytes)
-        for d in devices
+        Lane(min(link.up_bytes_per_s, link.down_bytes_per_s), link.latency_s, known[d].memory_bytes, known[d].speed(1))
+        for d, link in ((d, links[d]) for d in devices)
     ]
 
 
@@ -350,6 +355,20 @@ def _balance(question: Question, c: Candidate) -> Candidate:
         if missing:
             break
         best = replace(moved, price=replace(moved.price, needs=needs))
+    return best
+
+
+def _step_by_step(question: Question, c: Candidate) -> Candidate:
+    """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
+    best = c
+    for step in STEPS if STRATEGIES[c.plan.strategy].few else ():
+        for i in range(len(c.plan.devices)):
+            for factor in (step, 1 / step):
+                weights = tuple(w * factor if j == i else w for j, w in enumerate(best.weights))
+                moved = _with_weights(question, best, weights)
+                if moved.price.cost < best.price.cost and not (known := memory(question, moved.plan))[1]:
+                    best = replace(moved, price=replace(moved.price, needs=known[0]))
+                    break
     return best
 
 

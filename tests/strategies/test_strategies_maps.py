@@ -78,8 +78,11 @@ def test_cuts_are_where_few_bytes_come_together():
 
 
 def test_only_cuts_that_a_net_has_are_priced():
-    assert STRATEGIES["map_rows"].choices(3, VGG) == [{"cut": cut} for cut in ("none", "1", "2")]
-    assert STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=())) == [{"cut": "none"}]
+    assert STRATEGIES["map_rows"].choices(3, VGG) == [
+        {"cut": cut, **halo} for halo in ({}, {"halo": "ahead"}) for cut in ("none", "1", "2")
+    ]
+    one = STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=()))
+    assert [options["cut"] for options in one] == ["none", "none"]
     assert not STRATEGIES["modnn"].knows({"cut": "1"})
 
 
@@ -190,6 +193,21 @@ def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
     _, slow = STRATEGIES["edgeflow"].divide(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
     behind = slow["fc1"]
     assert len([r for r in behind if r[0] < r[1]]) == 1
+
+
+def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
+    lanes = [Lane(row_flops_per_s=1.0), Lane(row_flops_per_s=3.0), Lane(row_flops_per_s=1.0)]
+    for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
+        _, ranges = STRATEGIES[method].divide(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
+        assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
+    _, ranges = STRATEGIES["edgeflow"].divide(VGG, {}, (9.0, 3.0, 0.0), lanes)
+    assert ranges["fc1"][1][1] - ranges["fc1"][1][0] > ranges["fc1"][0][1] - ranges["fc1"][0][0]
+    assert ranges["0.map"][0][1] == 18
+
+
+def test_pixels_of_a_net_are_those_of_half_its_work():
+    assert maps.pixels(VGG) == 12 * 12
+    assert maps.pixels(net(8, [("conv", 4, 3), ("conv", 4, 3)])) == 64
 
 
 def test_stages_of_a_pipeline_are_by_work():
