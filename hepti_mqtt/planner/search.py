@@ -14,13 +14,15 @@ from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.asked import check_pins
+from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
+from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
-from hepti_mqtt.strategies import STRATEGIES, Lane, Method, Options, make_plan, pixels, programs_digest
+from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, pixels, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
 EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
@@ -184,6 +186,8 @@ def _initial(question: Question) -> Iterator[_Guess]:
             for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
+                if method.settles(options) and len(subset) < len(names):
+                    continue  # it leaves out devices by itself
                 with _dividing(question, method.name):
                     yield _guess(question, method, options, subset, weights)
 
@@ -216,18 +220,9 @@ def _guess(
     template = Plan(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )
-    plan = make_plan(question.spec, template, method.name, options, weights, _lanes(question, devices))
+    plan = make_plan(question.spec, template, method.name, options, weights, lanes_of(question, devices))
     plan = replace(plan, wire=wires(question, plan)[0])
     return _Guess(on_route(question, plan, routes(question, devices)[0]), weights)
-
-
-def _lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
-    """Return what methods that solve for shares know of devices beside their speed."""
-    links, known = question.cluster.links, question.cluster.devices
-    return [
-        Lane(min(link.up_bytes_per_s, link.down_bytes_per_s), link.latency_s, known[d].memory_bytes, known[d].speed(1))
-        for d, link in ((d, links[d]) for d in devices)
-    ]
 
 
 def _draft(question: Question, guess: _Guess | Candidate) -> _Draft:
@@ -289,7 +284,7 @@ def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[st
 
 def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
     """Return a candidate with other shares; its memory is not worked out."""
-    lanes = _lanes(question, c.plan.devices)
+    lanes = lanes_of(question, c.plan.devices)
     plan = make_plan(question.spec, c.plan, c.plan.strategy, c.plan.options, weights, lanes)
     return _guessed(question, _Guess(plan, tuple(weights)))
 
@@ -310,7 +305,7 @@ def _room(question: Question, device: str) -> float:
 
 
 def _reweighted(question: Question, draft: _Draft, weights: Sequence[float]) -> _Draft:
-    lanes = _lanes(question, draft.plan.devices)
+    lanes = lanes_of(question, draft.plan.devices)
     plan = make_plan(question.spec, draft.plan, draft.plan.strategy, draft.plan.options, weights, lanes)
     return _Draft(plan, tuple(weights), *memory(question, plan))
 
@@ -335,7 +330,10 @@ def _shift(question: Question, draft: _Draft) -> _Draft:
 def _balance(question: Question, c: Candidate) -> Candidate:
     """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
     best, weights = c, c.weights
-    if len(c.plan.devices) == 1 or c.plan.replicas or STRATEGIES[c.plan.strategy].settled:
+    method = STRATEGIES[c.plan.strategy]
+    if method.settles(c.plan.options):
+        return in_time(question, c)
+    if len(c.plan.devices) == 1 or c.plan.replicas or method.settled:
         return c
     for _ in range(ROUNDS):
         price_now = best.price

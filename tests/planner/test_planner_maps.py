@@ -9,6 +9,7 @@ import pytest
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import Question, decide
@@ -41,3 +42,30 @@ def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, ga
     published = [c for c in found.ranking if c.plan.strategy in ("fused_tiles", "modnn", "coedge", "edgeflow")]
     assert {c.plan.strategy for c in published} == {"fused_tiles", "modnn", "coedge", "edgeflow"}
     assert found.chosen.price.seconds <= 1.05 * min(c.price.seconds for c in published)
+
+
+WATTS = """
+deadline_ms: {deadline}
+defaults: {{mbit: 940, round_trip_ms: 0.1, compute_watts: 3, link_watts: 1}}
+devices:
+  hub: {{gflops: 0.8, compute_watts: 25}}
+  pi1: {{gflops: 0.4}}
+"""
+
+
+def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
+    def found(deadline, **options):
+        (tmp_path / "site.yaml").write_text(WATTS.format(deadline=deadline))
+        cluster = load_site(tmp_path / "site.yaml")
+        best = decide(question("tiny-vgg", cluster, strategy="coedge", options=options)).chosen
+        return best.price.seconds * 1e3, best.price.joules(cluster)
+
+    fast_ms, fast_j = found(1000)
+    slow_ms, slow_j = found(1000, goal="energy")
+    assert (slow_j < 0.5 * fast_j, slow_ms > fast_ms) == (True, True)  # all on the board that draws little
+    between = (fast_ms + slow_ms) / 2
+    ms, joules = found(between, goal="energy")
+    assert ms <= between
+    assert slow_j < joules < fast_j
+    with pytest.raises(ConfigError, match=r"no shares meet the deadline of 0\.01 ms"):
+        found(0.01, goal="energy")

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import divided, net, run, tensors
 
+from hepti_mqtt.cluster import Power
 from hepti_mqtt.simulate import work_factor
 from hepti_mqtt.strategies import STRATEGIES, Lane, coedge, maps, modnn
-from hepti_mqtt.strategies.coedge import Costs, Power, shares_of
+from hepti_mqtt.strategies.coedge import Costs, seconds_of, shares_of
 from hepti_mqtt.strategies.consecutive import consecutive
 from hepti_mqtt.strategies.linear_programme import least
 
@@ -171,6 +172,39 @@ def test_energy_under_a_deadline():
     np.testing.assert_allclose(shares_of(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
     np.testing.assert_allclose(shares_of(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
     assert shares_of(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
+
+
+def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
+    asked = costs(compute=(1.0, 4.0), smallest=0.3)
+    power = [Power(10.0, 0.0), Power(1.0, 0.0)]
+    # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
+    np.testing.assert_allclose(shares_of(asked, power, deadline_s=11.0), [0.3, 0.7])
+
+
+def test_the_estimate_of_shares_is_what_the_programme_makes_least():
+    asked = costs(compute=(1.0, 4.0), gather=2.0)
+    found = shares_of(asked)
+    assert seconds_of(asked, found) == pytest.approx(
+        min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
+    )
+
+
+def test_the_least_energy_needs_watts_and_says_which_deadline_cannot_be_met():
+    strong, weak = (Lane(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
+
+    small = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3)])
+
+    def shares(*lanes):
+        return STRATEGIES["coedge"].divide(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
+
+    assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
+    alone = seconds_of(coedge.costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
+    soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
+    assert 0.2 < shares(*soon)[0] < 0.5
+    with pytest.raises(ValueError, match=r"no shares meet the deadline of 1 ms: the fastest take \d+ ms"):
+        shares(*(lane._replace(deadline_s=1e-3) for lane in (strong, weak)))
+    with pytest.raises(ValueError, match="watts of every device: give compute_watts and link_watts"):
+        shares(strong, weak._replace(power=None))
 
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
