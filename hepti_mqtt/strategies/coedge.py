@@ -66,7 +66,8 @@ def _rest(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> float:
     dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
     picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
     brought = sum(picture / lane.bytes_per_s for lane, speed in zip(lanes, speeds, strict=True) if speed > 0)
-    return brought + dense / maps.row_speeds(speeds, lanes)[0]
+    at_head = maps.row_speeds(speeds, lanes)[0]
+    return brought + (dense / at_head if at_head > 0 else 0.0)
 
 
 def _halo(graph: Graph, unit: maps.Unit) -> tuple[float, float]:
@@ -183,10 +184,10 @@ def table(division: Division) -> Table:
 def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
     """Return the shares that take the least time, or energy; by speed if none fit into memory, or no map has rows.
 
-    Raises ValueError if energy is asked for, and watts are not known or nothing meets the deadline.
+    Without the watts of all devices it is the time. Raises ValueError if no shares meet the deadline.
     """
     shares = shares_of(costs_of(graph, weights, lanes)) if maps.sizes(graph) else None
-    if is_energy(options) and maps.sizes(graph):
+    if is_energy(options) and maps.sizes(graph) and all(lane.power is not None for lane in lanes):
         shares = _least_energy(costs_of(graph, weights, lanes), lanes, shares)
     return {ROWS: tuple(map(float, weights if shares is None else shares))}, {}
 
@@ -199,10 +200,6 @@ def is_energy(options: Options) -> bool:
 def _least_energy(costs: Costs, lanes: Sequence[Lane], fastest: Array | None) -> Array:
     """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
     power, deadline_s = [lane.power for lane in lanes if lane.power is not None], lanes[0].deadline_s
-    if len(power) < len(lanes):
-        raise ValueError(
-            "the least energy needs the watts of every device: give compute_watts and link_watts in the site file"
-        )
     shares = shares_of(costs, power, deadline_s)
     if shares is None:
         least = (

@@ -152,7 +152,8 @@ def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, S
 
     def solve(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
         speeds = row_speeds(weights, lanes)
-        return {kind: tuple(weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
+        whole = sum(weights) or 1.0  # parts of it: however often shares are changed, a plan has no numbers without end
+        return {kind: tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
 
     return solve
 

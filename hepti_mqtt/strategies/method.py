@@ -127,9 +127,9 @@ class Method:
     where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
     throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
     following what one request keeps busy. few: it divides few units, so that shares are tried step by step too, where
-    rounding hides what keeps a device busy. settles: whether a variant chooses devices and shares by itself, for
-    something other than time. groups: of a method whose plans are replicas side by side, which devices
-    make up each of them.
+    rounding hides what keeps a device busy. settles: whether a variant chooses devices and shares by itself, for the
+    least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
+    devices make up each of them.
     """
 
     name: str

@@ -69,3 +69,17 @@ def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
     assert slow_j < joules < fast_j
     with pytest.raises(ConfigError, match=r"no shares meet the deadline of 0\.01 ms"):
         found(0.01, goal="energy")
+
+
+def test_energy_needs_watts():
+    asked = question(
+        "tiny-vgg", load_site(MIXED), strategy="coedge", options={"goal": "energy"}, devices=("pi1", "hub")
+    )
+    with pytest.raises(ConfigError, match="needs the watts of every device, and none are known of pi1, hub; give comp"):
+        decide(asked)
+
+
+def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
+    """A device checks that what a plan says of shares is no number without end."""
+    chosen = decide(question("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"})).chosen
+    assert sum(chosen.plan.weights["map_rows"]) == pytest.approx(1.0)
