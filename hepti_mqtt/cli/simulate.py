@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def simulate(args: argparse.Namespace) -> int:
         draw_plan(args, played)
     if args.json:
         work = plan_work(spec, chosen, question.shape).to_dict()
-        candidates = [_told(c) for c in decision.ranking]
+        candidates = [_told(question, c) for c in decision.ranking]
         output.print_json(
             {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": candidates}
         )
@@ -80,7 +81,7 @@ def _decide(model: str, question: Question) -> Decision:
         return decide_within(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
-def _told(c: Candidate) -> dict[str, Any]:
+def _told(question: Question, c: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON."""
     told = {
         "strategy": c.name,
@@ -95,6 +96,8 @@ def _told(c: Candidate) -> dict[str, Any]:
         "needs_bytes": dict(c.price.needs),
         "memory_share": c.price.share,
     }
+    if (joules := c.price.joules(question.cluster)) is not None:
+        told["joules"] = joules
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
 
 
@@ -102,12 +105,22 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
     cached = f" with a cache of {shape.cache}" if shape.cache else ""
     print_candidates(f"{model}, {shape.tokens} tokens{cached}, simulated", decision.ranking)
-    output.print_lines([f"why: {decision.reason}"])
+    output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
     if (error := decision.chosen.plan.wire_error) is not None:
         output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3
         output.print_lines([f"{decision.chosen.plan.method}: latency alone {alone_ms:.1f} ms; {load.text()}"])
+
+
+def _energy(question: Question, decision: Decision) -> list[str]:
+    """Return what the choice draws, beside one device alone, where the site file says watts; and the deadline."""
+    chosen, deadline_ms = decision.chosen, question.cluster.deadline_s * 1e3
+    if (joules := chosen.price.joules(question.cluster)) is None:
+        return []
+    late = "" if chosen.price.seconds * 1e3 <= deadline_ms else ", missed"
+    until = f"; the deadline is {deadline_ms:g} ms{late}" if deadline_ms < inf else ""
+    return [f"energy: {chosen.name} draws {joules:.3g} J of a request in {chosen.price.seconds * 1e3:.1f} ms{until}"]
 
 
 def _spec(name: str) -> Spec:

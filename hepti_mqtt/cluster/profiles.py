@@ -47,6 +47,13 @@ class Curve:
         return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), y0)
 
 
+class Power(NamedTuple):
+    """What a device draws beyond idling, in watts: while it computes, and while it sends or receives."""
+
+    compute_w: float
+    link_w: float
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """One device as it measured itself.
@@ -54,7 +61,7 @@ class DeviceProfile:
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
     copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
-    mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver.
+    mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver. power: where it is known; nothing measures it.
     """
 
     name: str
@@ -68,6 +75,7 @@ class DeviceProfile:
     copy_bytes_per_s: float = 2e9
     mesh_frame_s: float = MESH_FRAME_S
     mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
+    power: Power | None = None
 
     def seconds(self, work: Work) -> float:
         """Return the predicted time of one op."""
@@ -126,6 +134,7 @@ class Cluster:
     from and to who sits on the broker's machine (`FAST_BYTES_PER_S`). endpoints: devices to which peers can connect.
     peer_links: what was measured between devices; the rest follows from their links to the broker. shared: devices
     whose links are one medium, such as Wi-Fi: it carries one packet at a time, and twice what goes between two of them.
+    deadline_s: by which an answer is wanted, for methods that save energy until then.
     """
 
     devices: Mapping[str, DeviceProfile]
@@ -135,6 +144,7 @@ class Cluster:
     endpoints: frozenset[str] = frozenset()
     peer_links: Mapping[Pair, PeerLink] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    deadline_s: float = inf
 
 
 def cluster_of(

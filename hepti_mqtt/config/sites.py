@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink, cluster_of
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, cluster_of
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Pair
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
-_DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"}
-_TOP: Final = {"defaults", "devices", "broker_mbit", "peers"}
+_WATTS: Final = ("compute_watts", "link_watts")
+_DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared", *_WATTS}
+_TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
@@ -24,7 +26,8 @@ def load_site(path: Path) -> Cluster:
 
     `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's. Devices connect to
     each other unless they say `mesh: false`; those that say `shared: true` have one medium, such as Wi-Fi. `peers` are
-    pairs whose links differ from what follows from their devices' links.
+    pairs whose links differ from what follows from their devices' links. `compute_watts` and `link_watts` are what a
+    device draws beyond idling, `deadline_ms` is by when an answer is wanted: `coedge/energy` needs them.
     """
     data = load_yaml(path)
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
@@ -50,6 +53,7 @@ def load_site(path: Path) -> Cluster:
         endpoints=frozenset(said["mesh"]),
         peer_links=_peers(path, data.get("peers") or [], links),
         shared=frozenset(said["shared"]),
+        deadline_s=_number(path, "the file", data, "deadline_ms", inf) / 1e3 if "deadline_ms" in data else inf,
     )
 
 
@@ -84,6 +88,7 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
         memory_bytes=_number(path, name, fields, "memory_mib", 4096.0) * 2**20,
         copy_bytes_per_s=stream / 2,
         mesh_copy_bytes_per_s=stream,
+        power=Power(*(_number(path, name, fields, key, None) for key in _WATTS)) if {*_WATTS} & {*fields} else None,
     )
 
 

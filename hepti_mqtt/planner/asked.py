@@ -19,6 +19,19 @@ def check_pins(question: Question) -> None:
         raise PlanError(f"devices {', '.join(sorted(unknown))} are not online; online: {online}")
     if not question.cluster.devices:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
+    if question.strategy is not None and STRATEGIES[question.strategy].settles(question.options):
+        _check_watts(question)
+
+
+def _check_watts(question: Question) -> None:
+    """Raise ConfigError if it is not known of every device what it draws."""
+    names = question.devices or tuple(question.cluster.devices)
+    dumb = ", ".join(name for name in names if question.cluster.devices[name].power is None)
+    if dumb:
+        raise ConfigError(
+            f"the least energy of {question.strategy} needs the watts of every device, and none are known of {dumb}; "
+            "give compute_watts and link_watts in a site file, for hepti simulate"
+        )
 
 
 def _check_options(question: Question, method: Method) -> None:

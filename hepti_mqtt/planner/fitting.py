@@ -13,11 +13,12 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan, Storage
 from hepti_mqtt.planner.decision import Candidate
+from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, needed_bytes, plan_packet, price
 from hepti_mqtt.planner.subsets import kinds
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.strategies import STRATEGIES, Lane, make_plan, resident_weights
+from hepti_mqtt.strategies import STRATEGIES, make_plan, resident_weights
 
 ALONE: Final = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
 REFINED: Final = 6  # candidates whose shares are balanced
@@ -73,15 +74,6 @@ def dividing(question: Question, strategy: str) -> Iterator[None]:
             raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
 
 
-def lanes(question: Question, devices: Sequence[str]) -> list[Lane]:
-    """Return what methods that solve for shares know of devices beside their speed."""
-    links, profiles = question.cluster.links, question.cluster.devices
-    return [
-        Lane(min(links[d].up_bytes_per_s, links[d].down_bytes_per_s), links[d].latency_s, profiles[d].memory_bytes)
-        for d in devices
-    ]
-
-
 def guessed(question: Question, guess: Guess) -> Candidate:
     """Return a guess with its price."""
     # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
@@ -96,7 +88,7 @@ def priced(question: Question, draft: Draft) -> Candidate:
 
 def reweighted(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
     """Return a plan with other shares."""
-    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes(question, plan.devices))
+    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes_of(question, plan.devices))
 
 
 # -- in the order of time ---------------------------------------------------------------------------------------------

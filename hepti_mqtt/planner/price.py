@@ -114,6 +114,16 @@ class Price:
         """Return the largest share of a device's memory that is needed, 0 where nothing is known."""
         return max((n / max(self.room[d], 1) for d, n in self.needs.items()), default=0.0)
 
+    def joules(self, cluster: Cluster) -> float | None:
+        """Return what devices draw for one request, computing and sending; None if that is not known of all."""
+        total = 0.0
+        for device, use in self.use.items():
+            if (power := cluster.devices[device].power) is None:
+                return None
+            total += power.compute_w * use.compute_s
+            total += power.link_w * use.sent_bytes / cluster.links[device].up_bytes_per_s
+        return total
+
     @property
     def feasible(self) -> bool:
         """Return whether every device has room for its part."""

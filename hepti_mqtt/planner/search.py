@@ -11,18 +11,22 @@ from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.asked import check_pins
+from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
-from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, guessed, lanes, priced, reweighted
+from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, guessed, priced, reweighted
+from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.subsets import subsets
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
-from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, pixels, programs_digest
 from hepti_mqtt.wire.limits import packet_limit_error
 
 ROUNDS: Final = 4  # steps of balancing
+STEPPED: Final = 2  # candidates whose shares are tried step by step
+STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
 _BROKER: Final = "the site's broker"
 
 
@@ -36,7 +40,9 @@ def decide(question: Question) -> Decision:
     able, short = fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
     able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
-    for c in sorted((_balance(question, c) for c in able), key=_order):
+    balanced = sorted((_balance(question, c) for c in able), key=_order)
+    balanced[:STEPPED] = (_step_by_step(question, c) for c in balanced[:STEPPED])
+    for c in sorted(balanced, key=_order):
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: d.lacks):
         best.setdefault(draft.name, priced(question, draft))
@@ -82,7 +88,8 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
 def _initial(question: Question) -> Iterator[Guess]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
-    rows = max(question.shape.tokens // max(len(names), 1), 1)
+    most = max(question.shape.tokens, pixels(_graph(question)))
+    rows = max(most // max(len(names), 1), 1)
     profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
     for method in _methods(question):
@@ -96,11 +103,13 @@ def _initial(question: Question) -> Iterator[Guess]:
             alone = len(subset) == 1 and method.most_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
                 continue  # one device is what `single` is for
-            share_rows = max(question.shape.tokens // len(subset), 1)
+            share_rows = max(most // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
             for options in method.choices(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
+                if method.settles(options) and len(subset) < len(names):
+                    continue  # it leaves out devices by itself
                 with dividing(question, method.name):
                     yield _guess(question, method, options, subset, weights)
 
@@ -133,7 +142,7 @@ def _guess(
     template = Plan(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )
-    plan = make_plan(question.spec, template, method.name, options, weights, lanes(question, devices))
+    plan = make_plan(question.spec, template, method.name, options, weights, lanes_of(question, devices))
     plan = replace(plan, wire=wires(question, plan)[0])
     return Guess(on_route(question, plan, routes(question, devices)[0]), weights)
 
@@ -166,7 +175,10 @@ def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) ->
 def _balance(question: Question, c: Candidate) -> Candidate:
     """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
     best, weights = c, c.weights
-    if len(c.plan.devices) == 1 or c.plan.replicas or STRATEGIES[c.plan.strategy].settled:
+    method = STRATEGIES[c.plan.strategy]
+    if method.settles(c.plan.options):
+        return in_time(question, c)
+    if len(c.plan.devices) == 1 or c.plan.replicas or method.settled:
         return c
     for _ in range(ROUNDS):
         price_now = best.price
@@ -186,6 +198,20 @@ def _balance(question: Question, c: Candidate) -> Candidate:
         if missing:
             break
         best = replace(moved, price=replace(moved.price, needs=needs))
+    return best
+
+
+def _step_by_step(question: Question, c: Candidate) -> Candidate:
+    """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
+    best = c
+    for step in STEPS if STRATEGIES[c.plan.strategy].few else ():
+        for i in range(len(c.plan.devices)):
+            for factor in (step, 1 / step):
+                weights = tuple(w * factor if j == i else w for j, w in enumerate(best.weights))
+                moved = _with_weights(question, best, weights)
+                if moved.price.cost < best.price.cost and not (known := memory(question, moved.plan))[1]:
+                    best = replace(moved, price=replace(moved.price, needs=known[0]))
+                    break
     return best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hepti_mqtt.strategies.maps import pixels
 from hepti_mqtt.strategies.method import Division, Lane, Method, Options, Share
 from hepti_mqtt.strategies.programs import (
     largest,
@@ -29,6 +30,7 @@ __all__ = [
     "make_plan",
     "passes",
     "peers",
+    "pixels",
     "program",
     "programs",
     "programs_digest",

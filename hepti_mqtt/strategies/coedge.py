@@ -1,18 +1,19 @@
 """`coedge`: rows of every feature map with the halo from the neighbours, shares by a linear programme over computation,
 links and memory, as CoEdge (Zeng et al., 2021). Dense layers run on the head device.
 
-CoEdge minimises energy under a deadline. The programme here can (`shares_of`), but a plan takes the least time, since
-devices do not say what they draw. The first device is taken to be the head.
+CoEdge minimises energy under a deadline: that is the variant `energy`, where devices' watts are known; without it a
+plan takes the least time. The first device is taken to be the head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, prod
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from hepti_mqtt.cluster import Power
 from hepti_mqtt.lowering import Graph, Piece, Table, on, roles
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.plan import apportion
@@ -21,13 +22,8 @@ from hepti_mqtt.strategies.linear_programme import Array, least
 from hepti_mqtt.strategies.method import Division, Lane, Method, Options, Shares, Weights
 
 ROWS: Final = "coedge_rows"
-
-
-class Power(NamedTuple):
-    """What a device draws beyond idling, in watts: while it computes, and while it sends or receives."""
-
-    compute_w: float
-    link_w: float
+GOAL: Final = "goal"
+ENERGY: Final = "energy"
 
 
 class Costs(NamedTuple):
@@ -35,7 +31,8 @@ class Costs(NamedTuple):
 
     compute_s [L, N]: all of a layer on that device alone. halo_s [L, N]: the halo of a device that has a share.
     gather_s [N]: bringing all of the last map from that device to the head, none for the head itself. most [N]: the
-    largest share that fits into memory. least [N]: the smallest share that a device may have if it has any.
+    largest share that fits into memory. least: the smallest share that a device may have if it has any. rest_s: what no
+    share changes: bringing the picture to all, and the dense layers of the head.
     """
 
     compute_s: Array
@@ -43,6 +40,7 @@ class Costs(NamedTuple):
     gather_s: Array
     most: Array
     least: float
+    rest_s: float = 0.0
 
 
 def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
@@ -60,7 +58,16 @@ def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
     peak = max(4.0 * u.op.space[0] * u.op.space[1] * u.op.space[2] for u in found) * 2
     most = np.array([min(lane.memory_bytes / peak, 1.0) for lane in lanes])
     smallest = max((rows / unit.size for unit, (rows, _) in zip(found, halo, strict=True)), default=0.0)
-    return Costs(compute, exchange, gather, most, min(smallest, 1.0))
+    return Costs(compute, exchange, gather, most, min(smallest, 1.0), _rest(graph, speeds, lanes))
+
+
+def _rest(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> float:
+    """Return the seconds that no share changes: the picture over the broker's link to each, the head's dense layers."""
+    dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
+    picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
+    brought = sum(picture / lane.bytes_per_s for lane, speed in zip(lanes, speeds, strict=True) if speed > 0)
+    at_head = maps.row_speeds(speeds, lanes)[0]
+    return brought + (dense / at_head if at_head > 0 else 0.0)
 
 
 def _halo(graph: Graph, unit: maps.Unit) -> tuple[float, float]:
@@ -80,23 +87,37 @@ def shares_of(costs: Costs, power: Sequence[Power] = (), deadline_s: float = inf
 
     Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
     under the deadline. A share is nothing or at least as large as the halo of every layer: whoever has less after a
-    solution is left out of the next one, the smallest share first, as in CoEdge.
+    solution is left out of the next one, the smallest share first, as in CoEdge, and gets that much if nothing else is
+    in time.
     """
     used = [i for i in range(costs.compute_s.shape[1]) if np.isfinite(costs.compute_s[:, i]).all()]
-    while used:
-        found = _solved(costs, used, power, deadline_s)
-        if found is None:
-            return None
-        smallest = int(np.argmin(found))
-        if found[smallest] >= min(costs.least, 1 / len(used)) or len(used) == 1:
-            shares = np.zeros(costs.compute_s.shape[1])
-            shares[used] = found
-            return shares
-        del used[smallest]
-    return None
+    return _of_some_size(costs, used, frozenset(), power, deadline_s)
 
 
-def _solved(costs: Costs, used: Sequence[int], power: Sequence[Power], deadline_s: float) -> Array | None:
+def _of_some_size(
+    costs: Costs, used: Sequence[int], kept: frozenset[int], power: Sequence[Power], deadline_s: float
+) -> Array | None:
+    """Return the shares of all devices, of which only `used` have any; kept: who gets at least the halo."""
+    found = _solved(costs, used, kept, power, deadline_s) if used else None
+    if found is None:
+        return None
+    small = [i for i, d in enumerate(used) if found[i] < _smallest(costs, used) and d not in kept]
+    if not small or len(used) == 1:
+        shares = np.zeros(costs.compute_s.shape[1])
+        shares[list(used)] = found
+        return shares
+    at = used[min(small, key=lambda i: found[i])]
+    without = _of_some_size(costs, [d for d in used if d != at], kept, power, deadline_s)
+    return _of_some_size(costs, used, kept | {at}, power, deadline_s) if without is None else without
+
+
+def _smallest(costs: Costs, used: Sequence[int]) -> float:
+    return min(costs.least, 1 / len(used))
+
+
+def _solved(
+    costs: Costs, used: Sequence[int], kept: frozenset[int], power: Sequence[Power], deadline_s: float
+) -> Array | None:
     """Return the shares of the devices that are used: variables are those, then the time of each layer, and of the end.
 
     Layer l, device i: T_l - compute_s[l, i] x_i >= halo_s[l, i]. The end: T - sum of gather_s[i] x_i >= 0.
@@ -119,9 +140,12 @@ def _solved(costs: Costs, used: Sequence[int], power: Sequence[Power], deadline_
         if costs.most[device] < 1:
             rows.append(-np.eye(width)[i])
             bounds.append(-costs.most[device])
+        if device in kept:
+            rows.append(np.eye(width)[i])
+            bounds.append(_smallest(costs, used))
     if deadline_s < inf:
         rows.append(in_time)
-        bounds.append(-deadline_s)
+        bounds.append(costs.rest_s - deadline_s)
     prices = np.zeros(width)
     if power:
         prices[:n] = [
@@ -158,10 +182,39 @@ def table(division: Division) -> Table:
 
 
 def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
-    """Return the shares that take the least time; by speed alone if none fit into memory, or no map has rows."""
-    del options
+    """Return the shares that take the least time, or energy; by speed if none fit into memory, or no map has rows.
+
+    Without the watts of all devices it is the time. Raises ValueError if no shares meet the deadline.
+    """
     shares = shares_of(costs_of(graph, weights, lanes)) if maps.sizes(graph) else None
+    if is_energy(options) and maps.sizes(graph) and all(lane.power is not None for lane in lanes):
+        shares = _least_energy(costs_of(graph, weights, lanes), lanes, shares)
     return {ROWS: tuple(map(float, weights if shares is None else shares))}, {}
+
+
+def is_energy(options: Options) -> bool:
+    """Return whether a variant takes the least energy."""
+    return options.get(GOAL) == ENERGY
+
+
+def _least_energy(costs: Costs, lanes: Sequence[Lane], fastest: Array | None) -> Array:
+    """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
+    power, deadline_s = [lane.power for lane in lanes if lane.power is not None], lanes[0].deadline_s
+    shares = shares_of(costs, power, deadline_s)
+    if shares is None:
+        least = (
+            "none fit into memory" if fastest is None else f"the fastest take {seconds_of(costs, fastest) * 1e3:.0f} ms"
+        )
+        raise ValueError(f"no shares meet the deadline of {deadline_s * 1e3:g} ms: {least} by the programme's estimate")
+    return shares
+
+
+def seconds_of(costs: Costs, shares: Array) -> float:
+    """Return how long shares take by the programme's estimate: layers are barriers, then all comes to the head."""
+    used = shares > 0
+    halo = costs.halo_s[:, used] * (used.sum() > 1)
+    layers = (costs.compute_s[:, used] * shares[used] + halo).max(axis=1)
+    return float(layers.sum() + (costs.gather_s * shares).sum() + costs.rest_s)
 
 
 METHOD = Method(
@@ -169,5 +222,8 @@ METHOD = Method(
     "own rows of every feature map, shares by a linear programme",
     table,
     needs=(roles.MAP,),
+    options=({}, {GOAL: ENERGY}),
+    differs=lambda _, options: not is_energy(options),
+    settles=is_energy,
     solve=solve,
 )

@@ -21,9 +21,10 @@ MOST_UNITS: Final = 56  # in which a layer is cut
 
 
 class _Site(NamedTuple):
-    """Devices: FLOP/s, bytes/s and seconds of latency."""
+    """Devices: FLOP/s on maps and on dense layers, bytes/s and seconds of latency."""
 
     speeds: Array
+    row_speeds: Array
     rates: Array
     late: Array
 
@@ -51,7 +52,10 @@ def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane
     """Return the ranges of every layer: of each in turn those with which its last part is done first."""
     del options
     site = _Site(
-        np.array(weights, float), np.array([x.bytes_per_s for x in lanes]), np.array([x.latency_s for x in lanes])
+        np.array(weights, float),
+        np.array(maps.row_speeds(weights, lanes), float),
+        np.array([x.bytes_per_s for x in lanes]),
+        np.array([x.latency_s for x in lanes]),
     )
     held: dict[str, _Held] = {}
     free = np.zeros(len(weights))
@@ -81,7 +85,7 @@ def _done(unit: maps.Unit, site: _Site, held: Mapping[str, _Held], free: Array) 
     """
     ends = np.array(_ends(unit))
     start, stop = ends[:, None], ends[None, :]
-    devices = len(free)
+    devices, speeds = len(free), site.speeds if unit.op.rank == 3 else site.row_speeds
     done = np.full((devices, len(ends), len(ends)), np.inf)
     wanted = [(_required(reads, ends), reads.nbytes, held[reads.name]) for reads in unit.reads]
     for i in np.flatnonzero(site.speeds > 0):
@@ -94,7 +98,7 @@ def _done(unit: maps.Unit, site: _Site, held: Mapping[str, _Held], free: Array) 
                     came = np.where(there > 0, source.ready_s[j] + site.late[i] + site.late[j], 0.0)
                     begin = np.maximum(begin, came)
         # Nothing of its own, or all: what costs nothing then costs nothing.
-        took = nbytes / site.rates[i] + unit.flops * (stop - start) / site.speeds[i]
+        took = nbytes / site.rates[i] + unit.flops * (stop - start) / speeds[i]
         done[i] = np.where(stop > start, begin + took, np.where(stop == start, 0.0, np.inf))
     for i in np.flatnonzero(site.speeds <= 0):
         done[i][np.arange(len(ends)), np.arange(len(ends))] = 0.0

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.lowering import Graph, Piece, Rule, Set, Table, box, on, roles, span
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.ops import GlobalAverage, Op
 from hepti_mqtt.lowering.regions import Region, count
 from hepti_mqtt.plan import Range
 from hepti_mqtt.strategies.consecutive import consecutive
@@ -99,6 +99,18 @@ def rows_of(parts: Sequence[Range]) -> Rule:
     return lambda op: [Piece(i, box(op, {0: span(*r)})) for i, r in enumerate(parts)]
 
 
+def means_of(graph: Graph, rows: Rule) -> Rule:
+    """Return the layout of means over maps: everyone adds up own rows, instead of sending them to be added."""
+
+    def rule(op: Op) -> list[Piece] | None:
+        if not isinstance(op, GlobalAverage):
+            return None
+        found = rows(graph.by_name[op.inputs[0]]) or []
+        return [Piece(piece.device, box(op, {2: piece.region[0]})) for piece in found]
+
+    return rule
+
+
 def dense_kind(columns: int) -> str:
     """Return the kind of share of dense layers that have so many columns."""
     return f"dense {columns}"
@@ -138,10 +150,29 @@ def rows_by(kind: str, divide: Divide) -> Callable[[Division], Table]:
 def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:
     """Return what finds the shares of such a table: the devices' speeds, and the columns of the dense layers."""
 
-    def solve(graph: Graph, _options: Options, weights: Weights, _lanes: Sequence[Lane]) -> Shares:
-        return {kind: tuple(weights)}, dense_ranges(graph, lambda n: divide(n, weights))
+    def solve(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+        speeds = row_speeds(weights, lanes)
+        whole = sum(weights) or 1.0  # parts of it: however often shares are changed, a plan has no numbers without end
+        return {kind: tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
 
     return solve
+
+
+def row_speeds(weights: Weights, lanes: Sequence[Lane]) -> Weights:
+    """Return how fast devices are at dense layers, which have one row: they follow memory, not arithmetic."""
+    return [
+        w if lane.row_flops_per_s is None or w <= 0 else lane.row_flops_per_s
+        for w, lane in zip(weights, lanes, strict=True)
+    ]
+
+
+def pixels(graph: Graph) -> int:
+    """Return the pixels of the map behind which half of a net's work is done, 0 if it has no maps."""
+    found = sorted(
+        (unit.op.space[0] * unit.op.space[1], unit.flops * unit.size) for unit in units(graph) if unit.op.rank == 3
+    )
+    done = list(accumulate(flops for _, flops in found))
+    return next((size for (size, _), flops in zip(found, done, strict=True) if 2 * flops >= done[-1]), 0)
 
 
 # -- execution units --------------------------------------------------------------------------------------------------

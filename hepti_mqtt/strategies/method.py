@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple
 
+from hepti_mqtt.cluster import Power
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Rule, Set, Table, on, roles, span, union
 from hepti_mqtt.plan import Plan, Range, apportion
 
@@ -67,12 +68,17 @@ STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 class Lane(NamedTuple):
     """What a method that solves for shares knows of a device beside its speed.
 
-    bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps.
+    bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps. row_flops_per_s: with
+    one row, for which a device does little but read weights; None if it is as fast as with many. power: what it draws,
+    if that is known; deadline_s: by when the site wants an answer.
     """
 
     bytes_per_s: float = inf
     latency_s: float = 0.0
     memory_bytes: float = inf
+    row_flops_per_s: float | None = None
+    power: Power | None = None
+    deadline_s: float = inf
 
 
 Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
@@ -120,8 +126,10 @@ class Method:
     most_devices: None means any number. equal: every device gets the same, however fast. keeps_cache: its table says
     where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
     throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
-    following what one request keeps busy. groups: of a method whose plans are replicas side by side, which devices make
-    up each of them.
+    following what one request keeps busy. few: it divides few units, so that shares are tried step by step too, where
+    rounding hides what keeps a device busy. settles: whether a variant chooses devices and shares by itself, for the
+    least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
+    devices make up each of them.
     """
 
     name: str
@@ -139,6 +147,8 @@ class Method:
     keeps_cache: bool = False
     offered: bool = True
     settled: bool = False
+    few: bool = False
+    settles: Callable[[Options], bool] = lambda _: False
     throughput: bool = False
     groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
 

@@ -57,6 +57,8 @@ def test_few_rows_stream_the_weights():
         ("devices: {a: {gflops: 1, colour: red}}", "unknown key 'colour'"),
         ("devices: {a: {gflops: -1}}", "number above zero"),
         ("devices: {a: {}}", "`gflops`"),
+        ("devices: {a: {gflops: 1, compute_watts: 3}}", "`link_watts` as a number above zero"),
+        ("{deadline_ms: soon, devices: {a: {gflops: 1}}}", "`deadline_ms` as a number above zero"),
         ("devices: {A: {gflops: 1}}", "device name 'A'"),
         ("devices: {a: {gflops: 1}}\nlinks: {}", "unknown key 'links'"),
         ("devices: {a: {gflops: 1}}\nbroker_mbit: fast", "the file needs `broker_mbit` as a number above zero"),

@@ -205,6 +205,28 @@ def test_a_broken_model_directory_ends_the_planner_with_the_reason(
     assert all(word in err for word in words), err
 
 
+@pytest.mark.parametrize(
+    ("operator", "dims", "words"),
+    [
+        ("Tanh", (1, 3, 8, 8), ["the operators Tanh are not supported; supported are Add, AveragePool, "]),
+        ("Relu", (1, 3, "height", "width"), ["[1, 3, height, width], of dynamic size", "torch.onnx.export("]),
+        ("Relu", (1, 3, 8, 9), ["only square pictures"]),
+    ],
+)
+def test_an_onnx_file_that_cannot_be_served_ends_the_planner_with_the_reason(
+    run: Any, tmp_path: Path, operator: str, dims: tuple[int | str, ...], words: list[str]
+) -> None:
+    onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, d) for name, d in (("x", dims), ("y", None))
+    ]
+    graph = onnx.helper.make_graph([onnx.helper.make_node(operator, ["x"], ["y"])], "net", ends[:1], ends[1:])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "net.onnx")
+    code, out, err = run("planner", "--model", f"m={tmp_path / 'net.onnx'}", "--site", "elsewhere")
+    assert (code, out) == (1, "")
+    assert all(word in err for word in words), err
+
+
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ CASES = (
     ("tiny-convnet", "modnn", {}),
     ("tiny-convnet", "coedge", {}),
     ("tiny-convnet", "edgeflow", {}),
-    ("tiny-resnet", "map_rows", {"cut": "none"}),
+    ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
 

@@ -64,9 +64,7 @@ PINNED = {
     ),
     "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
     # Every device has the request's picture, and makes its first map of it.
-    "map_rows/none": (1.0, {"stem": 4.0}),
-    "map_rows/1": (1.0, {"stem": 4.0}),
-    "map_rows/2": (1.0, {"stem": 4.0}),
+    **{f"map_rows/{cut}{halo}": (1.0, {"stem": 4.0}) for cut in ("none", "1", "2") for halo in ("", "/ahead")},
     "modnn": (1.0, {"stem": 4.0}),
     "coedge": (1.0, {"stem": 4.0}),
     "edgeflow": (1.0, {"stem": 4.0}),

@@ -43,6 +43,7 @@ CHOSEN = (
     Picture("voltage", {}),
     Picture("pipeline", {}, (10, 6), (3, 4)),
     Picture("map_rows", {"cut": "none"}),
+    Picture("coedge", {}),
     *(Picture("fused_tiles", {"cut": cut}) for cut in ("none", "1")),
     Picture("replicas", {}),
     *(

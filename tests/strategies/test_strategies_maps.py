@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import divided, net, run, tensors
 
+from hepti_mqtt.cluster import Power
 from hepti_mqtt.simulate import work_factor
 from hepti_mqtt.strategies import STRATEGIES, Lane, coedge, maps, modnn
-from hepti_mqtt.strategies.coedge import Costs, Power, shares_of
+from hepti_mqtt.strategies.coedge import Costs, seconds_of, shares_of
 from hepti_mqtt.strategies.consecutive import consecutive
 from hepti_mqtt.strategies.linear_programme import least
 
@@ -89,8 +90,11 @@ def test_cuts_are_where_few_bytes_come_together():
 
 
 def test_only_cuts_that_a_net_has_are_priced():
-    assert STRATEGIES["map_rows"].choices(3, VGG) == [{"cut": cut} for cut in ("none", "1", "2")]
-    assert STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=())) == [{"cut": "none"}]
+    assert STRATEGIES["map_rows"].choices(3, VGG) == [
+        {"cut": cut, **halo} for halo in ({}, {"halo": "ahead"}) for cut in ("none", "1", "2")
+    ]
+    one = STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=()))
+    assert [options["cut"] for options in one] == ["none", "none"]
     assert not STRATEGIES["modnn"].knows({"cut": "1"})
 
 
@@ -181,6 +185,37 @@ def test_energy_under_a_deadline():
     assert shares_of(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
 
 
+def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
+    asked = costs(compute=(1.0, 4.0), smallest=0.3)
+    power = [Power(10.0, 0.0), Power(1.0, 0.0)]
+    # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
+    np.testing.assert_allclose(shares_of(asked, power, deadline_s=11.0), [0.3, 0.7])
+
+
+def test_the_estimate_of_shares_is_what_the_programme_makes_least():
+    asked = costs(compute=(1.0, 4.0), gather=2.0)
+    found = shares_of(asked)
+    assert seconds_of(asked, found) == pytest.approx(
+        min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
+    )
+
+
+def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
+    strong, weak = (Lane(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
+
+    small = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3)])
+
+    def shares(*lanes):
+        return STRATEGIES["coedge"].divide(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
+
+    assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
+    alone = seconds_of(coedge.costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
+    soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
+    assert 0.2 < shares(*soon)[0] < 0.5
+    with pytest.raises(ValueError, match=r"no shares meet the deadline of 1 ms: the fastest take \d+ ms"):
+        shares(*(lane._replace(deadline_s=1e-3) for lane in (strong, weak)))
+
+
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
     graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
     found = coedge.costs_of(graph, (2.0, 1.0), [Lane(100.0, 0.5), Lane(50.0, 0.25)])
@@ -201,6 +236,21 @@ def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
     _, slow = STRATEGIES["edgeflow"].divide(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
     behind = slow["fc1"]
     assert len([r for r in behind if r[0] < r[1]]) == 1
+
+
+def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
+    lanes = [Lane(row_flops_per_s=1.0), Lane(row_flops_per_s=3.0), Lane(row_flops_per_s=1.0)]
+    for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
+        _, ranges = STRATEGIES[method].divide(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
+        assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
+    _, ranges = STRATEGIES["edgeflow"].divide(VGG, {}, (9.0, 3.0, 0.0), lanes)
+    assert ranges["fc1"][1][1] - ranges["fc1"][1][0] > ranges["fc1"][0][1] - ranges["fc1"][0][0]
+    assert ranges["0.map"][0][1] == 18
+
+
+def test_pixels_of_a_net_are_those_of_half_its_work():
+    assert maps.pixels(VGG) == 12 * 12
+    assert maps.pixels(net(8, [("conv", 4, 3), ("conv", 4, 3)])) == 64
 
 
 def test_stages_of_a_pipeline_are_by_work():

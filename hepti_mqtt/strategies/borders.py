@@ -1,0 +1,78 @@
+"""Rows of maps in several pieces, so that the halo travels while a device computes the rows that nobody waits for.
+
+The rows that others wait for are computed first and sent; those that need no halo are computed while it is on its way,
+since whatever is ready runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Final
+
+from hepti_mqtt.lowering import Graph, Piece, Rule, box, span
+from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.plan import Range
+from hepti_mqtt.strategies import maps
+
+LEAST_PIXELS: Final = 14  # of a piece: for fewer a convolution does little but read its weights from memory
+
+Rows = Mapping[int, Range]  # by device
+
+
+def ahead(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
+    """Return the layout of maps with the rows at both ends of a share in pieces of their own, which come first.
+
+    placed: layouts by role, of one piece for each device.
+    """
+    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in maps.units(graph)}
+    top, bottom = _waiting(graph, ranges)
+
+    def rule(op: Op) -> list[Piece]:
+        least = ceil(LEAST_PIXELS / op.space[1])
+        found = []
+        for i, (start, stop) in ranges[op.name].items():
+            first, last = ((max(n, least) if n else 0) for n in (top[op.name, i], bottom[op.name, i]))
+            cut = [(start, start + first), (stop - last, stop), (start + first, stop - last)]
+            whole = first + last + least > stop - start
+            found += [Piece(i, box(op, {0: span(*r)})) for r in ([(start, stop)] if whole else cut) if r[0] < r[1]]
+        return found
+
+    return rule
+
+
+def _ranges(unit: maps.Unit, rule: Rule) -> Rows:
+    """Return the indices of a unit that each device has, without those that have none."""
+    pieces = [(piece.device, piece.region[unit.dim]) for piece in rule(unit.op) or () if all(piece.region)]
+    return {device: (part[0][0], part[-1][1]) for device, part in pieces}
+
+
+def _waiting(graph: Graph, ranges: Mapping[str, Rows]) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
+    """Return how many of a device's first rows, and last rows, wait for others or are waited for, by (map, device)."""
+    top: dict[tuple[str, int], int] = defaultdict(int)
+    bottom: dict[tuple[str, int], int] = defaultdict(int)
+    for unit in maps.units(graph):
+        for reads in unit.reads:
+            held = ranges[reads.name]
+            for i, (start, stop) in ranges[unit.op.name].items():
+                own = held.get(i, (0, 0))
+                early = sum(low < own[0] for low in reads.low[start:stop])
+                late = sum(high > own[1] for high in reads.high[start:stop])
+                top[unit.op.name, i] = max(top[unit.op.name, i], early)
+                bottom[unit.op.name, i] = max(bottom[unit.op.name, i], late)
+                low, high = reads.low[start], reads.high[stop - 1]
+                for j, rows in _others(held, i, low, high):
+                    if j > i:
+                        top[reads.name, j] = max(top[reads.name, j], rows[1] - held[j][0])
+                    else:
+                        bottom[reads.name, j] = max(bottom[reads.name, j], held[j][1] - rows[0])
+    return top, bottom
+
+
+def _others(held: Rows, device: int, low: int, high: int) -> Iterator[tuple[int, Range]]:
+    """Yield the other devices that have some of low..high, and which rows."""
+    for other, (start, stop) in held.items():
+        a, z = max(start, low), min(stop, high)
+        if other != device and a < z:
+            yield other, (a, z)

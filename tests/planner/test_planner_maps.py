@@ -1,0 +1,85 @@
+"""What the planner makes of nets of convolutions: shares that fit their maps, and the gain on a mixed site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.simulate import Naming
+
+MIXED = Path(__file__).parents[2] / "configs" / "sites" / "mixed-four.yaml"
+
+
+def question(kind, cluster, **asked):
+    spec = spec_of_kind(kind)
+    return Question(Naming("home", "m"), spec, cluster, largest_shape(spec), Epoch(1, 1), **asked)
+
+
+def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
+    """One picture is one token, but its maps are hundreds of rows of a matrix."""
+    curves = {"d0": ((1, 1e-6), (512, 1e-4)), "d1": ((1, 1e-6), (512, 4e-4))}
+    devices = {n: DeviceProfile(n, (Curve(64, 64, points),), 1e9, 1e9) for n, points in curves.items()}
+    cluster = Cluster(devices, dict.fromkeys(curves, Link()))
+    asked = question("tiny-vgg", cluster, strategy="map_rows", options={"cut": "none"}, devices=("d0", "d1"))
+    weights = decide(asked).chosen.plan.weights["map_rows"]
+    assert weights[0] > 2 * weights[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("kind", "gain"), [("vgg16", 1.5), ("resnet50", 1.2)])
+def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, gain):
+    found = decide(question(kind, load_site(MIXED), route="mesh"))
+    assert found.single is not None
+    assert found.chosen.price.seconds * gain <= found.single.price.seconds
+    published = [c for c in found.ranking if c.plan.strategy in ("fused_tiles", "modnn", "coedge", "edgeflow")]
+    assert {c.plan.strategy for c in published} == {"fused_tiles", "modnn", "coedge", "edgeflow"}
+    assert found.chosen.price.seconds <= 1.05 * min(c.price.seconds for c in published)
+
+
+WATTS = """
+deadline_ms: {deadline}
+defaults: {{mbit: 940, round_trip_ms: 0.1, compute_watts: 3, link_watts: 1}}
+devices:
+  hub: {{gflops: 0.8, compute_watts: 25}}
+  pi1: {{gflops: 0.4}}
+"""
+
+
+def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
+    def found(deadline, **options):
+        (tmp_path / "site.yaml").write_text(WATTS.format(deadline=deadline))
+        cluster = load_site(tmp_path / "site.yaml")
+        best = decide(question("tiny-vgg", cluster, strategy="coedge", options=options)).chosen
+        return best.price.seconds * 1e3, best.price.joules(cluster)
+
+    fast_ms, fast_j = found(1000)
+    slow_ms, slow_j = found(1000, goal="energy")
+    assert (slow_j < 0.5 * fast_j, slow_ms > fast_ms) == (True, True)  # all on the board that draws little
+    between = (fast_ms + slow_ms) / 2
+    ms, joules = found(between, goal="energy")
+    assert ms <= between
+    assert slow_j < joules < fast_j
+    with pytest.raises(ConfigError, match=r"no shares meet the deadline of 0\.01 ms"):
+        found(0.01, goal="energy")
+
+
+def test_energy_needs_watts():
+    asked = question(
+        "tiny-vgg", load_site(MIXED), strategy="coedge", options={"goal": "energy"}, devices=("pi1", "hub")
+    )
+    with pytest.raises(ConfigError, match="needs the watts of every device, and none are known of pi1, hub; give comp"):
+        decide(asked)
+
+
+def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
+    """A device checks that what a plan says of shares is no number without end."""
+    chosen = decide(question("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"})).chosen
+    assert sum(chosen.plan.weights["map_rows"]) == pytest.approx(1.0)
