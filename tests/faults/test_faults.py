@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ from faults_site import KINDS, Fault, kill_broker, schedule, wait_until_saved
 from site_processes import PATIENCE_S, Site, User, poll
 
 from hepti_mqtt.embedded_broker import start_broker
+
+UNMET = "no broker answers"
+ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reliability.md
 
 
 @pytest.mark.wide
@@ -51,6 +55,36 @@ def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) ->
             _, answer = user.answers.get(timeout=PATIENCE_S)
             assert answer["id"] == "early"
             user.close()
+        finally:
+            site.close()
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@pytest.mark.broker
+@pytest.mark.parametrize("connecting", [False, True], ids=["it was there", "it has never been there"])
+def test_who_is_told_to_end_while_the_broker_is_away_ends(tmp_path: Path, connecting: bool) -> None:
+    with start_broker() as broker:
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            if connecting:
+                broker.stop()
+                site.agent("a")  # a planner without a broker ends by itself
+                poll(lambda: UNMET in site.log("a"), "an agent that looks for its broker")
+            else:
+                site.planner()
+                site.agent("a")
+                poll(lambda: "a has joined" in site.log("planner"), "planner and agent")
+                broker.stop()
+                for name in site.running:
+                    poll(lambda name=name: UNMET in site.log(name), f"{name} knows of it")
+            for name, process in dict(site.running).items():
+                begun = time.monotonic()
+                process.terminate()
+                code = process.wait(ENDS_S)
+                print(f"{name} ended {time.monotonic() - begun:.2f} s after SIGTERM")
+                assert code == 0, site.log(name)[-2000:]
+                del site.running[name]
         finally:
             site.close()
 
