@@ -12,12 +12,46 @@ import pytest
 from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
 from faults_site import KINDS, Fault, kill_broker, schedule, wait_until_saved
-from site_processes import PATIENCE_S, Site, User, poll
+from site_processes import PATIENCE_S, SITE, Site, User, poll
 
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import RequestError
 
 UNMET = "no broker answers"
 ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reliability.md
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@pytest.mark.broker
+def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
+    with start_broker("mosquitto") as broker:
+        if broker.kind == "amqtt":
+            pytest.skip(broker.reason)
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            site.planner()
+            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+            with Hepti.connect(broker.url, site=SITE, client_id="library") as hepti:
+                site.kill("planner")
+                kill_broker(broker)
+                (broker._directory / "mosquitto.db").unlink(missing_ok=True)
+                broker.start()
+                raw, taken = User(broker.url), queue.SimpleQueue[bool]()
+                body = json.dumps({"id": "dropped", "ids": [7, 8]}).encode()
+                raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
+                assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
+                raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
+                asked = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
+                _, dropped = raw.answers.get(timeout=PATIENCE_S)
+                assert dropped["id"] == "early", "the broker has it, and nobody else"
+                site.planner()
+                with pytest.raises(RequestError, match="no-such-method"):
+                    asked.result(PATIENCE_S)
+                raw.close()
+        finally:
+            site.close()
 
 
 @pytest.mark.wide
