@@ -116,6 +116,23 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
 
 
+def test_an_agent_that_was_killed_and_starts_again_holds_up_nobody_whom_another_can_serve() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    used = site.session.plan("m").devices[0]
+    site.submit("r1")
+    site.leave(used)
+    hurried = site.solves[-1]
+    assert hurried.hurried
+    site.event(events.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
+    site.event(solve(hurried))
+    site.ready()
+    assert used not in site.session.plan("m").devices
+
+
 def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_its_first_steps() -> None:
     code = f"""
 import sys
