@@ -6,19 +6,33 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
-
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.table import Table
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
 from hepti_mqtt.config import logs
 
 MIB: Final = 2**20
 DOING: Final = 60  # characters of what a device says it is doing
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    out: Console
+    err: Console
+
+
+@cache
+def _console(stderr: bool) -> Console:
+    from rich.console import Console  # here: a planner that starts again has no time for it
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+def __getattr__(name: str) -> Console:
+    """Return `out` or `err`, the consoles of stdout and stderr."""
+    if name not in {"out", "err"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _console(name == "err")
 
 
 def print_json(data: Any) -> None:
@@ -30,11 +44,12 @@ def print_json(data: Any) -> None:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are, without markup."""
     for line in lines:
-        out.print(line, markup=False)
+        _console(stderr=False).print(line, markup=False)
 
 
 def print_text(text: str) -> None:
     """Print text at once, without a line's end."""
+    out = _console(stderr=False)
     out.print(text, end="", markup=False)
     out.file.flush()
 
@@ -43,7 +58,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right."""
     cells = [[str(value) for value in row] for row in rows]
     right = [all(_numeric(row[i]) for row in cells) for i in range(len(columns))]
+    out = _console(stderr=False)
     if out.is_terminal:
+        from rich.table import Table
+
         table = Table(title=title, title_justify="left")
         for name, is_number in zip(columns, right, strict=True):
             table.add_column(name, justify="right" if is_number else "left", overflow="fold")
@@ -75,7 +93,9 @@ def _numeric(text: str) -> bool:
 
 def setup_logging(verbose: bool) -> None:
     """Send the project's log to stderr: coloured on a terminal, plain elsewhere."""
-    if err.is_terminal:
+    if sys.stderr.isatty() and (err := _console(stderr=True)).is_terminal:
+        from rich.logging import RichHandler
+
         logs.setup(RichHandler(console=err, show_path=False), "%(message)s", verbose)
     else:
         logs.setup(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s", verbose)

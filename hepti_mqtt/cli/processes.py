@@ -6,11 +6,13 @@ import argparse
 import signal
 import threading
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.progress import LoadView
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
+
+if TYPE_CHECKING:
+    from hepti_mqtt.cli.progress import LoadView
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
@@ -27,6 +29,7 @@ def _stop_event() -> threading.Event:
 def agent(args: argparse.Namespace) -> int:
     """Run this device's agent."""
     from device_agent import AgentConfig, run_agent
+    from hepti_mqtt.cli.progress import LoadView
 
     view = LoadView()
     config = AgentConfig.of(settings_of(args), AgentOptions.of(args), watch=partial(_show_load, view))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.service.limits import MAX_PIXELS, MAX_SCANS
 from hepti_mqtt.service.values import kind
@@ -27,6 +27,15 @@ _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it 
 _SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound, which is higher than MAX_PIXELS: a warning, and a shorter word
+
+
+def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
+    """Return how preprocessor_config.json has pictures scaled; raises ModelError if it names no way."""
+    value = preprocessor.get("resample", Image.Resampling.BILINEAR)
+    try:
+        return Image.Resampling(value)
+    except ValueError as error:
+        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
 
 
 def decode(items: Sequence[tuple[str, Any]], reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:

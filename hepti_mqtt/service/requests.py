@@ -11,14 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
 from hepti_mqtt.service.limits import MAX_OUTPUT, MAX_SEQUENCES, Characters
-from hepti_mqtt.service.pictures import decode
 from hepti_mqtt.service.texts import encoded
 from hepti_mqtt.service.values import is_int, kind
 from hepti_mqtt.spec import RequestShape, Want
@@ -253,15 +251,9 @@ def _pictures(
     """Return the tokens of each picture, and all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
+    from hepti_mqtt.service.pictures import decode, resampling  # here: most planners read no pictures
+
     key = "images" if several else "image"
-    resample = _resample(checkpoint)
+    resample = resampling(checkpoint.extras.get("preprocessor_config.json", {}))
     pixels = decode(_items(key, request[key], several), reads, resample)
     return (reads.rows,) * len(pixels), pixels
-
-
-def _resample(checkpoint: Checkpoint) -> Image.Resampling:
-    value = checkpoint.extras.get("preprocessor_config.json", {}).get("resample", Image.Resampling.BILINEAR)
-    try:
-        return Image.Resampling(value)
-    except ValueError as error:
-        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error

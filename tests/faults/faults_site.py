@@ -132,16 +132,25 @@ def schedule(seed: int, seconds: float, every_s: tuple[float, float]) -> Iterato
         yield Fault(at_s, kind, whom, rng.uniform(*lasts))
 
 
+class Installed(Site):
+    """Processes that find their modules' bytecode, as those of an installation do, whatever the tests' own do."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {k: v for k, v in super().environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return inherited | {"PYTHONPYCACHEPREFIX": str(self.directory / "bytecode")}
+
+
 class FaultySite:
     """Broker, planner and agents; every fault is mended at once, or after as long as it lasts."""
 
     def __init__(self, directory: Path, broker: EmbeddedBroker, model: Path) -> None:
         self.broker = broker
         self.cables = {name: Cable(broker.port) for name in DEVICES}
-        self.site = Site(directory, broker, {"model": model})
+        self.site = Installed(directory, broker, {"model": model})
         self._agent_sites = {}
         for name, cable in self.cables.items():
-            self._agent_sites[name] = Site(directory, broker, {})
+            self._agent_sites[name] = Installed(directory, broker, {})
             self._agent_sites[name].url = f"mqtt://127.0.0.1:{cable.port}"
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._does: dict[str, Callable[[Fault], None]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,46 @@ import pytest
 from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
 from faults_site import KINDS, Fault, kill_broker, schedule, wait_until_saved
-from site_processes import PATIENCE_S, Site, User, poll
+from site_processes import PATIENCE_S, SITE, Site, User, poll
 
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import RequestError
+
+UNMET = "no broker answers"
+ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reliability.md
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@pytest.mark.broker
+def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
+    with start_broker("mosquitto") as broker:
+        if broker.kind == "amqtt":
+            pytest.skip(broker.reason)
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            site.planner()
+            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+            with Hepti.connect(broker.url, site=SITE, client_id="library") as hepti:
+                site.kill("planner")
+                kill_broker(broker)
+                (broker._directory / "mosquitto.db").unlink(missing_ok=True)
+                broker.start()
+                raw, taken = User(broker.url), queue.SimpleQueue[bool]()
+                body = json.dumps({"id": "dropped", "ids": [7, 8]}).encode()
+                raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
+                assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
+                raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
+                asked = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
+                _, dropped = raw.answers.get(timeout=PATIENCE_S)
+                assert dropped["id"] == "early", "the broker has it, and nobody else"
+                site.planner()
+                with pytest.raises(RequestError, match="no-such-method"):
+                    asked.result(PATIENCE_S)
+                raw.close()
+        finally:
+            site.close()
 
 
 @pytest.mark.wide
@@ -51,6 +89,36 @@ def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) ->
             _, answer = user.answers.get(timeout=PATIENCE_S)
             assert answer["id"] == "early"
             user.close()
+        finally:
+            site.close()
+
+
+@pytest.mark.wide
+@pytest.mark.processes
+@pytest.mark.broker
+@pytest.mark.parametrize("connecting", [False, True], ids=["it was there", "it has never been there"])
+def test_who_is_told_to_end_while_the_broker_is_away_ends(tmp_path: Path, connecting: bool) -> None:
+    with start_broker() as broker:
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            if connecting:
+                broker.stop()
+                site.agent("a")  # a planner without a broker ends by itself
+                poll(lambda: UNMET in site.log("a"), "an agent that looks for its broker")
+            else:
+                site.planner()
+                site.agent("a")
+                poll(lambda: "a has joined" in site.log("planner"), "planner and agent")
+                broker.stop()
+                for name in site.running:
+                    poll(lambda name=name: UNMET in site.log(name), f"{name} knows of it")
+            for name, process in dict(site.running).items():
+                begun = time.monotonic()
+                process.terminate()
+                code = process.wait(ENDS_S)
+                print(f"{name} ended {time.monotonic() - begun:.2f} s after SIGTERM")
+                assert code == 0, site.log(name)[-2000:]
+                del site.running[name]
         finally:
             site.close()
 

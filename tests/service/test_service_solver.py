@@ -12,7 +12,16 @@ from sites import FAMILIES, plan
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.rollout import SOON_S
 from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
+from hepti_mqtt.wire.described import Status
+
+# Each costs a planner that starts again time in which nobody is answered.
+NOT_AT_THE_START = (
+    *("numba", "llvmlite", "hepti_mqtt.kernels", "PIL", "rich", "cryptography", "onnx", "asyncio", "psutil", "scipy"),
+    *("numpy.testing", "numpy.f2py", "unittest", "device_agent", "hepti_mqtt.runtime.device"),
+    *("hepti_mqtt.bench", "hepti_mqtt.lab", "hepti_mqtt.client", "hepti_mqtt.embedded_broker"),
+)
 
 
 def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_follows() -> None:
@@ -75,11 +84,67 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     assert not site.errors, "what the outdated one says changes nothing"
 
 
-def test_a_planner_begins_without_numba_and_loads_it_beside_its_first_steps() -> None:
-    told = "import sys, {0}; print('numba' in sys.modules)"
-    for module in ("hepti_mqtt.service.planner", "hepti_mqtt.cli"):
-        run = subprocess.run([sys.executable, "-c", told.format(module)], capture_output=True, text=True, check=True)
-        assert run.stdout == "False\n", module
+def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_them() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(SOON_S * 2)
+    assert not site.solves, "nobody asks yet: others may join"
+    site.submit("r1")
+    assert site.solves[-1].hurried
+
+
+def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    site.event(events.DeviceStatus("b", Status("starting", 1)))
+    site.submit("r1")
+    site.tick(SOON_S * 2)
+    assert site.solves[-1].hurried
+
+
+def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    site.submit("r1")
+    site.tick(SOON_S * 2)
+    (command,) = site.solves
+    assert command.hurried
+    site.join("b")
+    site.event(solve(command))
+    site.ready()
+    assert site.session.plan("m").devices == ("a",)
+    site.tick(1.1)
+    assert not site.solves[-1].hurried, "the whole search follows"
+    assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
+
+
+def test_an_agent_that_was_killed_and_starts_again_holds_up_nobody_whom_another_can_serve() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    used = site.session.plan("m").devices[0]
+    site.submit("r1")
+    site.leave(used)
+    hurried = site.solves[-1]
+    assert hurried.hurried
+    site.event(events.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
+    site.event(solve(hurried))
+    site.ready()
+    assert used not in site.session.plan("m").devices
+
+
+def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_its_first_steps() -> None:
+    code = f"""
+import sys
+from hepti_mqtt.cli import main, output, processes
+output.setup_logging(verbose=False)
+from hepti_mqtt.service import run_planner
+print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for name in {NOT_AT_THE_START!r})))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
     begin_loading()
     (loads,) = [thread for thread in threading.enumerate() if thread.name == "planner-loads"] or [None]
     if loads is not None:

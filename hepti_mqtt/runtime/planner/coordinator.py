@@ -187,14 +187,15 @@ class CoordinatorSession:
                 model.falls.back(device, self.membership.member(device).boot, now)
                 model.spare.pop(device, None)
                 if not model.pinned or model.in_use(now):
-                    model.plans.want(now + (SOON_S if model.unserved else SETTLE_S), now, f"{device} has joined")
+                    model.plans.want(now + SETTLE_S, now, f"{device} has joined", soon_s=now + SOON_S)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.Drain(self._rollout.next_txn())
             return [self._rollout.tell(device, drain), Note("joined", f"{device} has joined")]
         if change == "starting":
             for model in self.slots:  # requests wait for it; those that have come before it were refused
                 if model.active is None and (not model.pinned or model.in_use(now)):
-                    model.plans.want(now + SETTLE_S, now, f"{device} is starting")
+                    soon_s = now + SOON_S if self.membership.usable() else None
+                    model.plans.want(now + SETTLE_S, now, f"{device} is starting", soon_s=soon_s)
             return [Note("starting", f"{device} is starting")]
         if change == "left":
             out = self._lost(device, "went offline", now)
@@ -256,7 +257,9 @@ class CoordinatorSession:
     def _search(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = model.plans, model.plans.wanted
-        if wanted is None or now < wanted.due_s or plans.preparing is not None:
+        if wanted is None or plans.preparing is not None:
+            return []
+        if now < (wanted.soon_s if model.unserved else wanted.due_s):
             return []
         hurried = plans.pins.free and model.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
@@ -276,7 +279,8 @@ class CoordinatorSession:
         if model is None or model.plans.searching is None:
             return []
         plans, search = model.plans, model.plans.searching
-        if plans.wanted is not None:  # something changed while the search ran: search again
+        serves = event.hurried and model.unserved and plans.pins.free  # and the whole search, which is wanted, follows
+        if plans.wanted is not None and not serves:  # something changed while the search ran: search again
             plans.ended(search, "outdated", now)
             return []
         if event.decision is None:

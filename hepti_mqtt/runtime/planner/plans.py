@@ -98,11 +98,12 @@ PLANS: Final[Table[PlanState, PlanEvent]] = Table(
 class Search:
     """A search that is wanted or runs.
 
-    due_s: when it may begin. forced: what it finds is taken even if it is no faster than what runs. ticket: of the
-    running search.
+    due_s: when it may begin; soon_s: when instead, if requests wait that no plan serves. forced: what it finds is taken
+    even if it is no faster than what runs. ticket: of the running search.
     """
 
     due_s: float
+    soon_s: float
     forced: bool
     state: PlanState
     ticket: int = 0
@@ -238,16 +239,20 @@ class Plans:
         self.pins = pins
         self.want(now, now, "the planner's user has pinned it", forced=True)
 
-    def want(self, due_s: float, now: float, why: str, *, forced: bool = False) -> None:
-        """Want a search from a time on; one that runs already is outdated by it."""
+    def want(self, due_s: float, now: float, why: str, *, forced: bool = False, soon_s: float | None = None) -> None:
+        """Want a search from a time on; one that runs already is outdated by it.
+
+        soon_s: when instead, if requests wait that no plan serves; also if they come only after this call.
+        """
+        soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(due_s, running is not None and running.forced, state)
+            wanted = Search(due_s, soon_s, running is not None and running.forced, state)
             self._searches.append(wanted)
         else:
             self._step_search(wanted, "want", now, why)
-        wanted.due_s, wanted.forced = due_s, wanted.forced or forced
+        wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def search(self, ticket: int, epoch: Epoch, now: float) -> None:
         """The wanted search begins, for a plan of this epoch."""

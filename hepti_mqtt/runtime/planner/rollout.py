@@ -22,7 +22,7 @@ from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
-SOON_S: Final = 0.3  # instead, where requests wait and no plan serves them
+SOON_S: Final = 0.1  # instead, where requests wait and no plan serves them
 ASK_AGAIN_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_S: Final = 120.0  # without any progress for so long, a preparation is given up
 REFUSALS: Final = 3  # preparations in a row that fail for another reason than memory, then requests are refused ...
