@@ -153,40 +153,26 @@ def decode(payload: Body) -> Frame:
             f"{len(view)} bytes are not a frame of this version: a frame begins with {MAGIC!r} and a header of "
             f"{HEADER_BYTES} bytes; update the device that sent it"
         )
-    frame, body_bytes = _read(bytes(view[:_ABOUT_BYTES]))
+    before, after, frame = _read(bytes(view[:_ABOUT_BYTES]))
     admission = int.from_bytes(view[_ABOUT_BYTES:HEADER_BYTES], "little")
     if admission > U63:
         raise WireError(f"the frame's admission {admission} is not a number from 0 to {U63}")
-    if body_bytes != len(view) - HEADER_BYTES:
-        _check_size(frame, len(view) - HEADER_BYTES)
-    return Frame(
-        frame.kind,
-        frame.model,
-        frame.epoch,
-        admission,
-        frame.layer,
-        frame.node,
-        frame.source,
-        frame.part,
-        frame.dtype,
-        frame.shape,
-        frame.row_start,
-        frame.numbers,
-        view[HEADER_BYTES:],
-    )
+    _check_size(frame, len(view) - HEADER_BYTES)
+    values = (*before, admission, *after, view[HEADER_BYTES:])
+    return Frame(*values)
 
 
 @lru_cache(maxsize=_ABOUTS)
-def _read(about: bytes) -> tuple[Frame, int]:
-    """Return a frame without admission number and body, and the bytes of its body, from what `about` returned."""
+def _read(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
+    """Return a frame's values before and after its admission number, from what `about` returned, and such a frame."""
     end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
     if end > _ABOUT_BYTES or any(about[end:]):
         raise WireError("the frame's header is longer than its place or not padded with zeros")
     frame = _frame(_fields(about[_PREFIX_BYTES:end]))
     _check_fields(frame)
-    body_bytes = prod(frame.shape) * ITEMSIZE[frame.dtype]
-    _check_size(frame, body_bytes)
-    return frame, body_bytes
+    values = tuple(getattr(frame, name) for name in Frame.__slots__)
+    at = Frame.__slots__.index("admission")
+    return values[:at], values[at + 1 : -1], frame
 
 
 def _fields(data: bytes) -> list[Any]:

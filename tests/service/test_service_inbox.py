@@ -24,7 +24,7 @@ TOPICS = [
     T.request("m", "c"),
     T.planner_status(),
     T.plan("m"),
-    T.work("m"),
+    T.work("m", "a"),
     "hepti/v1/elsewhere/dev/a/up",
 ]
 
@@ -61,7 +61,7 @@ def test_cleared_foreign_and_lying_messages_are_dropped():
     decoder = Decoder("home")
     assert decoder.decode(T.caps("b"), messages.encode_caps(CAPS)) is None, "caps under another device's name"
     assert decoder.decode(T.status("a"), b"") is None
-    assert decoder.decode(T.work("m"), b"x") is None
+    assert decoder.decode(T.work("m", "a"), b"x") is None
     assert decoder.counters == {"malformed": 1, "foreign": 1}
 
 

@@ -163,12 +163,12 @@ def winograd(
     v, u = np.empty(PRODUCTS * most * channels, np.float32), np.empty(PRODUCTS * PIECE * NR, np.float32)
     m, sums = np.empty(PRODUCTS * most * NR, np.float32), np.empty(OUTPUTS * NR, np.float32)
     table = np.empty(PRODUCTS, np.int64)
-    v_at, m_at, zeros_at = np.int64(v.ctypes.data), np.int64(m.ctypes.data), np.int64(zeros.ctypes.data)
-    near = np.int64(u.ctypes.data), m_at
+    # Addresses are read where they are used: an array of which nothing is read any more is freed.
     for first in range(first_tile, last_tile, max(most, 1)):
         count = min(most, last_tile - first)
-        _transform(np.int64(x.ctypes.data), zeros_at, window, tiles, first, count, table, v_at)
+        nothing = np.int64(zeros.ctypes.data)
+        _transform(np.int64(x.ctypes.data), nothing, window, tiles, first, count, table, np.int64(v.ctypes.data))
         for place in range(first_unit, last_unit):
-            unit = units[place]
-            _multiply(v_at, channels, count, unit, near, zeros_at)
-            _finish(m_at, first, count, unit, (window, tiles), how, sums, out, residual)
+            unit, near = units[place], (np.int64(u.ctypes.data), np.int64(m.ctypes.data))
+            _multiply(np.int64(v.ctypes.data), channels, count, unit, near, np.int64(zeros.ctypes.data))
+            _finish(np.int64(m.ctypes.data), first, count, unit, (window, tiles), how, sums, out, residual)
