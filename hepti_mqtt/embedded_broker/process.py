@@ -7,6 +7,7 @@ import errno
 import getpass
 import json
 import os
+import random
 import shutil
 import socket
 import ssl
@@ -28,6 +29,8 @@ HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 6.0
 _TRIES: Final = 5
+_PORTS: Final = (16_384, 32_768)  # Linux gives outgoing connections ports from 32,768 on, other systems from 49,152 on
+_LOOKS: Final = 64
 _LOOK_S: Final = 0.02
 # CONNECT of MQTT 3.1.1: clean session, keep-alive 10 s, client id "hepti-ready".
 _CONNECT: Final = b"\x10\x17\x00\x04MQTT\x04\x02\x00\x0a\x00\x0bhepti-ready"
@@ -193,6 +196,14 @@ class EmbeddedBroker:
 
 
 def _free_port(address: str) -> int:
+    """Return a port below those from which systems take ports of outgoing connections: one of them would keep a broker
+    that has been stopped from coming back on its port.
+    """
+    found = (random.randrange(*_PORTS) for _ in range(_LOOKS))
+    return next((port for port in found if _is_free(address, port)), 0) or _any_port(address)
+
+
+def _any_port(address: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.bind((address, 0))
         port: int = sock.getsockname()[1]

@@ -36,7 +36,7 @@ PIECE: Final = 128
 # Fewer channels cost more in transforms than they save in products; so do weights for fewer outputs, and with a whole
 # map of fewer, shares of it have so few that nothing is gained.
 LEAST_CHANNELS: Final = 32
-LEAST_PIXELS: Final = 14 * 14
+LEAST_PIXELS: Final = 28 * 28
 _LANES: Final = TILE.lanes
 # Channels come in whole vectors of every instruction set, so that the same layers are made in this way on all.
 _GRAIN: Final = 16
@@ -65,12 +65,12 @@ def grid(window: Window, origin: tuple[int, int]) -> tuple[int, Any]:
 def winograd_work(window: Window, n: int, origin: tuple[int, int]) -> Work:
     """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the product that is made.
 
-    That is one of as many rows as tiles, over 16 matrices [C, n]; the transforms are bytes moved beside it.
+    That is one of as many rows as tiles, over 16 matrices [C, n], whose reading is in the price of a product; the
+    transforms of the map are bytes moved beside it.
     """
     count, _ = grid(window, origin)
-    c, blocks = window.channels, -(-count // TILES)
-    of_weights = blocks * c * n * (window.places + PRODUCTS)
-    values = count * (c + n) * (PRODUCTS + OUTPUTS) + of_weights
+    c = window.channels
+    values = count * (c + n) * (PRODUCTS + OUTPUTS)
     flops = 2.0 * window.pixels * window.places * c * n
     return Work("linear", rows=count, k=PRODUCTS * c, n=n, flops=flops, nbytes=4.0 * values)
 
