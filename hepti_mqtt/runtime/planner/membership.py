@@ -40,6 +40,7 @@ STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 # A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
 PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "slowdown": (0.0, 1e4, 1.0),
+    "frame_slowdown": (0.0, 1e4, None),
     "round_trip_s": (0.0, 3600.0, None),
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
@@ -133,7 +134,8 @@ class Member:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
         assert self.caps is not None
         try:
-            return profile_from_caps(self.name, self.caps.curves, memory_bytes, max(self._slowdown(), 0.05))
+            slowdown, frames = max(self._slowdown(), 0.05), self._frame_slowdown()
+            return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, frames)
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
@@ -161,6 +163,11 @@ class Member:
     def _slowdown(self) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by."""
         return median(self.slowdowns) if self.slowdowns else 1.0
+
+    def _frame_slowdown(self) -> float | None:
+        """Return how much longer frames take than was measured, in calm or else of late; None where none were seen."""
+        told = [hb.frame_slowdown for hb in (self.calm, self.heartbeat) if hb is not None]
+        return next((max(value, 0.05) for value in told if value is not None), None)
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
