@@ -289,7 +289,7 @@ class _Agent:
     def _measure(self, starting: Starting) -> tuple[Workers, Curves]:
         config = self._config
         shared: Path | None = jit.cache_directory()
-        before = written(self._places_of_measurement(shared))
+        before = written(measurement_places(self._places.state, shared, config.threads))
         prepare_kernels(config.threads, config.hold is not None, starting, self._log)
         self._workers = workers = Workers(config.threads)
         if config.hold is not None:
@@ -307,7 +307,9 @@ class _Agent:
         return workers, curves
 
     def _places_of_measurement(self, shared: Path | None) -> list[Path]:
-        return measurement_places(self._places.state, shared, self._config.threads)
+        places = measurement_places(self._places.state, shared, self._config.threads)
+        alike = self._config.hold is not None and shared is not None
+        return places[1:] if alike else places  # hosts of a lab measure anew, and once for all that are alike
 
     def _after(self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: Shell) -> Afterwards:
         """Return what goes on beside the session, from when the device is online for the first time."""
