@@ -86,6 +86,7 @@ class LabSite:
         self.throttle(False)
         for shared in {device.host.shared for device in self.devices} - {""}:
             shutil.rmtree(shared, ignore_errors=True)  # of another hour, in which this machine was faster or slower
+            Path(shared).mkdir(parents=True)
         self._start_broker(port=0)
         self._running[PLANNER] = self._start_planner()
         agents = [self._start_agent(device) for device in self.devices]
