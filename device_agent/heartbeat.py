@@ -77,6 +77,7 @@ class HeartbeatThread:
             return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()
         self._seq += 1
+        edges = {} if self._peers is None else self._peers.edges()
         heartbeat = Heartbeat(
             boot=self._boot,
             seq=self._seq,
@@ -89,7 +90,11 @@ class HeartbeatThread:
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
             peers={} if self._peers is None else self._peers.reports(),
-            edges={} if self._peers is None else self._peers.edges(),
+            edges=edges,
+            frame_slowdown=self._meter.frame_slowdown(
+                sum(edge.frames_in + edge.frames_out for edge in edges.values()),
+                sum(edge.bytes_in + edge.bytes_out for edge in edges.values()),
+            ),
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from hepti_mqtt.kernels import KERNELS, TILING, Weight, Workers, allocate, isa, 
 from hepti_mqtt.kernels.machine.isa import cpu_model
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
-from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.runtime.device.executor import Executor, Step, bind
 from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.frames import Frame, decode, encode
 
@@ -127,8 +127,8 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         "attention_flops_per_s": _attention(workers),
         "rowwise_bytes_per_s": _rowwise(workers),
         "op_overhead_s": _op_overhead(workers),
-        **_frames(),
-        **_mesh_frames(),
+        **_frames(workers),
+        **_mesh_frames(workers),
     }
     if narrow:
         linear += _narrow(curves, workers)
@@ -175,7 +175,7 @@ def _still_true(curves: Curves, workers: Workers) -> bool:
     for curve in curves["linear"]:
         if (curve["k"], curve["n"]) == (k, n) and len(curve["points"]) > row:
             rows, before = curve["points"][row]
-            now = _seconds(_linear_run(k, n, rows, _linear_weights(k, n), workers))
+            now = _seconds(_linear_run(k, n, rows, _linear_weights(k, n), workers), workers.threads)
             return bool(max(now / before, before / now) <= DRIFT)
     return False
 
@@ -196,7 +196,8 @@ def _linear_weights(k: int, n: int, storage: Storage = "f32") -> list[Weight]:
 
 def _linear_points(k: int, n: int, workers: Workers, storage: Storage = "f32") -> list[list[float]]:
     weights = _linear_weights(k, n, storage)
-    return never_falling([[rows, _seconds(_linear_run(k, n, rows, weights, workers, storage))] for rows in ROWS])
+    runs = ((rows, _linear_run(k, n, rows, weights, workers, storage)) for rows in ROWS)
+    return never_falling([[rows, _seconds(run, workers.threads)] for rows, run in runs])
 
 
 def never_falling(points: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -224,17 +225,24 @@ def _runner(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], w
     return lambda: run(reads, writes)
 
 
-def _seconds(act: Callable[[], object]) -> float:
-    """Return the mean time of runs within a window, the first of which does not count.
+def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
+    """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
 
-    The mean, stalls included: where the system gives a share of a core, a median of short runs shows the whole core.
+    Where the system gives less than that, time is processor time over the share of the cores: what a clock on the wall
+    shows depends on where in the quota's period a run begins. before: called before each run, in no time.
     """
+    share = cores()
+    clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
     act()
-    runs, start = 0, time.perf_counter()
-    while (spent := time.perf_counter() - start) < WINDOW_S or runs < REPEATS:
+    runs, spent, start = 0, 0.0, time.perf_counter()
+    while time.perf_counter() - start < WINDOW_S or runs < REPEATS:
+        if before is not None:
+            before()
+        begin = clock()
         act()
+        spent += clock() - begin
         runs += 1
-    return max(spent / runs, 1e-9)
+    return max(spent / runs / part, 1e-9)
 
 
 def _attention(workers: Workers) -> float:
@@ -253,7 +261,9 @@ def _attention(workers: Workers) -> float:
     }
     slots = (SlotSpec((rows, 3 * width)), SlotSpec((rows, width)))
     op = Compute("attention", (0, 0), (1,), (), attrs)
-    return float(KERNELS["attention"].work(op, slots).flops) / _seconds(_runner(op, slots, (), workers))
+    return float(KERNELS["attention"].work(op, slots).flops) / _seconds(
+        _runner(op, slots, (), workers), workers.threads
+    )
 
 
 def _rowwise(workers: Workers) -> float:
@@ -262,11 +272,12 @@ def _rowwise(workers: Workers) -> float:
     refs = tuple(WeightRef(name, (0, 1), (0, hidden), "plain") for name in ("gamma", "beta"))
     op = Compute("layer_norm", (0,), (1,), refs, {"eps": 1e-5})
     weights = [np.ones(hidden, np.float32), np.zeros(hidden, np.float32)]
-    return float(KERNELS["layer_norm"].work(op, slots).nbytes) / _seconds(_runner(op, slots, weights, workers))
+    nbytes = float(KERNELS["layer_norm"].work(op, slots).nbytes)
+    return nbytes / _seconds(_runner(op, slots, weights, workers), workers.threads)
 
 
 def _op_overhead(workers: Workers) -> float:
-    """Return the time of one op that computes nearly nothing, by way of the executor."""
+    """Return the time of one op that computes nearly nothing, by way of the executor, as it is between two matmuls."""
     builder = Builder("self")
     slot = first = builder.recv((1, 8), "planner", 0)
     for _ in range(CHAIN):
@@ -275,18 +286,25 @@ def _op_overhead(workers: Workers) -> float:
     executor = Executor()
     inputs = np.zeros((1, 8), np.float32)
 
-    def chain() -> None:
-        executor.admit(first, bound)
-        executor.deliver(first, (0, 0, "planner"), inputs)
-        while (step := executor.next()) is not None:
-            time.perf_counter()
-            step.run()
-        executor.drop(first)
+    def steps() -> Iterator[Step]:
+        while True:
+            executor.admit(first, bound)
+            executor.deliver(first, (0, 0, "planner"), inputs)
+            while (step := executor.next()) is not None:
+                yield step
+            executor.drop(first)
 
-    return _seconds(chain) / CHAIN
+    endless = steps()
+    return _seconds(lambda: next(endless).run(), before=_forgotten(workers))
 
 
-def _frames() -> Curves:
+def _forgotten(workers: Workers) -> Callable[[], None]:
+    """Return what fills the caches with a matmul's data, as happens before nearly all that a device does."""
+    k, n = SHAPES[_MIDDLE]
+    return _linear_run(k, n, 8, _linear_weights(k, n), workers)
+
+
+def _frames(workers: Workers) -> Curves:
     """Return the fixed time and the rate of sending, or of receiving, a frame: making or reading it, and TCP's work.
 
     Through a connection to itself: no link is in it, and what a slow CPU needs for a fast one is.
@@ -294,7 +312,8 @@ def _frames() -> Curves:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
-            small, large = (_seconds(partial(_round, np.zeros(size, np.uint8), near, far)) / 2 for size in FRAME_SIZES)
+            rounds = (partial(_round, np.zeros(size, np.uint8), near, far) for size in FRAME_SIZES)
+            small, large = (_seconds(act, before=_forgotten(workers)) / 2 for act in rounds)
     extra_s = max(large - small, 1e-9)
     return {"frame_s": small, "copy_bytes_per_s": (FRAME_SIZES[1] - FRAME_SIZES[0]) / extra_s}
 
@@ -311,14 +330,15 @@ def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: 
     return decode(received).array()
 
 
-def _mesh_frames() -> Curves:
+def _mesh_frames(workers: Workers) -> Curves:
     """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
     if not mesh_possible():
         return {}
     try:
         with OwnMesh() as mesh:
             bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
-            small, large = (_seconds(partial(mesh.round, body)) / 2 for body in bodies)
+            rounds = (partial(mesh.round, body) for body in bodies)
+            small, large = (_seconds(act, before=_forgotten(workers)) / 2 for act in rounds)
     except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
         return {}
     rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)

@@ -1,4 +1,4 @@
-"""Slowdown: how the matmuls of real requests compare with what this device measured of itself."""
+"""Slowdown: how the matmuls and frames of real requests compare with what this device measured of itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SMOOTHING: Final = 0.5  # part that the newest second has
 SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
 SAMPLES: Final = 8192
 OPS: Final = 8192
+FRAMES: Final = 16  # fewer say more about one of them than about the way
 
 Sample = tuple[Op, tuple[SlotSpec, ...], float]
 
@@ -24,12 +25,16 @@ class Meter:
     """Compares observed with predicted seconds of matmuls.
 
     The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls `slowdown`
-    and does all the arithmetic, so that a step costs the session thread one append. curves: as measured.
+    and does all the arithmetic, so that a step costs the session thread one append. frames_s: how long the session
+    thread was busy with frames from and to peers, which it adds up. curves: as measured.
     """
 
     def __init__(self, curves: dict[str, Any]) -> None:
         self.curves = curves
         self.slowdown_now = 1.0  # what `slowdown` last returned
+        self.frames_s = 0.0
+        self._frames_seen = (0.0, 0, 0)
+        self._frame_value: float | None = None
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
@@ -60,6 +65,23 @@ class Meter:
             self._value = 1.0
         self.slowdown_now = self._value
         return self._value
+
+    def frame_slowdown(self, frames: int, nbytes: int) -> float | None:
+        """Return observed over predicted time of frames over mesh of late, None before there were some.
+
+        frames, nbytes: what came and went since the start, each receiver counted; a network card, TLS or a link that
+        is shaped cost time that no measurement on loopback shows.
+        """
+        now = (self.frames_s, frames, nbytes)
+        spent_s, more, more_bytes = (a - b for a, b in zip(now, self._frames_seen, strict=True))
+        if more < FRAMES:
+            return self._frame_value
+        self._frames_seen = now
+        profile = self._profile
+        ratio = spent_s / (profile.mesh_frame_s * more + more_bytes / profile.mesh_copy_bytes_per_s)
+        before = ratio if self._frame_value is None else self._frame_value
+        self._frame_value = before + SMOOTHING * (ratio - before)
+        return self._frame_value
 
     def _expected(self, op: Op, slots: tuple[SlotSpec, ...]) -> float:
         known = self._predicted.get(id(op))

@@ -182,6 +182,7 @@ class Shell:
         timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
         for event in links.wait(timeout_s):
             self.take(event)
+        self._meter.frames_s += time.perf_counter() - links.mesh.woke_s
         deadline = self._session.deadline
         if deadline < inf and time.perf_counter() >= deadline:
             self.take(Tick())
@@ -256,7 +257,9 @@ class Shell:
     def _publish(self, command: Publish) -> None:
         if command.plane == "mesh":
             if self._links is not None:  # a plan names no peers to a device without
+                begun = time.perf_counter()
                 self._links.publish(command)
+                self._meter.frames_s += time.perf_counter() - begun
             return
         limit = self.packet_limit_bytes
         if limit is not None and command.nbytes + PACKET_MARGIN > limit:

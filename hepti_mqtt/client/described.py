@@ -24,7 +24,11 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
         device = by_name[name]
         hb = device.get("heartbeat") or {}
         profiles[name] = profile_from_caps(
-            name, device["curves"], device["memory_budget_bytes"], hb.get("slowdown") or 1.0
+            name,
+            device["curves"],
+            device["memory_budget_bytes"],
+            hb.get("slowdown") or 1.0,
+            hb.get("frame_slowdown"),
         )
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
         links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)

@@ -59,7 +59,8 @@ class DeviceProfile:
     """One device as it measured itself.
 
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
-    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured). frame_s,
+    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured);
+    frame_slowdown: that of frames over mesh, None until some were seen. frame_s,
     copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
     mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver. power: where it is known; nothing measures it.
     """
@@ -76,6 +77,7 @@ class DeviceProfile:
     mesh_frame_s: float = MESH_FRAME_S
     mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
     power: Power | None = None
+    frame_slowdown: float | None = None
 
     def seconds(self, work: Work) -> float:
         """Return the predicted time of one op."""
@@ -97,7 +99,8 @@ class DeviceProfile:
     def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
         """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""
         if route == "mesh":
-            return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
+            slowdown = self.slowdown if self.frame_slowdown is None else self.frame_slowdown
+            return slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
     def speed(self, rows: int) -> float:
@@ -179,7 +182,9 @@ def plausible(what: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float) -> DeviceProfile:
+def profile_from_caps(
+    name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float, frame_slowdown: float | None = None
+) -> DeviceProfile:
     """Return the profile that an agent's caps describe.
 
     Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
@@ -206,6 +211,7 @@ def profile_from_caps(name: str, curves: Mapping[str, Any], memory_bytes: float,
         ),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
+        frame_slowdown=frame_slowdown,
     )
 
 

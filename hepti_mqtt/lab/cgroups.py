@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from hepti_mqtt.errors import LabError
-from hepti_mqtt.lab.slices import Place, Slices, released
 
 TOP: Final = "hepti"
 # A throttled host runs for its share of every period. Short periods stall it shortly; a quota under 1 ms is refused.
@@ -81,18 +80,8 @@ def quota(cores: float) -> tuple[int, int]:
 class Group:
     """The control group of one host."""
 
-    def __init__(
-        self,
-        controllers: Controllers,
-        lab: str,
-        host: str,
-        memory_bytes: int | None = None,
-        slices: Slices | None = None,
-    ) -> None:
-        """memory_bytes: of all its processes together, None: no limit; raises LabError where none can be set.
-
-        slices: those of the lab, where a host whose processes its group for memory tells computes if it can.
-        """
+    def __init__(self, controllers: Controllers, lab: str, host: str, memory_bytes: int | None = None) -> None:
+        """memory_bytes: of all its processes together, None: no limit; raises LabError where none can be set."""
         if memory_bytes is not None and controllers.memory is None:
             raise LabError(
                 f"host {host} has a memory limit, and this machine has no memory control groups (kernel argument "
@@ -104,19 +93,11 @@ class Group:
         if controllers.memory is not None and memory_bytes is not None:
             parents[controllers.memory] = controllers.memory / TOP / lab / host
         self.directories = list(parents.values())
-        self._host, self._slices = host, slices if len(self.directories) > 1 else None
-        self._place: Place | None = None
 
     @property
     def entrances(self) -> list[Path]:
         """Return the files into which a process writes its number to be inside."""
-        inside = [*self.directories] if self._place is None else [self._place.group, *self.directories[1:]]
-        return [directory / "cgroup.procs" for directory in inside]
-
-    @property
-    def command(self) -> list[str]:
-        """Return what starts a program as those inside run, once it is inside."""
-        return [] if self._place is None else self._place.command
+        return [directory / "cgroup.procs" for directory in self.directories]
 
     def make(self) -> None:
         """Make the group and set its memory limit; raises LabError."""
@@ -143,8 +124,6 @@ class Group:
 
     def set_cpu(self, cores: float | None) -> None:
         """Set the quota as a share of one core, None: no quota; raises LabError."""
-        if self._slices is not None and self._move(self._slices, cores):
-            cores = None
         if self._controllers.version == 2:
             amount, period = ("max", _PERIOD_US) if cores is None else quota(cores)
             _write(self._cpu / "cpu.max", f"{amount} {period}")
@@ -158,18 +137,6 @@ class Group:
     def processes(self) -> list[int]:
         """Return the processes inside."""
         return members(self.directories[-1])
-
-    def _move(self, slices: Slices, cores: float | None) -> bool:
-        """Let everything inside compute in slices, or no longer; return whether it does."""
-        before, self._place = self._place, None if cores is None else slices.place(self._host, cores)
-        if self._place is None:
-            slices.leave(self._host)
-        for pid in self.processes():
-            if self._place is not None:
-                self._place.take(pid)
-            elif before is not None:
-                released(pid, self._cpu)
-        return self._place is not None
 
     def _enable(self, parent: Path) -> None:
         wanted = ["cpu"] if self._memory_bytes is None else ["cpu", "memory"]

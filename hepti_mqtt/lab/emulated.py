@@ -49,6 +49,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
     ) -> None:
         self.name, self.address, self.python = name, address, sys.executable
         self.directory, self.kept = str(directory), str(kept)
+        self.shared = str(directory.parent / "measured")
         self.gflops = gflops
         self.cpu: float | None = None
         self.throttled = False
@@ -78,7 +79,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         """Return the command of this machine that runs `arguments` on the host."""
         words = [f"echo $$ > {shlex.quote(str(path))} &&" for path in self._group.entrances]
         # The shell enters the groups and then becomes the command: there is no moment at which it runs outside.
-        into = shlex.join([*self._group.command, "ip", "netns", "exec", self._namespace])
+        into = shlex.join(["ip", "netns", "exec", self._namespace])
         return ["sh", "-c", " ".join([*words, "exec", into, '"$@"']), "hepti-lab", *arguments]
 
     def provide(self, path: Path) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab import cgroups, leftovers, network, sleeper
 from hepti_mqtt.lab.emulated import EmulatedHost
-from hepti_mqtt.lab.slices import Slices
 from hepti_mqtt.lab.spec import HUB, LabSpec
 
 
@@ -27,11 +26,7 @@ class Emulation:
         limits = {host.name: host.memory_bytes for host in spec.hosts}
         self.network = network.Network(spec.name, {name: spec.rate_of(name) for name in names})
         targets = {host.name: host.gflops for host in spec.hosts}
-        cores = sorted(os.sched_getaffinity(0))
-        self._slices = Slices(controllers.cpu / cgroups.TOP / spec.name, len(spec.hosts), cores)
-        self._groups = {
-            name: cgroups.Group(controllers, spec.name, name, limits.get(name), self._slices) for name in names
-        }
+        self._groups = {name: cgroups.Group(controllers, spec.name, name, limits.get(name)) for name in names}
         self.hosts: dict[str, EmulatedHost] = {}
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
@@ -42,10 +37,7 @@ class Emulation:
             False,
             str(directory.resolve()),
             self.network.namespaces,
-            [
-                *map(str, self._slices.directories),
-                *(str(path) for group in self._groups.values() for path in group.directories),
-            ],
+            [str(path) for group in self._groups.values() for path in group.directories],
             {
                 name: {
                     "address": self.network.addresses[name],
@@ -119,11 +111,10 @@ class Emulation:
             if self._sleepers:
                 return
             parent = 0 if self._keep else os.getpid()
-            pause_us = sleeper.SLICES_US if self._slices.possible else sleeper.QUOTAS_US
             for core in sorted(os.sched_getaffinity(0)):
                 # Where real-time time is given out by group, only the top group has any.
                 enter = f'echo $$ > "{self._cpu_root}/cgroup.procs" && exec "$@"'
-                program = [sys.executable, "-I", "-S", sleeper.__file__, str(core), str(parent), str(pause_us)]
+                program = [sys.executable, "-I", "-S", sleeper.__file__, str(core), str(parent)]
                 process = subprocess.Popen(
                     ["sh", "-c", enter, "hepti-lab", *program],
                     stdin=subprocess.DEVNULL,

@@ -59,7 +59,7 @@ class Host(Protocol):
 
     name: as in topics. address: where the other hosts reach it. python: the interpreter there that has Hepti.
     directory: a path there for what the host's programs keep; it exists. kept: one for what a later lab may use again,
-    such as tiles of weights.
+    such as tiles of weights. shared: one for what hosts on one machine measure alike, "" for a machine of its own.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Host(Protocol):
     python: str
     directory: str
     kept: str
+    shared: str
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
         """Start a process (no shell); its output goes to a log named `name` under the lab's directory."""

@@ -168,6 +168,7 @@ class LocalHost(Pluggable[LocalProcess]):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = str(directory.resolve())
         self.kept = str((kept or directory / "kept").resolve())
+        self.shared = ""
         self._started: Started[LocalProcess] = Started()
 
     def start(

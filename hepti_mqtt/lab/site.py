@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -83,6 +84,9 @@ class LabSite:
     def start(self) -> None:
         """Start everything and return when all agents are online and every model has a plan; raises LabError."""
         self.throttle(False)
+        for shared in {device.host.shared for device in self.devices} - {""}:
+            shutil.rmtree(shared, ignore_errors=True)  # of another hour, in which this machine was faster or slower
+            Path(shared).mkdir(parents=True)
         self._start_broker(port=0)
         self._running[PLANNER] = self._start_planner()
         agents = [self._start_agent(device) for device in self.devices]
@@ -90,7 +94,7 @@ class LabSite:
             _await_compiled(agent)
         self.throttle(True)
         for device, agent in zip(self.devices, agents, strict=True):
-            agent.send("measure")
+            agent.send(f"measure {device.host.shared}")
             self._await([device.host.name], (), ONLINE_S)  # one after the other: neighbours share cores and caches
         self.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait_ready()
@@ -173,7 +177,7 @@ class LabSite:
                 _await_compiled(agent)
             finally:
                 device.host.throttle(True)
-            agent.send("measure")
+            agent.send(f"measure {device.host.shared}")
 
     def close(self) -> None:
         """End all processes, the broker last; politely where they listen."""

@@ -116,6 +116,7 @@ class SshHost(Pluggable[SshProcess]):
         try:
             self.directory = self.shell(where, must="make its directory").out.strip()
             self.kept = f"{self.directory}/kept"
+            self.shared = ""
             look = "import hepti_mqtt, device_agent; print(hepti_mqtt.__version__)"
             found = self.run([self.python, "-c", look])
             if found.code != 0:

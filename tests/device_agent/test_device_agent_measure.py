@@ -87,7 +87,7 @@ class Cached:
 
     def quick(self, factor):
         before = self.curves["linear"][0]["points"][2][1]
-        self.patch.setattr(measuring, "_seconds", lambda act: act() or factor * before)
+        self.patch.setattr(measuring, "_seconds", lambda act, *_: act() or factor * before)
 
     def __call__(self, workers=None, own="measurement.json", **options):
         places = [self.directory / own, self.directory / "shared.json"]
@@ -195,3 +195,27 @@ def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_p
     assert not cached
     assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
     assert again != whole
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "seconds"), [(1.0, 1, 0.03), (0.25, 1, 0.04), (2.0, 1, 0.03), (0.5, 4, 0.02)]
+)
+def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores, threads, seconds):
+    """A run of 10 ms of processor time that takes 30 ms by the clock on the wall, whatever stood still meanwhile."""
+    now = {"wall": 0.0, "cpu": 0.0}
+
+    class Clocks:
+        perf_counter = staticmethod(lambda: now["wall"])
+        process_time = staticmethod(lambda: now["cpu"])
+
+    def act():
+        now["wall"] += 0.03
+        now["cpu"] += 0.01
+
+    def before():
+        now["wall"] += 1.0
+        now["cpu"] += 1.0
+
+    monkeypatch.setattr(measuring, "time", Clocks)
+    monkeypatch.setattr(measuring, "cores", lambda: cores)
+    assert measuring._seconds(act, threads, before) == pytest.approx(seconds)

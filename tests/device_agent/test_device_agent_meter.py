@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent.meter import IDLE_S, SHORTEST_S, Meter
+from device_agent.meter import FRAMES, IDLE_S, SHORTEST_S, Meter
 from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
 
 ROWS, K, N = 8, 64, 64
@@ -75,3 +75,20 @@ def test_ops_too_short_to_say_anything_do_not_count(meter):
 def test_samples_are_bounded(meter):
     meter.samples.extend([(OP, SLOTS, SECONDS)] * 100_000)
     assert len(meter.samples) < 10_000
+
+
+@given(factor=st.floats(0.1, 20), counts=st.lists(st.integers(FRAMES, 100), min_size=1, max_size=5))
+def test_frames_that_cost_more_than_on_loopback_are_told(factor, counts):
+    meter = Meter({**CURVES, "mesh_frame_s": 1e-4, "mesh_copy_bytes_per_s": 1e9})
+    frames = 0
+    assert meter.frame_slowdown(0, 0) is None
+    for count in counts:
+        frames += count
+        meter.frames_s += factor * count * (1e-4 + 1e-3)
+        assert meter.frame_slowdown(frames, frames * 10**6) == pytest.approx(factor)
+
+
+def test_a_few_frames_say_nothing_until_there_are_more(meter):
+    meter.frames_s = 5.0
+    assert meter.frame_slowdown(FRAMES - 1, 0) is None
+    assert meter.frame_slowdown(FRAMES, 0) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, log
 from statistics import median
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from hepti_mqtt.wire.peers import Endpoint, LinkReport
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
+NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
 MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -40,6 +41,7 @@ STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 # A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
 PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "slowdown": (0.0, 1e4, 1.0),
+    "frame_slowdown": (0.0, 1e4, None),
     "round_trip_s": (0.0, 3600.0, None),
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
@@ -133,7 +135,8 @@ class Member:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
         assert self.caps is not None
         try:
-            return profile_from_caps(self.name, self.caps.curves, memory_bytes, max(self._slowdown(), 0.05))
+            slowdown, frames = max(self._slowdown(), 0.05), self._frame_slowdown()
+            return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, frames)
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
@@ -159,8 +162,17 @@ class Member:
         return found
 
     def _slowdown(self) -> float:
-        """Return the median of late: a second of somebody else's load is none to divide a model by."""
-        return median(self.slowdowns) if self.slowdowns else 1.0
+        """Return the median of late: a second of somebody else's load is none to divide a model by.
+
+        Nor is what comes and goes by itself: equal devices would get unequal shares.
+        """
+        found = median(self.slowdowns) if self.slowdowns else 1.0
+        return found if abs(log(max(found, 1e-9))) > NOISE else 1.0
+
+    def _frame_slowdown(self) -> float | None:
+        """Return how much longer frames take than was measured, in calm or else of late; None where none were seen."""
+        told = [hb.frame_slowdown for hb in (self.calm, self.heartbeat) if hb is not None]
+        return next((max(value, 0.05) for value in told if value is not None), None)
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""

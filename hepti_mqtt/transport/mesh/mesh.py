@@ -77,6 +77,7 @@ class Mesh:
             buffers=Buffers(),
             secure=tls.ask if tls else None,
         )
+        self.woke_s = 0.0  # when `wait` last ended waiting and began to read, by time.perf_counter()
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
         self._helper.start()
@@ -134,7 +135,9 @@ class Mesh:
             due = min(due, each.due)
         if due < NEVER:
             timeout_s = self._until(due, timeout_s)
-        for fd, _ in self._epoll.poll(timeout_s):
+        found = self._epoll.poll(timeout_s)
+        self.woke_s = time.perf_counter()
+        for fd, _ in found:
             peer = self._by_fd.get(fd)
             if peer is not None:
                 peer.ready()
