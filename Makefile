@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside test-hostile \
-	bench-overhead bench-building bench-split bench-batching bench-quick bench-venv bench-kernels test-arm64 lock clean
+	bench-overhead bench-building bench-split bench-batching bench-bars bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -77,6 +77,10 @@ bench-building: $(VENV)/.dev
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
+
+# Hepti's choice beside every method by hand, simulated: minutes; the same OUT goes on with a run that was cut.
+bench-bars: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/bars.py
 
 # A sample of every experiment that comes with Hepti, on emulated hosts: Linux, root.
 QUICK ?= aa matmul-chain strategies wire replanning methods methods-memory methods-simulated decoupled \
