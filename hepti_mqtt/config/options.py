@@ -248,8 +248,9 @@ class PinOptions:
             raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")
         route = None if self.route == "auto" else self.route
         kept = self.weights or "f32"
-        options, objective = variant_options(self.strategy, self.variant), self.objective or "latency"
-        return Pins(self.strategy, options, self.devices, self.wire or "f32", kept, route, objective, self.accuracy)
+        strategy = None if self.strategy == "auto" else self.strategy
+        options, objective = variant_options(strategy, self.variant), self.objective or "latency"
+        return Pins(strategy, options, self.devices, self.wire or "f32", kept, route, objective, self.accuracy)
 
 
 def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]:

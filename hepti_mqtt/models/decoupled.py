@@ -56,11 +56,21 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> Decoup
         made = vit.encoder_spec("decoupled", architecture, task, config, extras)
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
     if made.layers % groups or made.layers == groups:
-        raise ModelError(f"config.json: num_groups {groups} must divide num_hidden_layers {made.layers} and be less")
+        raise ModelError(
+            f"config.json: num_groups {groups} must divide num_hidden_layers {made.layers} and be less; it can be "
+            f"{_divisors(made.layers, made.layers - 1) or 'none: a decoupled model has two layers or more'}"
+        )
     if made.hidden % parts:
-        raise ModelError(f"config.json: num_parts {parts} does not divide hidden_size {made.hidden}")
+        raise ModelError(
+            f"config.json: num_parts {parts} does not divide hidden_size {made.hidden}; it can be "
+            f"{_divisors(made.hidden, made.hidden)}"
+        )
     fields = {name: getattr(made, name) for name in ModelSpec.__dataclass_fields__}
     return DecoupledSpec(**fields, groups=groups, parts=parts)
+
+
+def _divisors(n: int, most: int) -> str:
+    return ", ".join(str(d) for d in range(1, most + 1) if n % d == 0)
 
 
 def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:

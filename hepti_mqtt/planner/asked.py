@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.strategies import STRATEGIES, Method
+from hepti_mqtt.strategies import STRATEGIES, Method, Options
+
+_LISTED: Final = 8  # options that an error names
+_CUT: Final = 80  # characters of what was given
+_MANY: Final = 64  # devices, for which a method whose variants depend on their number has others than for one
 
 
 def check_pins(question: Question) -> None:
     """Raise ConfigError for a method or options that there are not, PlanError for devices that are not online."""
     if question.strategy is not None and question.strategy not in STRATEGIES:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
-    if question.strategy is not None and question.options:
-        _check_options(question, STRATEGIES[question.strategy])
+    if question.options:
+        _check_options(question)
     unknown = set(question.devices or ()) - set(question.cluster.devices)
     if unknown:
         online = ", ".join(question.cluster.devices) or "none"
@@ -34,14 +41,40 @@ def _check_watts(question: Question) -> None:
         )
 
 
-def _check_options(question: Question, method: Method) -> None:
+def options_error(strategy: str | None, options: Options) -> str | None:
+    """Return what is wrong with options that a method has on no number of devices, None if nothing is.
+
+    strategy: None means that any method may have them.
+    """
+    if not options or any(m.knows(options) for m in STRATEGIES.values() if strategy in {None, m.name}):
+        return None
+    given = _words([options])[:_CUT]
+    if strategy is None:
+        return f"no strategy has the option {given}; name the strategy too, and one of its own options"
+    method = STRATEGIES[strategy]
+    known = [o for o in method.every().values() if o]
+    more = " and so on, as the number of devices allows" if _varies(method) else ""
+    return f"{strategy} has no option {given}; it has {_words(known[:_LISTED]) or 'none'}{more}"
+
+
+def _check_options(question: Question) -> None:
     """Raise ConfigError for options that the method does not have, or not on so many devices."""
+    method = None if question.strategy is None else STRATEGIES[question.strategy]
+    if method is None or not _varies(method):
+        if (error := options_error(question.strategy, question.options)) is not None:
+            raise ConfigError(error)
+        return
     count = len(question.devices or question.cluster.devices)
-    given = " ".join(f"{key}={value}" for key, value in question.options.items())
-    known = [" ".join(f"{key}={value}" for key, value in o.items()) for o in method.every().values() if o]
-    if not method.knows(question.options):
-        raise ConfigError(f"{method.name} has no option {given}; it has {', '.join(known[:12]) or 'none'}")
     sizes = (count,) if question.devices else range(1, count + 1)
     if not any(dict(question.options) == dict(o) for n in sizes for o in method.choices(n)):
-        here = (" ".join(f"{k}={v}" for k, v in o.items()) for o in method.choices(count))
-        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {', '.join(here)}")
+        given, here = _words([question.options]), _words(method.choices(count)) or "none"
+        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {here}")
+
+
+def _varies(method: Method) -> bool:
+    """Return whether a method's variants depend on the number of devices."""
+    return method.choices(1) != method.choices(_MANY)
+
+
+def _words(options: Iterable[Options]) -> str:
+    return ", ".join(" ".join(f"{key}={value}" for key, value in o.items()) for o in options)

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
+from hepti_mqtt.planner.asked import options_error
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.service.limits import MAX_ITEMS, MAX_REQUEST_BYTES
 from hepti_mqtt.service.requests import PINS
@@ -133,10 +134,8 @@ def checked_pins(
     chosen = None if strategy == AUTO else strategy
     if not isinstance(options, Mapping):
         raise RequestError('options must be an object such as {"variant": "kv"}')
-    methods = [s for s in STRATEGIES.values() if chosen in (None, s.name)]
-    if options and not any(s.knows(options) for s in methods):
-        known = [dict(o) for s in methods for o in s.options]
-        raise RequestError(f"there are no such options of {chosen or 'any strategy'}; choose one of {known}")
+    if (error := options_error(chosen, options)) is not None:
+        raise RequestError(f"options: {error}")
     if wire not in WIRES:
         raise RequestError(f"wire must be one of {', '.join(WIRES)}")
     if weights not in STORAGES:

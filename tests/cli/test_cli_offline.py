@@ -275,6 +275,88 @@ def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_p
         assert wrong in err
 
 
+# -- pins that cannot be ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--strategy pipeline --variant kv", "pipeline has no option variant=kv; it has goal=throughput, goal=latency"),
+        ("--strategy row --variant ring", "row has no option variant=ring; it has variant=kv, variant=heads"),
+        ("--strategy two_d --variant 3x2", "two_d has no option variant=3x2 on 13 devices; there it has x=1, x=13"),
+        ("--variant nonsense", "no strategy has the option variant=nonsense"),
+        (
+            "--strategy decoupled",
+            "decoupled divides .*which this model does not have; .* can be divided by: single, row",
+        ),
+        ("--strategy fused_tiles", "fused_tiles divides .*map.*which this model does not have"),
+        ("--strategy pipeline --devices " + ",".join(f"d{i}" for i in range(13)), "13 .*stages than the 12 parts of 3"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused_with_the_limits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, words: str
+) -> None:
+    many = tmp_path / "many.yaml"
+    many.write_text("defaults: {gflops: 10}\ndevices: {" + ", ".join(f"d{i}: {{}}" for i in range(13)) + "}\n")
+    code, out, err = run(capsys, "simulate", "tiny-bert", "--devices-file", str(many), *arguments.split())
+    assert (code, out) == (2, "")
+    assert re.search(words, err), err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "decoupled"])
+def test_a_pinned_method_that_memory_forbids_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: str
+) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("defaults: {gflops: 10, memory_mib: 1}\ndevices: {a: {}, b: {}}\n")
+    code, out, err = run(capsys, "simulate", "tiny-debert", "--devices-file", str(small), "--strategy", strategy)
+    assert (code, out) == (4, "")
+    assert re.search(rf"{strategy}/\S+ on .*: \w needs [\d.]+ MiB and has 1.0 MiB \([\d.]+ MiB missing\)", err), err
+
+
+def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--json", "--variant", "kv")
+    code, out, err = run(capsys, *common, "--strategy", "auto")
+    assert code == 0, err
+    assert out == run(capsys, *common)[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        ({"num_parts": 5}, 1, "num_parts 5 does not divide hidden_size 32; it can be 1, 2, 4, 8, 16, 32"),
+        ({"num_groups": 3}, 1, "num_groups 3 must divide num_hidden_layers 4 and be less; it can be 1, 2"),
+        ({"num_parts": 2}, 1, "config.json and the weights must be of the same model"),
+    ],
+)
+def test_a_planner_ends_with_what_is_wrong_with_a_decoupled_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, int], code: int, words: str
+) -> None:
+    made = tmp_path / "model"
+    run(capsys, "model", "make", "tiny-debert", "--out", str(made))
+    whole = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**whole, **config}))
+    broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
+    found, out, err = run(capsys, "planner", "--model", f"m={made}", *broker)
+    assert (found, out) == (code, "")
+    assert words in err
+
+
+@pytest.mark.parametrize("models", [("tiny-debert", "tiny-bert"), ("tiny-bert", "tiny-debert")])
+def test_a_planner_ends_with_whose_weights_a_checkpoint_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, models: tuple[str, str]
+) -> None:
+    for kind in models:
+        run(capsys, "model", "make", kind, "--out", str(tmp_path / kind))
+    weights, config = (tmp_path / kind for kind in models)
+    (weights / "config.json").write_text((config / "config.json").read_text())
+    code, out, err = run(capsys, "planner", "--model", f"m={weights}", "--broker", "mqtt://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert re.search(r"the weights are those of another family than \w+: config.json's `architectures` must name", err)
+    assert len(err) < 1500
+
+
 # -- the process ------------------------------------------------------------------------------------------------------
 
 

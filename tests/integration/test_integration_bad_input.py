@@ -115,6 +115,11 @@ def counters(hepti: Hepti, device: str) -> dict[str, int]:
         ("vit", {"image": "%%%"}, "bad_request", ["base64"]),
         ("vit", {"image": 5}, "bad_request", ["base64"]),
         ("huge", {"ids": [1, 2, 3]}, "no_plan", ["MiB missing"]),
+        ("huge", {"ids": [1], "strategy": "pipeline"}, "no_plan", ["pipeline", "MiB missing"]),
+        ("tiny", {"ids": [1], "strategy": "decoupled"}, "config", ["tiny can be divided by: single, row"]),
+        ("tiny", {"ids": [1], "strategy": "two_d", "options": {"x": "4"}}, "config", ["on 2 devices", "x=1, x=2"]),
+        ("tiny", {"ids": [1], "strategy": "two_d", "options": {"x": "a"}}, "bad_request", ["two_d has no option x=a"]),
+        ("tiny", {"ids": [1], "options": {"nt": "no"}}, "bad_request", ["no strategy has the option nt=no"]),
     ],
 )
 def test_a_wrong_request_is_answered_with_what_is_wrong(

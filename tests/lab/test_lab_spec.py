@@ -15,6 +15,7 @@ from hepti_mqtt.lab.spec import HostSpec, check_quotas, load, parse
 LABS = Path(__file__).resolve().parents[2] / "configs" / "lab"
 TARGETS = {
     "four-pi4": [24.6] * 4,
+    "two-pi4": [24.6] * 2,
     "mixed-four": [70.6, 24.6, 24.6, 12.0],
     "primary-secondary": [24.6, 70.6],
     "eight": [12.0] * 8,

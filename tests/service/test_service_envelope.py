@@ -37,6 +37,11 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
     assert "devices" not in block.body
 
 
+def test_a_variant_alone_is_a_pin_that_no_hurried_plan_passes_over():
+    assert Pins(wire="f16").free
+    assert not env.envelope({"options": {"variant": "heads"}}, Pins()).pins.free
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -56,6 +61,9 @@ def test_pins_that_a_request_leaves_out_are_the_planners():
         {"options": "kv"},
         {"options": {"variant": "nothing"}},
         {"strategy": "block", "options": {"variant": "kv"}},
+        {"strategy": "two_d", "options": {"x": "3x2"}},
+        {"strategy": "pipeline", "options": {"goal": ["latency"]}},
+        {"strategy": "pipeline", "options": {"goal": "latency", "micro": "2"}},
         {"devices": []},
         {"devices": "a,b"},
         {"devices": ["UPPER"]},

@@ -55,8 +55,8 @@ class Pins:
 
     @property
     def free(self) -> bool:
-        """Return whether strategy and devices are the planner's choice."""
-        return self.strategy is None and self.devices is None
+        """Return whether strategy, variant and devices are the planner's choice."""
+        return self.strategy is None and not self.options and self.devices is None
 
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
