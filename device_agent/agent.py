@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
@@ -38,6 +37,7 @@ from device_agent.shell import Shell
 from device_agent.starting import Starting, prepare_kernels
 from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
+from hepti_mqtt.config.environment import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
 from hepti_mqtt.kernels import TILING, Workers, isa
@@ -57,7 +57,6 @@ SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
 WATCH_S: Final = 0.1
-DATA_LINK: Final = "HEPTI_DATA_LINK"  # "paho": it carries tensors over the broker, instead of our own link
 
 
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
@@ -68,6 +67,7 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     """
     if config.threads < 1:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
+    data_link()
     jit.check_settings()
     places = directories(config.cache_dir, config.site, config.device_id)
     with device_lock(places.state), _Signals() as signals:
@@ -250,7 +250,7 @@ class _Agent:
             on_state=on_state,
             # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
             protocol=None if plane == "control" else 4,
-            tensors=plane == "data" and os.environ.get(DATA_LINK) != "paho",
+            tensors=plane == "data" and data_link() != "paho",
             will=self._will() if plane == "control" else None,
             name=f"hepti-{plane}",
         )

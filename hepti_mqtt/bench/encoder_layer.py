@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.errors import BenchError
+from hepti_mqtt.errors import BenchError, HeptiError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.models import encoder, tensor_sources
@@ -285,18 +286,23 @@ def measure(rows: int, threads: int = 1, model: str = "bert-large", rounds: int 
     return [*records, *(Record(name, model, rows, threads, "not installed") for name in runners.missing)]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the records as JSON lines."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the records as JSON lines; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", default="bert-large")
     parser.add_argument("--rounds", type=int, default=30)
     chosen = parser.parse_args(arguments)
-    for rows in chosen.rows:
-        for record in measure(rows, chosen.threads, chosen.model, chosen.rounds):
-            print(json.dumps(asdict(record)))
+    try:
+        for rows in chosen.rows:
+            for record in measure(rows, chosen.threads, chosen.model, chosen.rounds):
+                print(json.dumps(asdict(record)))
+    except HeptiError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

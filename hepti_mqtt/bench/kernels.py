@@ -23,7 +23,7 @@ from hepti_mqtt.bench import kernel_report
 from hepti_mqtt.bench.kernel_cases import PASSES, SINGLE, THREADS, Case, Conditions, cases, measure
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.provenance import provenance
-from hepti_mqtt.errors import BenchError
+from hepti_mqtt.errors import BenchError, HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
 
 LINES: Final = "kernels.jsonl"
@@ -187,7 +187,7 @@ def _main(said: str) -> int:
     )
     try:
         _measure_all(options)
-    except BenchError as error:
+    except HeptiError as error:
         sys.stderr.write(str(error))
         return 1
     return 0

@@ -11,6 +11,7 @@ from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.parser import build
+from hepti_mqtt.config.environment import check_environment
 from hepti_mqtt.config.options import settings_of
 from hepti_mqtt.errors import HeptiError
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.setup_logging(args.verbose)
     module, name = _COMMANDS[args.command]
     try:
+        check_environment()
         settings = settings_of(args)
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)

@@ -28,6 +28,8 @@ for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VEC
 
 import numpy as np  # noqa: E402
 
+from hepti_mqtt.errors import ConfigError  # noqa: E402
+
 SHAPE: Final = (256, 1024, 1024)  # m, k, n
 MEASURE_S: Final = 0.7
 WINDOW_S: Final = 0.1
@@ -215,7 +217,7 @@ def answer(arguments: Sequence[str]) -> int:
         return 2
     try:
         print(json.dumps(measure(*arguments[1:])), flush=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         print(f"probe {arguments[0]}: {error}", file=sys.stderr)
         return 1
     return 0

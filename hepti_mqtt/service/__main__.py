@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from hepti_mqtt.config import logs
+from hepti_mqtt.config.environment import check_environment
 from hepti_mqtt.config.options import PlannerOptions, add_site, settings_of
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.service.config import PlannerConfig
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     logs.setup(logging.StreamHandler(), "%(asctime)s %(name)s: %(message)s")
     try:
+        check_environment()
         run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop)
     except HeptiError as error:
         print(error, file=sys.stderr)

@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 
 import llvmlite.binding as llvm
 
+from hepti_mqtt.errors import ConfigError
+
 OVERRIDE: Final = "HEPTI_KERNELS_ISA"
 DOT_OVERRIDE: Final = "HEPTI_KERNELS_DOT"
 
@@ -91,15 +93,11 @@ DOTS: Final[Mapping[str, Dot]] = {
 def isa() -> str:
     """Return the instruction set that the kernels use: a key of `TILES`.
 
-    The environment variable HEPTI_KERNELS_ISA overrides it (for tests); raises ValueError if it names no tile.
+    The environment variable HEPTI_KERNELS_ISA overrides it (for tests). One that names none counts as unset here, where
+    modules are imported: `require_known` is asked before any kernel is loaded.
     """
-    chosen = os.environ.get(OVERRIDE)
-    if chosen:
-        if chosen not in TILES:
-            raise ValueError(
-                f"{OVERRIDE}={chosen!r} is not an instruction set of the kernels; use one of {list(TILES)}"
-            )
-        return chosen
+    if (chosen := os.environ.get(OVERRIDE)) in TILES:
+        return str(chosen)
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return "neon"
@@ -114,16 +112,21 @@ def isa() -> str:
 def dot() -> str:
     """Return how int8 products are added: a key of `DOTS`.
 
-    The environment variable HEPTI_KERNELS_DOT overrides it (for tests); raises ValueError if it names no entry.
+    The environment variable HEPTI_KERNELS_DOT overrides it (for tests), as HEPTI_KERNELS_ISA does the other.
     """
-    chosen = os.environ.get(DOT_OVERRIDE)
-    if chosen:
-        if chosen not in DOTS:
-            raise ValueError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
-        return chosen
+    if (chosen := os.environ.get(DOT_OVERRIDE)) in DOTS:
+        return str(chosen)
     features = {**llvm.get_host_cpu_features(), "": True}
     features["dotprod"] = features.get("dotprod", False) or _has_sdot()
     return next(name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1]))
+
+
+def require_known() -> None:
+    """Raise ConfigError if the environment forces an instruction set or an int8 tile that there is not."""
+    if (chosen := os.environ.get(OVERRIDE)) and chosen not in TILES:
+        raise ConfigError(f"{OVERRIDE}={chosen!r} is not an instruction set of the kernels; use one of {list(TILES)}")
+    if (chosen := os.environ.get(DOT_OVERRIDE)) and chosen not in DOTS:
+        raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
 
 
 def cpu_model() -> str:

@@ -23,7 +23,7 @@ import numba.extending
 import numpy as np
 from numba import types
 
-from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, OVERRIDE, dot
+from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, OVERRIDE, dot, require_known
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ later: Final[set[Any]] = set()
 # Those that several threads divide: their signature, and how many of its last arguments say the part.
 divided: Final[dict[Any, tuple[tuple[Any, ...], int]]] = {}
 # What is asked before kernels are compiled or loaded: raises ConfigError for a wrong setting of the environment.
-before_loading: Final[list[Callable[[], None]]] = []
+before_loading: Final[list[Callable[[], None]]] = [require_known]
 _compiled = {"first": 0, "all": 0}  # how many of `registered` were looked at
 _compiling = Lock()
 
