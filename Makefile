@@ -84,7 +84,7 @@ QUICK ?= aa matmul-chain strategies wire replanning methods methods-memory metho
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 
-# 50 texts from one client, with and without batching.
+# 50 texts from one client, with and without batching; AGAINST=DIRECTORY: against another revision.
 bench-batching: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/batching.py
 
