@@ -89,7 +89,7 @@ QUICK ?= aa matmul-chain methods methods-memory methods-simulated parallelism ro
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 
-# 50 texts from one client, with and without batching.
+# 50 texts from one client, with and without batching; AGAINST=DIRECTORY: against another revision.
 bench-batching: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/batching.py
 

@@ -1,8 +1,10 @@
 """50 requests of 9 tokens from one `mosquitto_pub -l`, run together and each by itself, on this machine.
 
-Run by hand: `make bench-batching` (MODEL=kind, TOKENS=n, REQUESTS=n, REPEAT=n). Two sites share a broker; one packs
-what waits and one does not. They take turns, so that a drifting machine hits both alike. Answers are checked against
-the NumPy reference before anything is timed. Prints medians and ratios.
+Run by hand: `make bench-batching` (MODEL=kind, TOKENS=n, REQUESTS=n, REPEAT=n, SITES="one device,the demo's").
+Two sites share a broker; one packs what waits and one does not. With AGAINST=DIRECTORY, a work tree of another
+revision whose kernels are compiled, the other site is that revision's instead. They take turns, so that a drifting
+machine hits both alike. Answers are checked against the NumPy reference before anything is timed. Prints medians and
+ratios.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from site_processes import PATIENCE_S, Site, User, poll
+from site_processes import PATIENCE_S, ROOT, Site, User, poll
 
 from hepti_mqtt import __version__, models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.cli.demo import AGENTS
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.config.options import AgentOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.machine.peak import multiply_adds
@@ -36,11 +40,23 @@ from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.transport import BrokerUrl
 
 BOUND = 5e-5
-SITES: Mapping[str, tuple[str, ...]] = {"together": (), "alone": ("--batch", "1")}
-PLANS: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "one device": (1, ()),
-    "two devices": (2, ("--strategy", "row", "--variant", "kv")),
+TOGETHER = "together"
+PLANS: Mapping[str, tuple[Sequence[AgentOptions], tuple[str, ...]]] = {
+    "one device": ([AgentOptions("agent0", 1, "1GiB")], ()),
+    "two devices": ([AgentOptions(f"agent{i}", 1, "1GiB") for i in range(2)], ("--strategy", "row", "--variant", "kv")),
+    "the demo's": (AGENTS, ()),
 }
+
+
+class Revision(Site):
+    """A site of another work tree's processes, which measure themselves."""
+
+    measured = None
+    root = ROOT
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**super().environment, "PYTHONPATH": str(self.root)}
 
 
 class Sender:
@@ -93,17 +109,19 @@ def checked(checkpoint: Checkpoint, lines: Sequence[str], answers: Mapping[str, 
 
 
 def main() -> None:
-    """Measure one device, and two that share every layer."""
+    """Measure one device, two that share every layer, and the demo's three."""
     kind, repeat = os.environ.get("MODEL", "minilm"), int(os.environ.get("REPEAT", "15"))
     tokens, count = int(os.environ.get("TOKENS", "9")), int(os.environ.get("REQUESTS", "50"))
+    against = Path(os.environ["AGAINST"]).resolve() if os.environ.get("AGAINST") else None
+    chosen = os.environ.get("SITES") or ",".join(PLANS)
     print(f"{count} requests of {tokens} tokens at once from one client, {kind}; medians of {repeat} turns\n")
     print("| | requests/s | ms for all | one request alone, ms | max error | throughput |")
     print("|---|---:|---:|---:|---:|---:|")
     with TemporaryDirectory(prefix="hepti-batching-") as scratch:
         directory = make_model(kind, Path(scratch) / "model")
         with Checkpoint.open(directory, "model") as checkpoint:
-            for plan, (agents, pins) in PLANS.items():
-                with started(Path(scratch) / plan, directory, agents, pins) as senders:
+            for plan in chosen.split(","):
+                with started(Path(scratch) / plan.replace(" ", "-"), directory, plan, against) as senders:
                     measure(checkpoint, senders, plan, tokens, count, repeat)
     print(
         f"\nThe last column is the median of the turns' ratios. {os.cpu_count()} CPUs, {platform.machine()}, "
@@ -123,17 +141,20 @@ def roof() -> float:
 
 
 @contextmanager
-def started(directory: Path, model: Path, agents: int, pins: Sequence[str]) -> Iterator[dict[str, Sender]]:
-    """Yield a user of each of both sites, which share a broker."""
+def started(directory: Path, model: Path, plan: str, against: Path | None) -> Iterator[dict[str, Sender]]:
+    """Yield a user of each of both sites, which share a broker; the first is the one to compare with."""
+    agents, pins = PLANS[plan]
+    other = ("alone", ROOT, ("--batch", "1")) if against is None else ("before", against, ())
     sites: dict[str, Site] = {}
     with start_broker() as broker:
         try:
-            for name, options in SITES.items():
+            for name, root, options in (other, (TOGETHER, ROOT, ())):
                 (directory / name).mkdir(parents=True)
-                site = sites[name] = Site(directory / name, broker, {"model": model}, name=name)
-                for i in range(agents):  # one after the other, so that each measures itself undisturbed
-                    site.agent(f"agent{i}", "1GiB")
-                    poll(lambda site=site, i=i: "is online" in site.log(f"agent{i}"), f"agent{i} online", 300)
+                site = sites[name] = Revision(directory / name, broker, {"model": model}, name=name)
+                site.root = root
+                for agent in agents:  # one after the other, so that each measures itself undisturbed
+                    site.agent(agent.device, str(agent.memory), "--threads", str(agent.threads))
+                    poll(lambda site=site, agent=agent: "is online" in site.log(agent.device), agent.device, 300)
                 site.planner(*options, *pins)
             for name, site in sites.items():
                 with Hepti.connect(site.url, site=name, client_id="wait") as hepti:
@@ -160,16 +181,16 @@ def measure(
         for name, sender in senders.items():
             seconds, answers = sender.send(requests(vocab, tokens, count, 10 + turn))
             assert all(answer["ok"] for answer in answers.values()), name
-            shared = [answer["batched_with"] > 0 for answer in answers.values()]
-            assert any(shared) == (name == "together"), name
+            shared = [answer.get("batched_with", 0) > 0 for answer in answers.values()]
+            assert any(shared) == (name == TOGETHER), name
             many[name].append(seconds)
             single[name] += [sender.ask(line) for line in requests(vocab, tokens, 10, 1000 + turn)]
-    gain = statistics.median(a / b for a, b in zip(many["alone"], many["together"], strict=True))
+    gain = statistics.median(a / b for a, b in zip(*many.values(), strict=True))
     for name in senders:
         seconds, alone = statistics.median(many[name]), statistics.median(single[name])
         print(
             f"| {plan}, {name} | {count / seconds:.0f} | {seconds * 1e3:.0f} | {alone * 1e3:.1f} | "
-            f"{errors[name]:.0e} | {gain if name == 'together' else 1:.1f} |",
+            f"{errors[name]:.0e} | {gain if name == TOGETHER else 1:.1f} |",
             flush=True,
         )
 
