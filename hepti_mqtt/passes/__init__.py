@@ -6,5 +6,6 @@ from hepti_mqtt.passes.join import joined
 from hepti_mqtt.passes.narrow import narrow
 from hepti_mqtt.passes.route import routed
 from hepti_mqtt.passes.storage import store, stored
+from hepti_mqtt.passes.widen import widened
 
-__all__ = ["joined", "narrow", "routed", "store", "stored"]
+__all__ = ["joined", "narrow", "routed", "store", "stored", "widened"]

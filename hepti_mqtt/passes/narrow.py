@@ -12,7 +12,7 @@ from typing import Final
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.plan import WireDtype
-from hepti_mqtt.program import Compute, Op, Program, Recv, Send, Slot, SlotSpec
+from hepti_mqtt.program import Compute, Op, Program, Recv, Send, Slot, SlotDtype, SlotSpec
 
 SCALE_BYTES: Final = 4  # an i8 row ends with its scale as four raw bytes
 
@@ -32,17 +32,22 @@ _CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = 
 }
 
 
+def narrow_slot(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
+    """Return the slot that a slot is on the wire."""
+    return _CODECS[wire][2](spec)
+
+
 def narrow(program: Program, wire: WireDtype) -> Program:
     """Return `program` with its exchanges between devices in `wire`; "f32" changes nothing."""
     if wire == "f32":
         return program
-    to_narrow, to_wide, narrow_slot = _CODECS[wire]
+    to_narrow, to_wide, _ = _CODECS[wire]
     slots: list[SlotSpec] = list(program.slots)
     ops: list[Op] = []
     narrowed: dict[Slot, Slot] = {}
 
     def twin(slot: Slot) -> Slot:
-        slots.append(narrow_slot(slots[slot]))
+        slots.append(narrow_slot(slots[slot], wire))
         return len(slots) - 1
 
     def sent(op: Send) -> Slot:
@@ -56,7 +61,7 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
         if base == op.slot:
             return narrowed[base]
-        slots.append(narrow_slot(spec)._replace(base=narrowed[base], start=spec.start))
+        slots.append(narrow_slot(spec, wire)._replace(base=narrowed[base], start=spec.start))
         return len(slots) - 1
 
     for op in program.ops:
