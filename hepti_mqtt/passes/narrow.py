@@ -1,7 +1,8 @@
 """Narrower numbers on the wire, for every strategy alike: a pass from Program to Program.
 
 Each exchanged value is converted once before it leaves and once where it arrives; values from and to the planner stay
-as they are. Rows are converted one by one, so a range of rows can be sent of a converted value too.
+as they are. Rows are converted one by one, so a range of rows can be sent of a converted value too. What only passes
+through is sent on as it came where narrowing it again gives the same bits: f16, but not i8, whose scale may differ.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = 
     "f16": ("to_f16", "from_f16", _f16),
     "i8": ("to_i8", "from_i8", _i8),
 }
+
+_SENT_ON: Final = frozenset({"f16"})
 
 
 def narrow_slot(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
@@ -70,6 +73,8 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(op._replace(slot=slot))
         elif isinstance(op, Recv) and op.source != PLANNER and not op.exact:
             arriving = twin(op.slot)
+            if wire in _SENT_ON:
+                narrowed[op.slot] = arriving
             ops.append(op._replace(slot=arriving))
             ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer, node=op.node))
         else:
