@@ -76,6 +76,17 @@ def test_ops_of_a_layer_and_how_many_more_a_narrow_wire_has(name, variant):
     assert (f32, f16 - f32, i8 - f32) == MORE[name, variant]
 
 
+@pytest.mark.parametrize("wire", ["f16", "i8"])
+def test_parts_that_are_only_put_together_are_widened_in_their_places(wire):
+    spec = EVERY_FAMILY["bert-embedding"]
+    fixed = replace(plan(spec, ("row", {"variant": "heads"}), SHARES), wire=wire)
+    shape, _ = request(spec, (12,))
+    part = programs(spec, fixed, shape)["d0"]
+    attention = [op for op in part.ops if isinstance(op, Compute) and op.label == "assemble" and op.layer == 1]
+    dtypes = [sorted(part.slots[slot].dtype for slot in op.reads) for op in attention]
+    assert sorted([wire, wire, "f32"]) in dtypes
+
+
 def test_an_op_waits_for_no_more_than_it_did():
     b = Builder("a")
     early, late = (b.recv((2, 3), "b", n, dtype="f16") for n in range(2))
