@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, Final
 
 from hepti_mqtt.cluster import profile_from_caps
-from hepti_mqtt.kernels import KERNELS
+from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 
 KERNEL: Final = "linear"
@@ -87,7 +87,7 @@ class Meter:
         known = self._predicted.get(id(op))
         if known is not None:
             return known[1]
-        seconds = self._profile.seconds(KERNELS[KERNEL].work(op, slots)) if isinstance(op, Compute) else 0.0
+        seconds = self._profile.seconds(*works(op, slots)) if isinstance(op, Compute) else 0.0
         if len(self._predicted) >= OPS:
             self._predicted.clear()
         self._predicted[id(op)] = (op, seconds)

@@ -79,7 +79,12 @@ class SlotSpec(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for."""
+    """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for.
+
+    parts: the kernels of an op that is several, as ops, in the order in which they run; each may read what those before
+    it have written. `kernel`, `attrs`, `layer` and `node` are then those of the main one, reads, writes and weights
+    those of all: reads without what is written here.
+    """
 
     kernel: str
     reads: tuple[Slot, ...]
@@ -88,6 +93,17 @@ class Compute(NamedTuple):
     attrs: Mapping[str, Any] = _NONE
     layer: int = -1
     node: int = -1
+    parts: tuple[Compute, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Compute, ...]:
+        """Return the kernels that run, as ops: the op itself where it is one."""
+        return self.parts or (self,)
+
+    @property
+    def label(self) -> str:
+        """Return the names of its kernels, in the order in which they run."""
+        return "+".join(step.kernel for step in self.steps)
 
 
 class Send(NamedTuple):
@@ -262,8 +278,23 @@ def check(program: Program) -> None:
             if op.key in keys:
                 raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
             keys.add(op.key)
+        if isinstance(op, Compute) and op.parts and op[:4] != fused(program, op.parts, op)[:4]:
+            raise ValueError(f"op {place} of {program.device} reads or writes other slots than its parts: {op}")
         if isinstance(op, Send) and (not op.to or ALL in op.to or len(set(op.to)) < len(op.to)):
             raise ValueError(f"op {place} of {program.device} sends to nobody, to ALL or twice to one device: {op}")
+
+
+def fused(program: Program, ops: Iterable[Compute], main: Compute) -> Compute:
+    """Return one op that runs several, in this order, under the name of `main`."""
+    parts = tuple(step for op in ops for step in op.steps)
+    reads: dict[Slot, None] = {}
+    weights: dict[WeightRef, None] = {}
+    writes: list[Slot] = []
+    for part in parts:
+        reads.update((slot, None) for slot in part.reads if program.base(slot) not in writes)
+        writes += part.writes
+        weights.update(dict.fromkeys(part.weights))
+    return main._replace(reads=tuple(reads), writes=tuple(writes), weights=tuple(weights), parts=parts)
 
 
 def addresses(op: Send) -> tuple[str, ...]:

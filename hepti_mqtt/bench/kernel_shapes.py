@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import KERNELS
+from hepti_mqtt.kernels import works
 from hepti_mqtt.models import encoder, graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
@@ -54,9 +54,7 @@ def _linear_work(spec: ModelSpec, shape: RequestShape) -> Iterator[Work]:
         for program in programs(spec, plan, shape).values():
             for op in program.ops:
                 if isinstance(op, Compute):
-                    work = KERNELS[op.kernel].work(op, program.slots)
-                    if work.kind == "linear":
-                        yield work
+                    yield from (work for work in works(op, program.slots) if work.kind == "linear")
 
 
 def _plans(spec: ModelSpec, shape: RequestShape) -> Iterator[Plan]:

@@ -79,22 +79,25 @@ class DeviceProfile:
     power: Power | None = None
     frame_slowdown: float | None = None
 
-    def seconds(self, work: Work) -> float:
-        """Return the predicted time of one op."""
+    def seconds(self, *parts: Work) -> float:
+        """Return the predicted time of one op, whose kernels do so much work."""
+        return self.op_overhead_s + self.slowdown * sum(map(self._kernel_seconds, parts))
+
+    def _kernel_seconds(self, work: Work) -> float:
         if work.kind == "linear":
             area = work.k * work.n
             if not area or not work.rows:
-                return self.op_overhead_s
+                return 0.0
             curve = min(
                 self._curves(work.storage),
                 key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
             )
             beside = work.nbytes / self.rowwise_bytes_per_s
             product = curve.seconds(work.rows) * area / (curve.k * curve.n)
-            return self.op_overhead_s + self.slowdown * (product + beside)
+            return product + beside
         if work.kind == "attention":
-            return self.op_overhead_s + self.slowdown * work.flops / self.attention_flops_per_s
-        return self.op_overhead_s + self.slowdown * work.nbytes / self.rowwise_bytes_per_s
+            return work.flops / self.attention_flops_per_s
+        return work.nbytes / self.rowwise_bytes_per_s
 
     def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
         """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""

@@ -8,7 +8,7 @@ from hepti_mqtt.kernels.gemm.linear import TILING
 from hepti_mqtt.kernels.machine.isa import isa
 from hepti_mqtt.kernels.machine.jit import Warm, warm_up
 from hepti_mqtt.kernels.machine.workers import Workers
-from hepti_mqtt.kernels.registry import KERNELS
+from hepti_mqtt.kernels.registry import KERNELS, works
 from hepti_mqtt.kernels.weights import (
     NarrowMatrix,
     PackedMatrix,
@@ -35,4 +35,5 @@ __all__ = [
     "loading_bytes",
     "warm_up",
     "weight_bytes",
+    "works",
 ]

@@ -5,7 +5,7 @@ What a kernel reads and writes, its weights and attributes, is in the docstring 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -26,6 +26,8 @@ from hepti_mqtt.kernels.rowwise.norms import ADD_NORM, LAYER_NORM, NORMALIZE_ROW
 from hepti_mqtt.kernels.rowwise.sums import ADD, SUM
 from hepti_mqtt.kernels.stem.patches import PATCHIFY, PREPEND_POSITIONS
 from hepti_mqtt.kernels.stem.tokens import EMBED_AT, EMBED_TOKENS
+from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.work import Work
 
 _ALL: Final = (
     LINEAR,
@@ -61,3 +63,8 @@ KERNELS: Final[Mapping[str, Kernel]] = MappingProxyType({kernel.name: kernel for
 
 if len(KERNELS) != len(_ALL):
     raise ImportError("two kernels have one name")
+
+
+def works(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Work, ...]:
+    """Return how much work each kernel of an op is, for the cost model."""
+    return tuple(KERNELS[step.kernel].work(step, slots) for step in op.steps)

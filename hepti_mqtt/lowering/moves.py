@@ -48,10 +48,11 @@ class Move(NamedTuple):
         for op in ops:
             node = op.node + nodes
             if isinstance(op, Compute):
-                kernel, reads, writes, weights, attrs, _, _ = op
+                kernel, reads, writes, weights, attrs, *_ = op  # parts are made later, by passes
                 reads = tuple([slot + by if slot >= first else slot for slot in reads])
                 writes = tuple([slot + by for slot in writes])
-                yield new(Compute, (kernel, reads, writes, weights and self.refs(weights), attrs, layers[node], node))
+                weights = weights and self.refs(weights)
+                yield new(Compute, (kernel, reads, writes, weights, attrs, layers[node], node, ()))
             elif isinstance(op, Send):
                 at, to, _, part, _, row, exact, route = op
                 yield new(Send, (at + by if at >= first else at, to, node, part, layers[node], row, exact, route))

@@ -41,7 +41,7 @@ def joined(program: Program) -> Program:
             made[op.writes[0]] = copies
         else:
             ops.append(_assemble(op, copies) if any(slot in made for slot in op.reads) else op)
-    return _without(program, between, ops)
+    return without(program, between, ops)
 
 
 def _between(program: Program) -> set[Slot]:
@@ -87,7 +87,7 @@ def _assemble(op: Compute, copies: list[_Copy]) -> Compute:
     return op._replace(reads=reads, attrs={**op.attrs, "copies": numbered})
 
 
-def _without(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
+def without(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
     """Return a Program of these ops whose slots are numbered anew, without those that are gone."""
     kept = [slot for slot in range(len(program.slots)) if slot not in gone]
     new = {slot: n for n, slot in enumerate(kept)}

@@ -1,7 +1,8 @@
 """Narrower numbers on the wire, for every strategy alike: a pass from Program to Program.
 
 Each exchanged value is converted once before it leaves and once where it arrives; values from and to the planner stay
-as they are. Rows are converted one by one, so a range of rows can be sent of a converted value too.
+as they are. Rows are converted one by one, so a range of rows can be sent of a converted value too. What only passes
+through is sent on as it came where narrowing it again gives the same bits: f16, but not i8, whose scale may differ.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.plan import WireDtype
-from hepti_mqtt.program import Compute, Op, Program, Recv, Send, Slot, SlotSpec
+from hepti_mqtt.program import Compute, Op, Program, Recv, Send, Slot, SlotDtype, SlotSpec
 
 SCALE_BYTES: Final = 4  # an i8 row ends with its scale as four raw bytes
 
@@ -31,18 +32,25 @@ _CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = 
     "i8": ("to_i8", "from_i8", _i8),
 }
 
+_SENT_ON: Final = frozenset({"f16"})
+
+
+def narrow_slot(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
+    """Return the slot that a slot is on the wire."""
+    return _CODECS[wire][2](spec)
+
 
 def narrow(program: Program, wire: WireDtype) -> Program:
     """Return `program` with its exchanges between devices in `wire`; "f32" changes nothing."""
     if wire == "f32":
         return program
-    to_narrow, to_wide, narrow_slot = _CODECS[wire]
+    to_narrow, to_wide, _ = _CODECS[wire]
     slots: list[SlotSpec] = list(program.slots)
     ops: list[Op] = []
     narrowed: dict[Slot, Slot] = {}
 
     def twin(slot: Slot) -> Slot:
-        slots.append(narrow_slot(slots[slot]))
+        slots.append(narrow_slot(slots[slot], wire))
         return len(slots) - 1
 
     def sent(op: Send) -> Slot:
@@ -56,7 +64,7 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
         if base == op.slot:
             return narrowed[base]
-        slots.append(narrow_slot(spec)._replace(base=narrowed[base], start=spec.start))
+        slots.append(narrow_slot(spec, wire)._replace(base=narrowed[base], start=spec.start))
         return len(slots) - 1
 
     for op in program.ops:
@@ -65,6 +73,8 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(op._replace(slot=slot))
         elif isinstance(op, Recv) and op.source != PLANNER and not op.exact:
             arriving = twin(op.slot)
+            if wire in _SENT_ON:
+                narrowed[op.slot] = arriving
             ops.append(op._replace(slot=arriving))
             ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer, node=op.node))
         else:

@@ -188,10 +188,11 @@ class _Device:
         elif isinstance(op, Compute):
             from hepti_mqtt.kernels import KERNELS  # here: Numba takes longer to import than the rest of a planner
 
-            reads, weights = [self._read(slot) for slot in op.reads], [self._weights[ref] for ref in op.weights]
-            with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
-                results = KERNELS[op.kernel].reference(op, self._program.slots, reads, weights)
-            self._arrays.update(zip(op.writes, results, strict=True))
+            for step in op.steps:
+                reads, weights = [self._read(slot) for slot in step.reads], [self._weights[ref] for ref in step.weights]
+                with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
+                    results = KERNELS[step.kernel].reference(step, self._program.slots, reads, weights)
+                self._arrays.update(zip(step.writes, results, strict=True))
         for slot in self._machine.ran(self._work, found[1]):
             self._arrays.pop(slot, None)
         return sent

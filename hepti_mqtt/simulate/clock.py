@@ -39,7 +39,7 @@ class _Part:
     def __init__(
         self, naming: Naming, device: str, profile: DeviceProfile, program: Program, layer: int | None
     ) -> None:
-        from hepti_mqtt.kernels import KERNELS  # here, since Numba takes longer to import than the rest of a planner
+        from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
 
         self.program, self.template = program, template(program)
         self.costs: list[float] = []
@@ -49,12 +49,12 @@ class _Part:
             cost = 0.0
             sizes: tuple[int, ...] = ()
             if isinstance(op, Compute):
-                work = KERNELS[op.kernel].work(op, program.slots)
-                cost = profile.seconds(work)
-                self.flops += work.flops
+                work = works(op, program.slots)
+                cost, flops = profile.seconds(*work), sum(part.flops for part in work)
+                self.flops += flops
                 if op.layer == layer:
                     self.inner.compute_s += cost
-                    self.inner.flops += work.flops
+                    self.inner.flops += flops
             elif isinstance(op, Send):
                 sizes = send_bytes(naming, device, op, program.slots[op.slot])
                 cost = profile.frame_seconds(len(op.to), sum(sizes), op.route)
@@ -234,7 +234,7 @@ class _Clock:
     def record_op(self, now: float, until: float, device: _Device, run: _Run, place: int) -> None:
         """Write down that an op begins."""
         op = run.part.program.ops[place]
-        lane, label = ("compute", op.kernel) if isinstance(op, Compute) else ("send", run.part.program.node(op.node))
+        lane, label = ("compute", op.label) if isinstance(op, Compute) else ("send", run.part.program.node(op.node))
         self.note(device.name, lane, label, now, until)
         self.ran.append((device.name, run.admission, place))
 

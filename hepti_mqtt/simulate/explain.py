@@ -28,7 +28,7 @@ def _line(program: Program, op: Op) -> str:
         reads = ", ".join(_slot(program, s) for s in op.reads)
         writes = ", ".join(_slot(program, s) for s in op.writes)
         weights = " ".join(_weight(w) for w in op.weights if w.layout == "packed")
-        return f"{op.kernel:<18} {reads} -> {writes}   ({node})" + (f"   with {weights}" if weights else "")
+        return f"{op.label:<18} {reads} -> {writes}   ({node})" + (f"   with {weights}" if weights else "")
     if isinstance(op, Send):
         return f"{'send':<18} {_slot(program, op.slot)} -> {', '.join(op.to)}   ({node}, part {op.part})"
     return f"{'receive':<18} {_slot(program, op.slot)} <- {op.source}   ({node}, part {op.part})"

@@ -12,7 +12,7 @@ from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import Graph, Lowered, SkippedError
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape, shape_for
-from hepti_mqtt.passes import joined, narrow, routed, store, stored
+from hepti_mqtt.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
@@ -90,9 +90,10 @@ def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program
 
 def passes(program: Program, plan: Plan) -> Program:
     """Return a Program with copies of copies joined, and the plan's wire, storage and route."""
-    narrowed = narrow(joined(program), plan.wire)
+    narrowed = widened(narrow(joined(program), plan.wire))
     kept = narrowed if plan.storage == "f32" else store(narrowed, plan.storage)
-    return routed(kept, plan.route, plan.relayed)
+    whole = kept if plan.wire == "f32" else fuse(kept)
+    return routed(whole, plan.route, plan.relayed)
 
 
 def programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:

@@ -79,8 +79,9 @@ def examples():
                 template = Plan("m", Epoch(1, 1), strategy, devices, "a", wire=wire)
                 plan = make_plan(spec, template, strategy, options, [1.0] * len(devices))
                 for program in programs(spec, plan, shape).values():
-                    for op in program.ops:
-                        if isinstance(op, Compute) and all(program.slots[s].nbytes for s in (*op.reads, *op.writes)):
+                    ops = (op for op in program.ops if isinstance(op, Compute))
+                    for op in (step for whole in ops for step in whole.steps):
+                        if all(program.slots[s].nbytes for s in (*op.reads, *op.writes)):
                             found.setdefault(op.kernel, (op, program.slots))
     op, slots = found["linear"]
     for storage in set(get_args(Storage)) - {"f32"}:

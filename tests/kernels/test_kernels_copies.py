@@ -41,6 +41,34 @@ def test_assemble(parts, dtype):
     np.testing.assert_array_equal(case.reference()[0], want)
 
 
+@given(assembled(), st.data())
+def test_assemble_widens_what_came_narrow_with_the_bits_of_the_separate_kernels(parts, data):
+    reads, copies, want = parts
+    wide, given = [], []
+    for read in reads:
+        x = array(*read.shape, scale=3.0)
+        wire = data.draw(st.sampled_from(["f32", "f16", "i8"]))
+        if wire == "f32":
+            given.append(x)
+            wide.append(x)
+            continue
+        codes = (*x.shape[:-1], x.shape[-1] + 4) if wire == "i8" else x.shape
+        given.append(Case(f"to_{wire}", [x], [codes], dtype=wire).run()[0])
+        wide.append(Case(f"from_{wire}", [given[-1]], [x.shape]).run()[0])
+    case = Case("assemble", given, [want.shape], copies=copies)
+    alone = Case("assemble", wide, [want.shape], copies=copies).run()[0]
+    np.testing.assert_array_equal(case.run()[0], alone)
+    np.testing.assert_array_equal(case.reference()[0], alone)
+    moved = sum(np.prod(want[tuple(slice(*r) for r in target)].shape) * given[n].itemsize for n, _, target in copies)
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=float(want.nbytes + moved))
+
+
+def test_the_scales_of_rows_are_no_values_that_could_be_put_together():
+    coded = np.zeros((3, 8), np.int8)
+    with pytest.raises(ValueError, match="does not lie in its arrays"):
+        Case("assemble", [coded], [(3, 8)], copies=((0, ((0, 3), (0, 8)), ((0, 3), (0, 8))),)).run()
+
+
 def rows_to(read, sources, first, columns, target_columns=None):
     """Return copies of single rows of a read to the rows of the result from `first` on."""
     target_columns = target_columns or columns

@@ -18,7 +18,7 @@ from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import KERNELS, Workers
+from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.reads import Decoding, Pictures
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
@@ -167,7 +167,7 @@ class Driven:
         program = self.programs[step.admission - 1]
         op = program.ops[step.place]
         if isinstance(op, Compute):
-            return self.profile.seconds(KERNELS[op.kernel].work(op, program.slots))
+            return self.profile.seconds(*works(op, program.slots))
         sizes = send_bytes(NAMING, self.name, op, program.slots[op.slot])
         return self.profile.frame_seconds(len(op.to), sum(sizes), op.route)
 

@@ -31,7 +31,7 @@ SCALE_BYTES: Final = 4
 
 # Every CPU of these sets converts to and from half precision in one instruction; elsewhere LLVM would call a library
 # function that Numba does not link.
-_HALF_IN_HARDWARE: Final = JIT and isa() in ("avx512", "avx2", "neon")
+HALF_IN_HARDWARE: Final = JIT and isa() in ("avx512", "avx2", "neon")
 
 _LEVELS: Final = np.float32(127.0)
 _TINY: Final = np.float32(1e-35)
@@ -60,9 +60,10 @@ def _plain_from_f16(x: Any, out: Any) -> None:
     out[...] = x.view(np.float16)
 
 
-if _HALF_IN_HARDWARE:
-    _half_bits = lowered(_emit_half_bits, _plain_to_f16)
-    _from_half_bits = lowered(_emit_from_half_bits, _plain_from_f16)
+_half_bits: Final = lowered(_emit_half_bits, _plain_to_f16)
+from_half_bits: Final = lowered(_emit_from_half_bits, _plain_from_f16)  # in compiled code alone
+
+if HALF_IN_HARDWARE:
 
     @kernel(reads(float32, 1), fills(uint16, 1))
     def _to_f16(x: Any, out: Any) -> None:
@@ -72,7 +73,7 @@ if _HALF_IN_HARDWARE:
     @kernel(reads(uint16, 1), fills(float32, 1))
     def _from_f16(x: Any, out: Any) -> None:
         for i in range(len(x)):
-            out[i] = _from_half_bits(x[i])
+            out[i] = from_half_bits(x[i])
 
 else:
     _to_f16, _from_f16 = _plain_to_f16, _plain_from_f16
@@ -168,15 +169,23 @@ def _reference_to_i8(
     return [np.concatenate([codes, scale.view(np.int8)], axis=-1)]
 
 
+def reference_wide(x: Array) -> Array:
+    """Return the f32 values of an f16 or i8 array."""
+    if x.dtype == np.float16:
+        return x.astype(np.float32)
+    coded = np.ascontiguousarray(x)
+    scale: Array = np.ascontiguousarray(coded[..., -SCALE_BYTES:]).view("<f4")
+    wide: Array = coded[..., :-SCALE_BYTES].astype(np.float32) * scale
+    return wide
+
+
 def _reference_from_i8(
     _op: Compute,
     _slots: Sequence[SlotSpec],
     reads: Sequence[Array],
     _weights: Sequence[Array],
 ) -> list[Array]:
-    coded = np.ascontiguousarray(reads[0])
-    scale = np.ascontiguousarray(coded[..., -SCALE_BYTES:]).view("<f4")
-    return [coded[..., :-SCALE_BYTES].astype(np.float32) * scale]
+    return [reference_wide(reads[0])]
 
 
 TO_F16: Final = Kernel("to_f16", _bind_f16, _reference_f16, rowwise)

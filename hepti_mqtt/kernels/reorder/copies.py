@@ -1,4 +1,7 @@
-"""Kernel `assemble`, which only moves values: parts of several arrays put together into one, all of one dtype.
+"""Kernel `assemble`, which only moves values: parts of several arrays put together into one.
+
+All are of one dtype; or the result is f32 and some are f16 or i8, as they came over the wire, and are widened straight
+into their places, with the bits that `from_f16` and `from_i8` give. Rectangles of i8 are of values, without the scales.
 
 It reads arrays of the rank of the slot that is written, 1 to 4. Attribute copies: (read, source, target), where read is
 the place of an array among those that are read, source and target are rectangles of one shape, a half-open range
@@ -20,9 +23,11 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run
 from hepti_mqtt.kernels.machine.workers import Workers
+from hepti_mqtt.kernels.reorder.codecs import reference_wide
+from hepti_mqtt.kernels.reorder.widen import NARROW, Rectangle, values, widen
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.plan import Range
-from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Compute, SlotSpec
 from hepti_mqtt.work import Work
 
 Place = tuple[slice, ...]
@@ -46,12 +51,19 @@ def _check_copies(check: Check, copies: Sequence[_Copy]) -> None:
     filled, volume = np.zeros(shape, np.bool_), 0
     for copy in copies:
         check.that(0 <= copy.read < len(check.reads), f"copy {tuple(copy)} is of no array that it reads")
-        fits = _lies_in(copy.source, check.reads[copy.read].shape) and _lies_in(copy.target, shape)
+        read = check.reads[copy.read]
+        whole = values(read) if _narrow(check, copy.read) else read.shape
+        fits = _lies_in(copy.source, whole) and _lies_in(copy.target, shape)
         alike = _extents(copy.source) == _extents(copy.target)
         check.that(fits and alike, f"copy {tuple(copy)} does not lie in its arrays, or changes its shape")
         filled[_place(copy.target)] = True
         volume += math.prod(_extents(copy.target))
     check.that(volume == filled.size and bool(filled.all()), "copies must fill each element of the result once")
+
+
+def _narrow(check: Check, read: int) -> bool:
+    """Return whether an array that is read is widened."""
+    return check.writes[0].dtype == "f32" and check.reads[read].dtype in NARROW
 
 
 def _lies_in(ranges: Sequence[Range], shape: tuple[int, ...]) -> bool:
@@ -104,10 +116,21 @@ def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check = Check(op, slots)
     check.count(None)
     check.weights(weights, 0)
-    check.that(all(s.dtype == check.writes[0].dtype for s in check.reads), "must read and write one dtype")
+    narrow = [n for n in range(len(check.reads)) if _narrow(check, n)]
+    same = all(s.dtype == check.writes[0].dtype for n, s in enumerate(check.reads) if n not in narrow)
+    check.that(same, "must read and write one dtype, or f16 and i8 into f32")
     copies = _copies(op)
     _check_copies(check, copies)
-    runs, rest = _single_rows(check, copies)
+    widened = [
+        (
+            n,
+            widen(
+                check.reads[n], check.writes[0].shape, [Rectangle(c.source, c.target) for c in copies if c.read == n]
+            ),
+        )
+        for n in narrow
+    ]
+    runs, rest = _single_rows(check, [c for c in copies if c.read not in narrow])
     moves = [(c.read, _place(c.source), _place(c.target)) for c in rest]
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -117,6 +140,8 @@ def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
         for read, rows, among in runs:
             # The rows are checked above; "raise" would go through a buffer.
             np.take(reads[read], rows, axis=0, out=out[among], mode="clip")
+        for read, widen_into in widened:
+            widen_into(reads[read], out)
 
     return run
 
@@ -127,14 +152,25 @@ def _reference_assemble(
     reads: Sequence[Array],
     _weights: Sequence[Array],
 ) -> list[Array]:
-    out = np.zeros(slots[op.writes[0]].shape, reads[0].dtype)
+    to = slots[op.writes[0]]
+    out = np.zeros(to.shape, NUMPY_DTYPE[to.dtype])
+    wide = [
+        reference_wide(x) if to.dtype == "f32" and slots[s].dtype in NARROW else x
+        for s, x in zip(op.reads, reads, strict=True)
+    ]
     for read, source, target in op.attrs["copies"]:
-        out[_place(target)] = reads[read][_place(source)]
+        out[_place(target)] = wide[read][_place(source)]
     return [out]
 
 
 def _work_of_result(op: Compute, slots: Sequence[SlotSpec]) -> Work:
-    return Work("rowwise", nbytes=2.0 * slots[op.writes[0]].nbytes)
+    """Return what is read and written: each value of the result once, read as wide as it is there."""
+    to = slots[op.writes[0]]
+    less = sum(
+        math.prod(_extents(target)) * (ITEMSIZE[to.dtype] - ITEMSIZE[slots[op.reads[read]].dtype])
+        for read, _, target in op.attrs.get("copies", ())
+    )
+    return Work("rowwise", nbytes=2.0 * to.nbytes - less)
 
 
 ASSEMBLE: Final = Kernel("assemble", _bind_assemble, _reference_assemble, _work_of_result)

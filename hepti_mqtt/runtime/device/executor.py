@@ -52,8 +52,8 @@ def view(program: Program, slot: Slot) -> View:
     return View(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
 
 
-class BoundOp(NamedTuple):
-    """A Compute op with its kernel bound to weights and shapes; `buffers` says what each write needs.
+class BoundKernel(NamedTuple):
+    """A kernel bound to weights and shapes.
 
     whole: the slots that it reads where all of them are arrays of their own, else None; `reads` says more then.
     """
@@ -62,7 +62,14 @@ class BoundOp(NamedTuple):
     reads: tuple[View, ...]
     whole: tuple[Slot, ...] | None
     writes: tuple[Slot, ...]
+
+
+class BoundOp(NamedTuple):
+    """A Compute op, ready to run: the slots that it fills, what each of them needs, and its kernels."""
+
+    writes: tuple[Slot, ...]
     buffers: tuple[SlotSpec, ...]
+    kernels: tuple[BoundKernel, ...]
 
 
 class BoundSend(NamedTuple):
@@ -96,10 +103,15 @@ def _bind(
         return BoundSend(op, view(program, op.slot))
     if isinstance(op, Recv):
         return None
+    kernels = tuple(_bound_kernel(program, step, weights, workers) for step in op.steps)
+    return BoundOp(op.writes, tuple(program.slots[w] for w in op.writes), kernels)
+
+
+def _bound_kernel(program: Program, op: Compute, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundKernel:
     run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
     reads = tuple(view(program, slot) for slot in op.reads)
     whole = None if any(r.rows or r.shape is not None for r in reads) else tuple(r.base for r in reads)
-    return BoundOp(run, reads, whole, op.writes, tuple(program.slots[w] for w in op.writes))
+    return BoundKernel(run, reads, whole, op.writes)
 
 
 class Outgoing(NamedTuple):
@@ -229,7 +241,6 @@ class Executor:
         op = running.bound.ops[place]
         slots = running.slots
         if isinstance(op, BoundOp):
-            writes = []
             for slot, spec in zip(op.writes, op.buffers, strict=True):
                 if spec.state:
                     array = running.states[spec.state]
@@ -238,11 +249,12 @@ class Executor:
                     array = kept.pop() if kept else np.empty(spec.shape, NUMPY_DTYPE[spec.dtype])
                     running.owned[slot] = True
                 slots[slot] = array
-                writes.append(array)
-            reads: Sequence[Any] = (
-                [read.of(slots) for read in op.reads] if op.whole is None else [slots[i] for i in op.whole]
-            )
-            op.run(reads, writes)
+            for run, views, whole, filled in op.kernels:
+                reads: Sequence[Any] = (
+                    [read.of(slots) for read in views] if whole is None else [slots[i] for i in whole]
+                )
+                writes: Sequence[Any] = [slots[i] for i in filled]
+                run(reads, writes)
             out = None
         else:
             assert op is not None
