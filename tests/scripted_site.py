@@ -11,6 +11,7 @@ import numpy as np
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
@@ -19,7 +20,7 @@ from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape, TaskHead
-from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame, decode, decode_work

@@ -14,9 +14,10 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.spec import RequestShape, Spec, TaskHead
-from hepti_mqtt.strategies import STRATEGIES, make_plan, programs_digest
+from hepti_mqtt.strategies import STRATEGIES
 
 MODEL = "m"
 TOLERANCE = 5e-5  # max |difference| of hidden states and outputs in f32; the values are of the order of 1 to 10

@@ -7,7 +7,8 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.lowering import Graph
-from hepti_mqtt.strategies import STRATEGIES, Options
+from hepti_mqtt.shares import Options
+from hepti_mqtt.strategies import STRATEGIES
 
 AUTO: Final = "auto"
 SITE: Final = "site"  # sources: who is asked, see `sources`

@@ -31,11 +31,11 @@ from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.models import encoder, tensor_sources
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.device.executor import Executor, bind
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]

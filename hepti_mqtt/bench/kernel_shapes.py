@@ -13,9 +13,10 @@ from hepti_mqtt.kernels import works
 from hepti_mqtt.models import encoder, graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.program import Compute
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import STRATEGIES, make_plan, programs
+from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.work import Work
 
 MODELS: Final = ("bert-base", "bert-large", "vit-base", "vit-large", "minilm")

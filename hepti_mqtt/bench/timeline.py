@@ -10,9 +10,9 @@ from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.simulate import Naming, simulate, timeline_svg
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import programs
 
 
 def draw(turn: Mapping[str, Any], file: Path) -> Path:

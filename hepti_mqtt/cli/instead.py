@@ -7,12 +7,12 @@ from typing import get_args
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.plan import NARROW, Plan, Route
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.routes import on_route, relayed
 from hepti_mqtt.program import Program
 from hepti_mqtt.simulate import Naming, Simulation, simulate
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import programs
 
 
 def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:

@@ -20,6 +20,7 @@ from hepti_mqtt.cluster.profiles import plausible, profile_from_caps
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Objective, Plan
+from hepti_mqtt.plan_programs import lowered, programs
 from hepti_mqtt.program import Program
 from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, believed
 from hepti_mqtt.simulate import (
@@ -38,7 +39,6 @@ from hepti_mqtt.simulate import (
     under_load,
 )
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import lowered, programs
 from hepti_mqtt.wire.described import Heartbeat
 from hepti_mqtt.wire.peers import LinkReport
 

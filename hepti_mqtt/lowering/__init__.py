@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.blocks import after, between, joined, qkv_of
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece, Rule, Table, box, on, split, tile
 from hepti_mqtt.lowering.lowered import Lowered, SkippedError
@@ -20,9 +21,13 @@ __all__ = [
     "Set",
     "SkippedError",
     "Table",
+    "after",
+    "between",
     "both",
     "box",
+    "joined",
     "on",
+    "qkv_of",
     "roles",
     "shift",
     "span",

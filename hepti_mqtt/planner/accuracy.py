@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models import random_inputs, shape_for
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
@@ -25,7 +26,6 @@ from hepti_mqtt.planner.wires import EXACT, Narrowed, narrowed
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Send, Slot, WeightRef
 from hepti_mqtt.schedule import ProgramRun, RunMachine, template
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.strategies import programs
 
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3

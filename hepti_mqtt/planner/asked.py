@@ -7,7 +7,8 @@ from typing import Final
 
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.strategies import STRATEGIES, Method, Options
+from hepti_mqtt.shares import Options
+from hepti_mqtt.strategies import STRATEGIES, Method
 
 _LISTED: Final = 8  # options that an error names
 _CUT: Final = 80  # characters of what was given

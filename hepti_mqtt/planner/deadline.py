@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
+from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, price
-from hepti_mqtt.strategies import make_plan
 
 ROUNDS: Final = 6
 MARGIN: Final = 0.98  # beyond what was missed, since shares are whole rows

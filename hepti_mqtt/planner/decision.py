@@ -28,7 +28,7 @@ class Decision:
     """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
 
     `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
-    `digest`: `strategies.programs_digest` of the plan.
+    `digest`: `plan_programs.programs_digest` of the plan.
     """
 
     chosen: Candidate

@@ -12,13 +12,14 @@ from typing import Final
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan, Storage
+from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, needed_bytes, plan_packet, price
 from hepti_mqtt.planner.subsets import kinds
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.strategies import STRATEGIES, make_plan, resident_weights
+from hepti_mqtt.strategies import STRATEGIES
 
 ALONE: Final = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
 REFINED: Final = 6  # candidates whose shares are balanced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.strategies import Lane
+from hepti_mqtt.shares import Lane
 
 
 def lanes_of(question: Question, devices: Sequence[str]) -> list[Lane]:

@@ -10,6 +10,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
+from hepti_mqtt.plan_programs import lowered, programs, resident_weights, short_programs
 from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.planner.wires import Narrowed
 from hepti_mqtt.program import ITEMSIZE
@@ -29,7 +30,6 @@ from hepti_mqtt.simulate import (
     weight_total,
 )
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import lowered, programs, resident_weights, short_programs
 from hepti_mqtt.wire.frames import frame_bytes
 from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.wire.topics import Topics, publish_bytes

@@ -10,6 +10,7 @@ from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
@@ -21,7 +22,9 @@ from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.subsets import subsets
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
-from hepti_mqtt.strategies import STRATEGIES, Method, Options, make_plan, pixels, programs_digest
+from hepti_mqtt.shares import Options
+from hepti_mqtt.shares.units import pixels
+from hepti_mqtt.strategies import STRATEGIES, Method
 from hepti_mqtt.wire.limits import packet_limit_error
 
 ROUNDS: Final = 4  # steps of balancing

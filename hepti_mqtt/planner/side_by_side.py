@@ -9,9 +9,11 @@ from typing import Final
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.strategies import Method, Options, make_plan
+from hepti_mqtt.shares import Options
+from hepti_mqtt.strategies import Method
 
 FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
 

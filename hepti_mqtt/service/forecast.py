@@ -17,11 +17,11 @@ from typing import Final, NamedTuple
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.runtime.planner.flight import RunStats
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.simulate import Naming, simulate
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import programs
 
 KEPT: Final = 1024
 WAITING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up

@@ -9,10 +9,10 @@ from typing import Final
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import largest, passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, written
 from hepti_mqtt.schedule import template
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.strategies import largest, passes
 from hepti_mqtt.wire.manifest import TILE, TILES_AHEAD
 
 # Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Program
 from hepti_mqtt.simulate.bytes import Naming
 from hepti_mqtt.simulate.clock import play, simulate
 from hepti_mqtt.simulate.load import Load, load_of
 from hepti_mqtt.simulate.outcome import Replica, Request
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import programs
 
 
 def request_of(

@@ -17,9 +17,9 @@ from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import disjoint, volume
 from hepti_mqtt.lowering.tiles import Tile
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import lowered
 from hepti_mqtt.program import ITEMSIZE, Compute
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import lowered
 
 WORTH_SAYING: Final = 1.005  # below it, a factor is printed as 1.00
 MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))

@@ -4,8 +4,8 @@ all-gather (docs/methods/block.md; reconstructed). Norms and residuals run on ow
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split
-from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method, between
+from hepti_mqtt.lowering import Table, between, roles, split
+from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:

@@ -1,26 +1,23 @@
-"""`galaxy`: attention and MLP by heads and columns, norms and residuals on token shares, uneven by capacity (Ye et al.,
-2024). The matmuls beside an exchange are cut into the rows of each device, so that one part travels while the next is
-computed: `direct` sends a part to its owner at once, `ring` takes it round by way of every device, as the paper does.
+"""`galaxy`: heads and MLP columns, norms and residuals on token shares, uneven by capacity (Ye et al., 2024). A matmul
+beside an exchange is cut into rows: one part travels while the next is computed, direct or, as there, in a ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from hepti_mqtt.lowering import Rule, Set, Table, roles, split, tile
-from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method, between, qkv_of
-from hepti_mqtt.strategies.reduce import ring_gather, ring_scatter
+from hepti_mqtt.lowering import Rule, Set, Table, between, qkv_of, roles, split, tile
+from hepti_mqtt.lowering.collectives import ring_gather, ring_scatter
+from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts: `block` with every matmul in parts by rows."""
     rows, heads, mlp = division.parts(ROWS), division.parts(HEADS), division.parts(MLP)
-    n, qkv = division.devices, [qkv_of(division, own) for own in heads]
+    n, qkv = division.devices, [qkv_of(division.graph, own) for own in heads]
     ring = division.option("exchange", "direct") == "ring"
     # Which device's rows each computes one after the other: in a ring as they arrive, its own first.
     order = [(i, (i - t) % n if ring else t) for i in range(n) for t in range(n)]
 
-    def by_rows(parts: Sequence[Set], dim: int) -> Rule:
+    def by_rows(parts: list[Set], dim: int) -> Rule:
         return tile((i, {0: rows[c], dim: parts[i]}) for i, c in order)
 
     return Table(

@@ -5,8 +5,8 @@ Device s Nt + t holds heads and columns t and computes rows s, of which it has i
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split, tile
-from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method, between, joined, qkv_of
+from hepti_mqtt.lowering import Table, between, joined, qkv_of, roles, split, tile
+from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
@@ -15,7 +15,7 @@ def table(division: Division) -> Table:
     own = division.parts(ROWS)
     rows, heads, mlp = joined(own, nt), division.equal(HEADS, nt), division.equal(MLP, nt)
     at = [(s * nt + t, s, t) for s in range(n // nt) for t in range(nt)]
-    columns = {t: [qkv_of(division, heads[t], which) for which in ("kv", "q")] for t in range(nt)}
+    columns = {t: [qkv_of(division.graph, heads[t], which) for which in ("kv", "q")] for t in range(nt)}
     return Table(
         {
             roles.QKV: tile((i, {0: rows[s], 1: c}) for i, s, t in at for c in columns[t]),

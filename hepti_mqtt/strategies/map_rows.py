@@ -10,24 +10,20 @@ from typing import Final
 
 from hepti_mqtt.lowering import Table, roles
 from hepti_mqtt.plan import apportion
+from hepti_mqtt.shares.borders import ahead
+from hepti_mqtt.shares.rows import shares_by
 from hepti_mqtt.strategies import maps
-from hepti_mqtt.strategies.borders import ahead
-from hepti_mqtt.strategies.method import Division, Method, Options
+from hepti_mqtt.strategies.method import Division, Method
 
 ROWS: Final = "map_rows"
 HALO: Final = "halo"
 AHEAD: Final = "ahead"
-VARIANTS: Final[tuple[Options, ...]] = (*maps.CUTS, *({**cut, HALO: AHEAD} for cut in maps.CUTS))
 
 
 def table(division: Division) -> Table:
     """Return the layouts: rows of each map, in one piece for each device, or with what others wait for by itself."""
     whole = maps.rows_by(ROWS, apportion)(division)
-    if division.option(HALO) != AHEAD:
-        return whole
-    rule = ahead(division.graph, {**whole.lines, **whole.where_present})
-    means = maps.means_of(division.graph, whole.lines[roles.MAP])
-    return Table({roles.MAP: rule}, {**whole.where_present, roles.FLAT: means}, uniform=False)
+    return ahead(division.graph, whole) if division.option(HALO) == AHEAD else whole
 
 
 METHOD = Method(
@@ -35,8 +31,8 @@ METHOD = Method(
     "own rows of every feature map, halo from the neighbours",
     table,
     needs=(roles.MAP,),
-    options=VARIANTS,
-    solve=maps.shares_by(ROWS, apportion),
+    options=(*maps.CUTS, *({**cut, HALO: AHEAD} for cut in maps.CUTS)),
+    solve=shares_by(ROWS, apportion),
     differs=maps.cuts,
     few=True,
 )

@@ -7,8 +7,8 @@ direct or in a ring. Norms run everywhere.
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Table, roles
+from hepti_mqtt.lowering.collectives import direct, ring
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
-from hepti_mqtt.strategies.reduce import direct, ring
 
 
 def table(division: Division) -> Table:

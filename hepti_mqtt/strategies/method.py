@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Final, NamedTuple
 
-from hepti_mqtt.cluster import Power
-from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Rule, Set, Table, on, roles, span, union
-from hepti_mqtt.plan import Plan, Range, apportion
+from hepti_mqtt.lowering import Graph, Set, Table, roles, span
+from hepti_mqtt.plan import Plan, apportion
+from hepti_mqtt.shares import Branches, Lane, Options, Share, Shares, Weights
 
-MOST_NAMED: Final = 64  # devices up to which options that depend on their number are known by name
-
-Options = Mapping[str, str]
-Weights = Sequence[float]
-
-
-@dataclass(frozen=True)
-class Share:
-    """A kind of share: what part of one dimension of the tensors of a role each device has.
-
-    by_length: the dimension depends on the request, so plans keep weights, from which ranges follow by one function;
-    else they keep ranges, in whole units of that dimension.
-    """
-
-    kind: str
-    role: str
-    dim: int
-    by_length: bool = False
-
-    def total(self, graph: Graph) -> int:
-        """Return how many indices there are to share."""
-        return graph.first(self.role).space[self.dim]
-
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
-        """Return one range of indices per device, in whole units; empty ones where a model has nothing of the role."""
-        if self.role not in graph.roles:
-            return ((0, 0),) * len(weights)
-        total = self.total(graph)
-        unit = min(graph.first(self.role).unit(self.dim), total)
-        parts = apportion(-(-total // unit), weights)
-        return tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
-
-
-@dataclass(frozen=True)
-class Branches(Share):
-    """Branches of a layer."""
-
-    def total(self, graph: Graph) -> int:
-        """Return how many branches there are."""
-        return max(op.branch for op in graph.ops) + 1
-
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
-        """Return consecutive branches per device."""
-        return apportion(self.total(graph), weights)
-
-
+# What methods share out.
 ROWS: Final = Share("rows", roles.AFTER_MLP, 0, by_length=True)
 HEADS: Final = Share("heads", roles.ATTENTION, 1)
 MLP: Final = Share("mlp", roles.MLP_UP, 1)
@@ -64,24 +18,7 @@ COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 PARTS: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 
-
-class Lane(NamedTuple):
-    """What a method that solves for shares knows of a device beside its speed.
-
-    bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps. row_flops_per_s: with
-    one row, for which a device does little but read weights; None if it is as fast as with many. power: what it draws,
-    if that is known; deadline_s: by when the site wants an answer.
-    """
-
-    bytes_per_s: float = inf
-    latency_s: float = 0.0
-    memory_bytes: float = inf
-    row_flops_per_s: float | None = None
-    power: Power | None = None
-    deadline_s: float = inf
-
-
-Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
+MOST_NAMED: Final = 64  # devices up to which options that depend on their number are known by name
 
 
 class Division(NamedTuple):
@@ -121,8 +58,8 @@ class Method:
 
     shares: what a plan of it divides. needs: roles that a graph must have; one_of: of which one will do. options:
     variants to price against each other; variants: the same where they depend on the number of devices. solve: finds
-    a plan's (weights, ranges) from devices' speeds in FLOP/s and their links, where one weight per device does not say
-    it all. differs: whether a variant is one of its own for a graph; others are priced only where they are asked for.
+    the (weights, ranges) of which one weight per device does not say it all, from devices' speeds in FLOP/s and links.
+    differs: whether a variant is one of its own for a graph; others are priced only where they are asked for.
     most_devices: None means any number. equal: every device gets the same, however fast. keeps_cache: its table says
     where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
     throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
@@ -184,52 +121,14 @@ class Method:
         return None
 
     def divide(self, graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane] = ()) -> Shares:
-        """Return (weights, ranges) of a plan in which every kind of share follows one weight per device.
+        """Return (weights, ranges) of a plan in which what `solve` does not say follows one weight per device.
 
         lanes: of the devices; without any, links are taken to cost nothing.
         """
-        if self.solve is not None:
-            return self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
         used = [1.0] * len(weights) if self.equal else list(weights)
+        by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
-        return {s.kind: tuple(used) for s in self.shares if s.by_length}, ranges
-
-
-def frame(division: Division) -> Table:
-    """Return where every method begins and ends: what the planner sends, stem and task on the head device."""
-    head = on(division.head)
-    return Table(where_present={roles.INPUT: on(PLANNER_PLACE), roles.STEM: head, roles.TASK: head, roles.CACHE: head})
-
-
-# -- layouts that several methods use ---------------------------------------------------------------------------------
-
-BETWEEN: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
-
-
-def between(rule: Rule, head: int | None = None) -> dict[str, Rule]:
-    """Return lines that place what lies between the blocks: norms and residuals.
-
-    head: computes the first norm, of the embedding, since it has all of that and sends it on anyway.
-    """
-    lines = dict.fromkeys(BETWEEN, rule)
-    if head is not None:
-        first = on(head)
-        lines[roles.BEFORE_ATTENTION] = lambda op: (rule if op.layer else first)(op)
-    return lines
-
-
-def qkv_of(division: Division, heads: Set, which: str = "qkv") -> Set:
-    """Return the columns of the joint query, key and value matrix that belong to heads (columns of attention)."""
-    attention = division.graph.first(roles.ATTENTION)
-    first = dict(zip("qkv", attention.columns, strict=True))  # type: ignore[attr-defined]
-    return union(*(tuple((a + first[w], z + first[w]) for a, z in heads) for w in which))
-
-
-def after(parts: Sequence[Set], device: int) -> list[Set]:
-    """Return the parts in a ring: that of the device after this one first, its own last."""
-    return [*parts[device + 1 :], *parts[: device + 1]]
-
-
-def joined(parts: Sequence[Set], by: int) -> list[Set]:
-    """Return the unions of `by` parts each."""
-    return [union(*parts[i : i + by]) for i in range(0, len(parts), by)]
+        if self.solve is None:
+            return by_length, ranges
+        solved = self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
+        return by_length | solved[0], ranges | solved[1]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hepti_mqtt.shares import Options, Weights
+from hepti_mqtt.shares.greedy import dealt
 from hepti_mqtt.strategies import single
-from hepti_mqtt.strategies.method import Method, Options, Weights
+from hepti_mqtt.strategies.method import Method
 
 
 def groups(options: Options, weights: Weights) -> Sequence[Sequence[int]]:
@@ -20,11 +22,7 @@ def groups(options: Options, weights: Weights) -> Sequence[Sequence[int]]:
     count = int(options.get("groups", len(weights)))
     if not 1 <= count <= len(weights):
         raise ValueError(f"{count} groups of {len(weights)} devices; use 1 to {len(weights)}")
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    for device in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        least = min(dealt, key=lambda group: (sum(weights[i] for i in group), len(group)))
-        least.append(device)
-    return [sorted(group) for group in dealt]
+    return dealt(count, weights)
 
 
 METHOD = Method(

@@ -10,8 +10,8 @@ sender, and what was sent first travels while the rest is computed.
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split, tile
-from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method, after, qkv_of
+from hepti_mqtt.lowering import Table, after, qkv_of, roles, split, tile
+from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
@@ -20,12 +20,12 @@ def table(division: Division) -> Table:
     lines = {roles.AFTER_MLP: split(rows, 0)}
     if division.option("variant", "kv") == "kv":
         every = tuple((0, n) for n in division.graph.first(roles.ATTENTION).space[1:2])
-        columns = [qkv_of(division, every, which) for which in ("kv", "q")]
+        columns = [qkv_of(division.graph, every, which) for which in ("kv", "q")]
         lines[roles.QKV] = tile((i, {0: r, 1: c}) for i, r in enumerate(rows) for c in columns)
         lines[roles.ATTENTION] = tile((i, {0: r, 2: keys}) for i, r in enumerate(rows) for keys in rows)
     elif division.option("variant") == "heads":
         heads = division.parts(HEADS)
-        own = [qkv_of(division, h) for h in heads]
+        own = [qkv_of(division.graph, h) for h in heads]
         lines[roles.QKV] = tile((i, {0: r, 1: c}) for i, r in enumerate(rows) for c in after(own, i))
         lines[roles.ATTENTION] = tile((i, {0: r, 1: h}) for i, h in enumerate(heads) for r in after(rows, i))
     return Table(lines)

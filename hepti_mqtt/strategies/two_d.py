@@ -4,8 +4,8 @@ Device y X + x holds tile (x, y). X, an option of the plan, is 1 by default: tha
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split, tile
-from hepti_mqtt.strategies.method import COLUMNS, HEADS, MLP, Division, Method, between, joined
+from hepti_mqtt.lowering import Table, between, joined, roles, split, tile
+from hepti_mqtt.strategies.method import COLUMNS, HEADS, MLP, Division, Method
 
 
 def table(division: Division) -> Table:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hepti_mqtt.lowering import Graph, Table, roles, split
-from hepti_mqtt.strategies.method import ROWS, Division, Lane, Method, Options, Shares, Weights
+from hepti_mqtt.shares import Lane, Options, Shares, Weights
+from hepti_mqtt.strategies.method import ROWS, Division, Method
 
 
 def table(division: Division) -> Table:

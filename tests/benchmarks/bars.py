@@ -24,10 +24,10 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape, shape_for
+from hepti_mqtt.plan_programs import lowered
 from hepti_mqtt.planner import Candidate, Question, decide, price
 from hepti_mqtt.simulate import Naming
 from hepti_mqtt.simulate.work_factor import flops
-from hepti_mqtt.strategies import lowered
 
 MODEL, DEVICES = "bert-large", 4
 SITES, RATES, LENGTHS = ("four-pi4", "mixed-four-roomy"), (940, 240, 100), (128, 256)

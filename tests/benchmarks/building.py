@@ -29,9 +29,9 @@ from hepti_mqtt import models
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, Workers, allocate
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, program, resident_weights
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import make_plan, program, resident_weights
 
 try:
     from hepti_mqtt.runtime.device.executor import bind
@@ -64,7 +64,13 @@ LARGE = {
 
 def caches() -> Iterator[Any]:
     """Yield what this revision keeps of graphs and Programs."""
-    names = ("hepti_mqtt.lowering", "hepti_mqtt.strategies", "hepti_mqtt.passes", "hepti_mqtt.models.families")
+    names = (
+        "hepti_mqtt.lowering",
+        "hepti_mqtt.plan_programs",
+        "hepti_mqtt.shares",
+        "hepti_mqtt.passes",
+        "hepti_mqtt.models.families",
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith(names):
             found = (value for value in vars(module).values() if hasattr(value, "cache_clear"))

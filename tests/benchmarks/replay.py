@@ -17,9 +17,9 @@ from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.simulate import Naming, simulate
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import make_plan, programs
 
 LATENCY_S = 0.3e-3  # of the lab's links, with what a broker takes
 

@@ -22,8 +22,8 @@ from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels.gemm.tilings import PIN
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import make_plan
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics

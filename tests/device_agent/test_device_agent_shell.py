@@ -21,6 +21,7 @@ from hepti_mqtt import models
 from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Load, Study, Unload
 from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn
@@ -28,7 +29,6 @@ from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program, resident_weights
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics

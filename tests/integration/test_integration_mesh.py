@@ -15,7 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.strategies import programs
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.transport.mesh import mesh_possible
 
 pytestmark = [

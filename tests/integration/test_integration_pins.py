@@ -15,8 +15,8 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.simulate import most_live_bytes, programs_bytes, weight_total
-from hepti_mqtt.strategies import make_plan, resident_weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 

@@ -18,8 +18,8 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan, Storage
+from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
-from hepti_mqtt.strategies import make_plan, programs
 
 ROWS = SlotSpec((5, 12))
 GAMMA = WeightRef("gamma", (0, 1), (0, 12), "plain")

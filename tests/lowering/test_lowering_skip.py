@@ -10,8 +10,8 @@ from sites import EVERY_FAMILY, plan, request
 from hepti_mqtt import models
 from hepti_mqtt.lowering import Lowered, Net, SkippedError, roles
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.strategies import STRATEGIES, Division, lowered
-from hepti_mqtt.strategies.method import frame
+from hepti_mqtt.plan_programs import frame, lowered
+from hepti_mqtt.strategies import STRATEGIES, Division
 
 DEEP = {name: replace(s, layers=11) for name, s in EVERY_FAMILY.items() if type(s) is ModelSpec}
 OF_ALL_LAYERS = {"pipeline"}  # its table looks at the layer

@@ -16,11 +16,11 @@ from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import pieces_of
 from hepti_mqtt.lowering.ops import Attention, LayerNorm, Linear, Moments, Op, Whole
 from hepti_mqtt.plan import apportion
+from hepti_mqtt.plan_programs import frame
+from hepti_mqtt.plan_programs import lowered as lowered_of
 from hepti_mqtt.program import check
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES, Division
-from hepti_mqtt.strategies import lowered as lowered_of
-from hepti_mqtt.strategies.method import frame
 
 FRAME = {roles.INPUT: on(PLANNER_PLACE), roles.STEM: on(0), roles.TASK: on(0)}
 

@@ -8,9 +8,9 @@ import sites
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.simulate import most_live_bytes, weight_total
-from hepti_mqtt.strategies import program, resident_weights
 
 ROW = ("row", {"variant": "kv"})
 

@@ -14,9 +14,9 @@ from hepti_mqtt.models.plain import erf
 from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program
 from hepti_mqtt.wire.manifest import Manifest, check_tile, tile_array
 
 # The plain encoders, whose layers can be left out.

@@ -13,10 +13,11 @@ from together import bound, run_together
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.plan import NARROW
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide_within, wire_errors
 from hepti_mqtt.planner.wires import FAR, MARGIN, wires
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.strategies import STRATEGIES, programs
+from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

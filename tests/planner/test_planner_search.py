@@ -15,11 +15,12 @@ from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
+from hepti_mqtt.plan_programs import program, programs, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, programs_bytes, sent_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, TaskHead
-from hepti_mqtt.strategies import STRATEGIES, program, programs, resident_weights
+from hepti_mqtt.strategies import STRATEGIES
 
 BASE = ModelSpec(
     "bert",

@@ -15,6 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Study
 from hepti_mqtt.runtime.device.events import Built, FrameIn, Loaded, MessageIn, Subscribed, WorkerEvent
@@ -24,7 +25,6 @@ from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import PROGRAMS, programs_bytes
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program, resident_weights
 from hepti_mqtt.wire import frames, messages
 
 SPEC = FAMILIES["bert-embedding"]

@@ -20,6 +20,7 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.reads import Decoding, Pictures
+from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Study
@@ -29,7 +30,7 @@ from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import Naming, Request, play
 from hepti_mqtt.simulate.bytes import send_bytes
-from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
+from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.frames import Session, encode_work
 from hepti_mqtt.wire.peers import Endpoint, Peer

@@ -11,13 +11,13 @@ from hepti_mqtt.cluster import Link, PeerLink
 from hepti_mqtt.errors import ModelError, PlanError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_MOST_S
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.membership import ASIDE_S, CALM_S, MEMBERS, RETURN_S, SLOWDOWNS, Membership
 from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, REFUSALS, RETRY_S
-from hepti_mqtt.strategies import programs_digest
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.peers import Endpoint, LinkReport

@@ -110,7 +110,7 @@ def test_dropping_a_request_gives_its_buffers_back():
 def test_a_weight_that_is_not_resident_is_named():
     from sites import FAMILIES, plan, request
 
-    from hepti_mqtt.strategies import program
+    from hepti_mqtt.plan_programs import program
 
     spec = FAMILIES["bert-embedding"]
     parts = program(spec, plan(spec, ("single", {}), (1.0,)), request(spec, (3,))[0], "d0")

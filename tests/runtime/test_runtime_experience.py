@@ -8,9 +8,9 @@ import pytest
 from scripted_site import Site
 
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.strategies import make_plan, programs_digest
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}

@@ -8,8 +8,8 @@ from sites import FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.runtime.device.local import run_local
-from hepti_mqtt.strategies import program
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,12 +9,12 @@ from sites import FAMILIES, plan
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.runtime.device.building import study
 from hepti_mqtt.runtime.device.commands import Load, Subscribe
 from hepti_mqtt.runtime.device.events import Doubt, MessageIn, PlannerLost
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.simulate import programs_bytes, weight_total
-from hepti_mqtt.strategies import resident_weights
 from hepti_mqtt.wire import messages
 
 SPEC = FAMILIES["bert-embedding"]

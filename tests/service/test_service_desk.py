@@ -15,6 +15,7 @@ from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.runtime.planner.commands import Answer, Refuse
 from hepti_mqtt.runtime.planner.flight import Item, Job, Pins, Run, RunStats
 from hepti_mqtt.runtime.planner.packs import packed
@@ -24,7 +25,6 @@ from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.limits import Room
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
-from hepti_mqtt.strategies import make_plan, programs
 from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")

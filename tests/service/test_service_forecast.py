@@ -11,13 +11,13 @@ from swarm import profile_curve
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.runtime.planner.flight import RunStats
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import Forecast, Forecasts, shares
 from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import make_plan, programs
 
 PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)

@@ -7,10 +7,10 @@ from sites import FAMILIES, METHODS, plan, request
 
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, price
 from hepti_mqtt.simulate import Load, Naming, Request, RunTimes, load_of, play, simulate, under_load
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import programs
 
 NAMING = Naming("home", "m")
 SPEC = FAMILIES["vit-classifier"]

@@ -13,11 +13,11 @@ from test_simulate_clock import LATENCY, NAMING, RATE, SHAPE, SLOT, SPEC, relay,
 from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link, PeerLink, Ways
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.passes import routed
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Builder, Program, Send
 from hepti_mqtt.simulate import sent_bytes, simulate
 from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.links import Links
-from hepti_mqtt.strategies import programs
 
 SIZE = 1000
 NAMES = ("d0", "d1", "d2", "d3")

@@ -10,9 +10,10 @@ from sites import EVERY_FAMILY, plan, request
 from hepti_mqtt.lowering import Graph, Lowered, Net, Set, Table, roles, span, split
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan_programs import lowered
 from hepti_mqtt.simulate import plan_work, work_factor
 from hepti_mqtt.simulate.work_factor import flops, volumes
-from hepti_mqtt.strategies import STRATEGIES, lowered
+from hepti_mqtt.strategies import STRATEGIES
 
 DEVICES = 4
 TOKENS = (16,)

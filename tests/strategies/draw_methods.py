@@ -16,9 +16,11 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import lowered, make_plan, programs
+from hepti_mqtt.shares import Lane
 from hepti_mqtt.simulate import Naming, layout_svg, play, request_of, simulate, timeline_svg
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import STRATEGIES, Lane, lowered, make_plan, programs
+from hepti_mqtt.strategies import STRATEGIES
 
 HERE = Path(__file__).parents[2] / "docs" / "methods"
 DEVICES = 4

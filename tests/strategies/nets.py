@@ -11,8 +11,9 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.lowering import Graph, Lowered, Net, roles
 from hepti_mqtt.lowering.ops import Conv, Flatten, MaxPool, Reshape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.strategies import STRATEGIES, Division, Lane
-from hepti_mqtt.strategies.method import frame
+from hepti_mqtt.plan_programs import frame
+from hepti_mqtt.shares import Lane
+from hepti_mqtt.strategies import STRATEGIES, Division
 
 Line = tuple[str, int, int] | str  # ("conv", channels, size), ("stride", channels, size), "pool", "residual"
 

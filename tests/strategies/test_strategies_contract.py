@@ -13,10 +13,11 @@ from swarm import Swarm, plan_of
 from together import bound, run_together
 
 from hepti_mqtt import models
+from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import Compute, Recv, Send, check
 from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
+from hepti_mqtt.strategies import STRATEGIES
 
 SITES = {
     "two": (1.0, 1.0),

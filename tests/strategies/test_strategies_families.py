@@ -12,9 +12,10 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.models.reads import Text
+from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import check
 from hepti_mqtt.simulate import Naming, sent_bytes
-from hepti_mqtt.strategies import STRATEGIES, programs, resident_weights
+from hepti_mqtt.strategies import STRATEGIES
 
 SPECS = {
     kind: spec_of_kind(kind)

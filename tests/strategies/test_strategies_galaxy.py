@@ -10,10 +10,10 @@ from swarm import profile_curve
 
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Compute, Recv, Send
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.strategies import programs
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
 RING = ("galaxy", {"exchange": "ring"})

@@ -9,9 +9,10 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Compute
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import STRATEGIES, programs
+from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
 PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 7).astype(np.int32)

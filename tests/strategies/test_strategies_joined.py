@@ -9,9 +9,9 @@ from sites import FAMILIES, plan, request
 
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.passes import joined
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Builder, Compute, Program, check
 from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.strategies import program
 
 ROWS, COLUMNS = 5, 6
 

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from nets import divided, net, run, tensors
 
 from hepti_mqtt.cluster import Power
+from hepti_mqtt.shares import Lane
+from hepti_mqtt.shares.coedge import Costs, costs_of, seconds_of, shares_of
+from hepti_mqtt.shares.consecutive import consecutive
+from hepti_mqtt.shares.greedy import greedy
+from hepti_mqtt.shares.linear_programme import least
+from hepti_mqtt.shares.stages import of_units
+from hepti_mqtt.shares.units import alone, pixels, units
 from hepti_mqtt.simulate import work_factor
-from hepti_mqtt.strategies import STRATEGIES, Lane, coedge, maps, modnn
-from hepti_mqtt.strategies.coedge import Costs, seconds_of, shares_of
-from hepti_mqtt.strategies.consecutive import consecutive
-from hepti_mqtt.strategies.linear_programme import least
+from hepti_mqtt.strategies import STRATEGIES
 
 METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
@@ -81,10 +85,10 @@ def test_bytes_of_halo_and_of_whole_maps_are_counted():
 
 
 def test_cuts_are_where_few_bytes_come_together():
-    firsts = [next(unit.op.name for unit in maps.units(VGG) if unit.op.name in maps._alone(VGG, n)) for n in (1, 2)]
+    firsts = [next(unit.op.name for unit in units(VGG) if unit.op.name in alone(VGG, n)) for n in (1, 2)]
     assert firsts == ["2.map", "6.map"]  # behind each pooling
     residual = net(16, [("conv", 4, 3), ("stride", 8, 3), ("conv", 8, 3), ("conv", 8, 3), "residual"])
-    block = maps._alone(residual, 1)
+    block = alone(residual, 1)
     assert "1.map" not in block
     assert "4.map" in block or {"2.map", "3.map"} & block == set()  # not inside, where two maps are live
 
@@ -109,7 +113,7 @@ def test_behind_a_cut_the_head_device_is_alone():
 
 @given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))
 def test_greedy_rows_end_as_early_as_any(total, speeds):
-    ranges = modnn.greedy(total, speeds)
+    ranges = greedy(total, speeds)
     counts = [z - a for a, z in ranges]
     assert ranges[0][0] == 0
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
@@ -209,7 +213,7 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
         return STRATEGIES["coedge"].divide(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
 
     assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
-    alone = seconds_of(coedge.costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
+    alone = seconds_of(costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
     soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
     assert 0.2 < shares(*soon)[0] < 0.5
     with pytest.raises(ValueError, match=r"no shares meet the deadline of 1 ms: the fastest take \d+ ms"):
@@ -218,7 +222,7 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
     graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
-    found = coedge.costs_of(graph, (2.0, 1.0), [Lane(100.0, 0.5), Lane(50.0, 0.25)])
+    found = costs_of(graph, (2.0, 1.0), [Lane(100.0, 0.5), Lane(50.0, 0.25)])
     first, second = (2 * 8 * 8 * (9 * c + 1) * 4 + 0 for c in (3, 4))
     np.testing.assert_allclose(found.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
     np.testing.assert_allclose(found.compute_s[:, 1], 2 * found.compute_s[:, 0])
@@ -230,7 +234,7 @@ def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
 
 def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
     _, free = STRATEGIES["edgeflow"].divide(VGG, {}, (1.0, 1.0, 2.0))
-    assert {unit.op.name for unit in maps.units(VGG)} == set(free)
+    assert {unit.op.name for unit in units(VGG)} == set(free)
     assert all(len({r for r in ranges if r[0] < r[1]}) > 1 for name, ranges in free.items() if name != "6.map")
     assert free["0.map"] == ((0, 6), (6, 12), (12, 24))
     _, slow = STRATEGIES["edgeflow"].divide(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
@@ -249,12 +253,12 @@ def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
 
 
 def test_pixels_of_a_net_are_those_of_half_its_work():
-    assert maps.pixels(VGG) == 12 * 12
-    assert maps.pixels(net(8, [("conv", 4, 3), ("conv", 4, 3)])) == 64
+    assert pixels(VGG) == 12 * 12
+    assert pixels(net(8, [("conv", 4, 3), ("conv", 4, 3)])) == 64
 
 
 def test_stages_of_a_pipeline_are_by_work():
-    found = maps.stages(VGG, (1.0, 1.0), [Lane()] * 2)
-    work = [unit.flops * unit.size for unit in maps.units(VGG)]
+    found = of_units(VGG, (1.0, 1.0), [Lane()] * 2)
+    work = [unit.flops * unit.size for unit in units(VGG)]
     slowest = max(sum(work[a:z]) for a, z in found)
     assert slowest == min(max(sum(work[:i]), sum(work[i:])) for i in range(len(work) + 1))

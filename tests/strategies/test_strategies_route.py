@@ -10,8 +10,9 @@ from programs_run import run_programs
 from sites import FAMILIES, METHODS, plan, request, tensors
 
 from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.plan_programs import programs, programs_digest, short_programs
 from hepti_mqtt.program import Program, Send, addresses, check
-from hepti_mqtt.strategies import STRATEGIES, programs, programs_digest, short_programs
+from hepti_mqtt.strategies import STRATEGIES
 
 SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]
 IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]

@@ -15,11 +15,12 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Send
+from hepti_mqtt.shares import Lane
+from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.strategies import Lane, programs
-from hepti_mqtt.strategies.stages import PARTS, Chain, chain_of, stages
 
 ENCODER = FAMILIES["bert-embedding"]
 

@@ -11,12 +11,12 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.kernels import NarrowMatrix, loading_bytes
 from hepti_mqtt.passes import store
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, check
 from hepti_mqtt.runtime.device.local import pack, run_local
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.simulate.memory import weight_total
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program
 
 # Least cosine of embeddings of the real MiniLM with those of f32 weights: of sentences, and of a text of one word,
 # whose three tokens average out the least and which int8 activations do not hold to 0.999.

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import program
 from hepti_mqtt.runtime.device.commands import Build, Study
 from hepti_mqtt.runtime.device.epochs import Key
 from hepti_mqtt.runtime.device.events import Built, Studied
 from hepti_mqtt.runtime.device.executor import bind
 from hepti_mqtt.runtime.device.resident import Resident, resident_of
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.strategies import program
 from hepti_mqtt.wire.frames import Frame, Session
 from hepti_mqtt.wire.topics import Topics
 

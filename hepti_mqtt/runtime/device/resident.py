@@ -12,12 +12,12 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import peers, programs_digest, resident_weights
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.executor import Bound
 from hepti_mqtt.runtime.device.plausible import check_prepare
 from hepti_mqtt.simulate import PROGRAMS, SESSIONS_BESIDE, loading_total, most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies import peers, programs_digest, resident_weights
 from hepti_mqtt.wire.messages import Prepare
 from hepti_mqtt.wire.peers import Peer
 from hepti_mqtt.wire.topics import Topics

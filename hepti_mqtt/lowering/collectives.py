@@ -1,12 +1,13 @@
-"""Partial sums over parts of the inner dimension of a matmul, added by the devices that own rows of the result."""
+"""Collectives as layouts: partial sums over the inner dimension of a matmul meet on the devices that own rows of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
 
-from hepti_mqtt.lowering import Piece, Rule, Set, box, union
+from hepti_mqtt.lowering.layouts import Piece, Rule, box
 from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.regions import Set, union
 
 
 def direct(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:

@@ -9,15 +9,14 @@ from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, Epoch
-from hepti_mqtt.lowering import Graph, Lowered, SkippedError
-from hepti_mqtt.lowering.roles import TASK
+from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, SkippedError, Table, on, roles
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.shares import Lane
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies.method import Division, Lane, Method, frame
-from hepti_mqtt.strategies.registry import STRATEGIES
+from hepti_mqtt.strategies import STRATEGIES, Division, Method
 
 LOWERED: Final = 32  # graphs under tables that are kept
 
@@ -64,6 +63,12 @@ def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
         with suppress(SkippedError):
             return _under(short, divided.plan, outline)
     return _under(graph(spec, shape), divided.plan)
+
+
+def frame(division: Division) -> Table:
+    """Return where every method begins and ends: what the planner sends, stem and task on the head device."""
+    head = on(division.head)
+    return Table(where_present={roles.INPUT: on(PLANNER_PLACE), roles.STEM: head, roles.TASK: head, roles.CACHE: head})
 
 
 def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
@@ -167,7 +172,7 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     What else a device does for the task it does for all hidden states too.
     """
     task, hidden = (lowered(spec, plan.of(device), shape) for shape in largest_shapes(spec))
-    if task.holds(device, TASK):
+    if task.holds(device, roles.TASK):
         yield task
     yield hidden
 

@@ -11,22 +11,27 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Final
 
-from hepti_mqtt.lowering import Graph, Piece, Rule, box, span
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering import Graph, Piece, Rule, Table, box, roles, span
+from hepti_mqtt.lowering.ops import GlobalAverage, Op
 from hepti_mqtt.plan import Range
-from hepti_mqtt.strategies import maps
+from hepti_mqtt.shares.units import Unit, units
 
 LEAST_PIXELS: Final = 14  # of a piece: for fewer a convolution does little but read its weights from memory
 
 Rows = Mapping[int, Range]  # by device
 
 
-def ahead(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
-    """Return the layout of maps with the rows at both ends of a share in pieces of their own, which come first.
+def ahead(graph: Graph, placed: Table) -> Table:
+    """Return a table of rows of maps with those at both ends of a share in pieces of their own, which come first.
 
-    placed: layouts by role, of one piece for each device.
+    placed: layouts of one piece for each device. Means over maps are added up by everyone who has some of the rows.
     """
-    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in maps.units(graph)}
+    lines = {**placed.where_present, roles.FLAT: _means(graph, placed.lines[roles.MAP])}
+    return Table({roles.MAP: _ends_first(graph, {**placed.lines, **placed.where_present})}, lines, uniform=False)
+
+
+def _ends_first(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
+    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in units(graph)}
     top, bottom = _waiting(graph, ranges)
 
     def rule(op: Op) -> list[Piece]:
@@ -42,7 +47,19 @@ def ahead(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
     return rule
 
 
-def _ranges(unit: maps.Unit, rule: Rule) -> Rows:
+def _means(graph: Graph, rows: Rule) -> Rule:
+    """Return the layout of means over maps: everyone adds up own rows, instead of sending them to be added."""
+
+    def rule(op: Op) -> list[Piece] | None:
+        if not isinstance(op, GlobalAverage):
+            return None
+        found = rows(graph.by_name[op.inputs[0]]) or []
+        return [Piece(piece.device, box(op, {2: piece.region[0]})) for piece in found]
+
+    return rule
+
+
+def _ranges(unit: Unit, rule: Rule) -> Rows:
     """Return the indices of a unit that each device has, without those that have none."""
     pieces = [(piece.device, piece.region[unit.dim]) for piece in rule(unit.op) or () if all(piece.region)]
     return {device: (part[0][0], part[-1][1]) for device, part in pieces}
@@ -52,7 +69,7 @@ def _waiting(graph: Graph, ranges: Mapping[str, Rows]) -> tuple[dict[tuple[str, 
     """Return how many of a device's first rows, and last rows, wait for others or are waited for, by (map, device)."""
     top: dict[tuple[str, int], int] = defaultdict(int)
     bottom: dict[tuple[str, int], int] = defaultdict(int)
-    for unit in maps.units(graph):
+    for unit in units(graph):
         for reads in unit.reads:
             held = ranges[reads.name]
             for i, (start, stop) in ranges[unit.op.name].items():

@@ -1,26 +1,27 @@
 """Stages of a pipeline by PipeEdge's dynamic programme (Hu et al., 2022): what is cut where, and who computes it.
 
 A model is a chain of parts; a layer is four of them. The programme goes over the parts that are done, the devices that
-are used and the last of them, so stages may stand on the devices in any order. d devices, n parts.
+are used and the last of them, so stages may stand on the devices in any order. d devices, n parts. A net of
+convolutions is a chain of its units, on the devices in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import inf, prod
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hepti_mqtt.lowering import Graph, roles
+from hepti_mqtt.lowering import Graph, Set, roles, span
 from hepti_mqtt.lowering.ops import Attention, Linear, Op
 from hepti_mqtt.plan import Range
-from hepti_mqtt.strategies.method import Lane, Weights
+from hepti_mqtt.shares.consecutive import Array, consecutive
+from hepti_mqtt.shares.share import Lane, Options, Weights
+from hepti_mqtt.shares.units import crossing, units
 
 Goal = Literal["throughput", "latency"]
-Array = npt.NDArray[np.float64]
 
 PARTS: Final = 4  # of a layer: attention, its output, the first matrix of the MLP, the second
 ANY_ORDER: Final = 8  # up to so many devices stages may stand in any order; more keep the order of the plan
@@ -35,6 +36,29 @@ PART_OF: Final = {
 def part_of(op: Op) -> int:
     """Return the part of the chain to which an op of a layer belongs."""
     return op.layer * PARTS + PART_OF.get(op.role, 0)
+
+
+def parts_of(graph: Graph) -> Callable[[Op], int]:
+    """Return what tells the part of the chain to which a placed op belongs."""
+    if roles.MAP not in graph.roles:
+        return part_of
+    number = {unit.op.name: i for i, unit in enumerate(units(graph))}
+    return lambda op: number[op.name]
+
+
+def micro_batches(graph: Graph, sequences: int) -> list[Set]:
+    """Return the rows of micro-batches of so many sequences of the request that a transformer's graph is of."""
+    attention = graph.first(roles.ATTENTION)
+    lengths = attention.lengths if isinstance(attention, Attention) else attention.space[:1]
+    ends = [0, *accumulate(lengths)]
+    return [span(*cut) for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
+
+
+def stages_of(graph: Graph, weights: Weights, lanes: Sequence[Lane], options: Options) -> tuple[Range, ...]:
+    """Return the parts of each device; raises ValueError as `stages` does. options: `goal`, of a transformer."""
+    if roles.MAP in graph.roles:
+        return of_units(graph, weights, lanes)
+    return stages(chain_of(graph), weights, lanes, "latency" if options.get("goal") == "latency" else "throughput")
 
 
 class Chain(NamedTuple):
@@ -145,3 +169,17 @@ def _walk(
         found[state[1]] = (first, stop)
         state, stop = (mask, last), first
     return found
+
+
+def of_units(graph: Graph, weights: Weights, lanes: Sequence[Lane]) -> tuple[Range, ...]:
+    """Return consecutive units for each device, so that the slowest stage, with what it receives, is the fastest."""
+    found = units(graph)
+    work = np.array([0.0, *accumulate(unit.flops * unit.size for unit in found)])
+    received = np.array([crossing(graph, i) for i in range(len(found) + 1)], float)
+    costs = np.full((len(weights), len(work), len(work)), np.inf)
+    for i, (speed, lane) in enumerate(zip(weights, lanes, strict=True)):
+        if speed > 0:
+            costs[i] = (work[None, :] - work[:, None]) / speed + received[:, None] / lane.bytes_per_s
+        costs[i][np.tri(len(work), dtype=bool)] = np.inf
+        np.fill_diagonal(costs[i], 0.0)
+    return consecutive(costs)

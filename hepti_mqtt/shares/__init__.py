@@ -1,0 +1,7 @@
+"""Shares: what part of a model each device gets, and everything that solves for it; methods choose among it."""
+
+from __future__ import annotations
+
+from hepti_mqtt.shares.share import Branches, Lane, Options, Share, Shares, Weights
+
+__all__ = ["Branches", "Lane", "Options", "Share", "Shares", "Weights"]

@@ -1,0 +1,25 @@
+"""Methods stay tables: what solves for shares lies below them, in `hepti_mqtt/shares/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hepti_mqtt.strategies import STRATEGIES, registry
+
+HERE = Path(registry.__file__).parent
+LINES = {path.stem: len(path.read_text("utf-8").splitlines()) for path in HERE.glob("*.py")}
+MOST = 40
+LONGER = {
+    "pipeline": 60,  # transformers in micro-batches, and nets of convolutions
+    "decoupled": 46,  # four variants, of which three share layers out as megatron does
+    "fused_tiles": 44,  # tiles in two dimensions
+}
+
+
+def test_every_method_is_a_short_table():
+    assert set(STRATEGIES) <= set(LINES)
+    assert {name: LINES[name] for name in STRATEGIES if LINES[name] > LONGER.get(name, MOST)} == {}
+
+
+def test_all_methods_together_are_short():
+    assert sum(LINES.values()) <= 900
