@@ -15,6 +15,7 @@ from hepti_mqtt.strategies.programs import (
     programs_digest,
     resident_weights,
     short_programs,
+    tasks,
 )
 from hepti_mqtt.strategies.registry import STRATEGIES
 
@@ -36,4 +37,5 @@ __all__ = [
     "programs_digest",
     "resident_weights",
     "short_programs",
+    "tasks",
 ]

@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, Epoch
-from hepti_mqtt.lowering import Graph, Lowered, SkippedError
+from hepti_mqtt.lowering import Graph, Lowered, SkippedError, Table
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.passes import joined, narrow, routed, store, stored
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.bags import Bagged
 from hepti_mqtt.strategies.method import Division, Lane, Method, frame
 from hepti_mqtt.strategies.registry import STRATEGIES
 
@@ -66,9 +67,20 @@ def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
     return _under(graph(spec, shape), divided.plan)
 
 
+def _table(division: Division) -> Table:
+    return STRATEGIES[division.plan.strategy].table(division).over(frame(division))
+
+
+def tasks(plan: Plan) -> int:
+    """Return how many tasks are in the bag of each run of a plan, 0 if it has none."""
+    return STRATEGIES[plan.strategy].bag(plan.options)
+
+
 def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
+    if tasks(plan):
+        return Bagged(graph, plan, tasks(plan), _table)
     division = Division(graph, plan)
-    table = STRATEGIES[plan.strategy].table(division).over(frame(division))
+    table = _table(division)
     if outline is not None and not table.uniform:
         raise SkippedError
     return Lowered(division.graph, table, plan.devices, outline)
