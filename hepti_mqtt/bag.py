@@ -92,8 +92,8 @@ class Bag:
         return sorted((d for d in self._devices if d not in self._held), key=self._took)
 
     def _took(self, device: str) -> float:
-        """Return what a device's last task took; of one that had none, what the slowest took."""
-        return self._took_s.get(device, max(self._took_s.values(), default=0.0))
+        """Return what a device's last task took; of one that had none, what the slowest took, if any is done."""
+        return self._took_s.get(device, max(self._took_s.values(), default=inf))
 
     def _single(self) -> list[tuple[float, int]]:
         """Return (since, task) of what one device computes and nobody has computed."""
