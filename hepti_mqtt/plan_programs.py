@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
+from hepti_mqtt.bag_programs import Bagged
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, SkippedError, Table, on, roles
 from hepti_mqtt.models import graph, largest_shape, shape_for
@@ -71,9 +72,20 @@ def frame(division: Division) -> Table:
     return Table(where_present={roles.INPUT: on(PLANNER_PLACE), roles.STEM: head, roles.TASK: head, roles.CACHE: head})
 
 
+def _table(division: Division) -> Table:
+    return STRATEGIES[division.plan.strategy].table(division).over(frame(division))
+
+
+def tasks(plan: Plan) -> int:
+    """Return how many tasks are in the bag of each run of a plan, 0 if it has none."""
+    return STRATEGIES[plan.strategy].bag(plan.options)
+
+
 def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
+    if tasks(plan):
+        return Bagged(graph, plan, tasks(plan), _table)
     division = Division(graph, plan)
-    table = STRATEGIES[plan.strategy].table(division).over(frame(division))
+    table = _table(division)
     if outline is not None and not table.uniform:
         raise SkippedError
     return Lowered(division.graph, table, plan.devices, outline)

@@ -124,7 +124,11 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Fill a slot with what `source` sends as a part of a node."""
+    """Fill a slot with what `source` sends as a part of a node.
+
+    others: devices any of which may send it instead; the first to come counts. task: that of a bag which begins with
+    this part of the request, once it is leased to this device; -1 for what the request brings at once.
+    """
 
     slot: Slot
     source: str
@@ -132,11 +136,18 @@ class Recv(NamedTuple):
     part: int = 0
     layer: int = 0
     exact: bool = False
+    others: tuple[str, ...] = ()
+    task: int = -1
 
     @property
     def key(self) -> Key:
         """Return by what the exchange is known."""
         return self.node, self.part, self.source
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Return by what the exchange is known, whoever sends it."""
+        return self.key, *((self.node, self.part, other) for other in self.others)
 
 
 Op = Compute | Send | Recv
@@ -157,7 +168,7 @@ class Program:
 
     def sources(self) -> tuple[str, ...]:
         """Return the distinct devices (or the planner) from which the Program receives."""
-        return tuple(dict.fromkeys(op.source for op in self.ops if isinstance(op, Recv)))
+        return tuple(dict.fromkeys(key[2] for op in self.ops if isinstance(op, Recv) for key in op.keys))
 
     def base(self, slot: Slot) -> Slot:
         """Return the slot that has the memory of a slot."""
@@ -275,9 +286,9 @@ def check(program: Program) -> None:
                 raise ValueError(f"op {place} of {program.device} writes slot {slot} again, or a view: {op}")
             filled.add(slot)
         if isinstance(op, Recv):
-            if op.key in keys:
+            if not keys.isdisjoint(op.keys):
                 raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
-            keys.add(op.key)
+            keys.update(op.keys)
         if isinstance(op, Compute) and op.parts and op[:4] != fused(program, op.parts, op)[:4]:
             raise ValueError(f"op {place} of {program.device} reads or writes other slots than its parts: {op}")
         if isinstance(op, Send) and (not op.to or ALL in op.to or len(set(op.to)) < len(op.to)):

@@ -5,6 +5,7 @@ It decides which op of a device runs next, what an exchange that arrives does, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -29,7 +30,9 @@ class Template:
     kept: slots that are filled from the start. pending: distinct slots that an op waits for. reads: these and the kept
     ones. writes: slots that an op fills. readers: ops that read a slot or a view of it. uses: how many of them. recv:
     the slot that an exchange fills. inputs: the exchanges that the request itself brings. first: ops that wait for
-    nothing. runnable: how many ops run; a Recv does not, its exchange arrives.
+    nothing. runnable: how many ops run whatever is leased; a Recv does not, its exchange arrives. begins: the
+    exchanges with which each task of a bag begins. task: that of each op, -1 for none; empty without a bag. sizes: how
+    many ops of each task run.
     """
 
     program: Program
@@ -43,6 +46,22 @@ class Template:
     inputs: tuple[Key, ...]
     first: tuple[int, ...]
     runnable: int
+    begins: Mapping[int, tuple[Key, ...]]
+    task: tuple[int, ...]
+    sizes: Mapping[int, int]
+
+
+def _task_of(program: Program) -> tuple[int, ...]:
+    """Return the task of each op: that of what it is computed from; empty without a bag."""
+    if not any(isinstance(op, Recv) and op.task >= 0 for op in program.ops):
+        return ()
+    of: dict[Slot, int] = {}
+    found = []
+    for op in program.ops:
+        task = op.task if isinstance(op, Recv) else max((of[s] for s in program.reads(op) if s in of), default=-1)
+        of.update(dict.fromkeys(written(op), task))
+        found.append(task)
+    return tuple(found)
 
 
 def template(program: Program) -> Template:
@@ -58,9 +77,13 @@ def template(program: Program) -> Template:
             readers[slot].append(place)
         pending.append(len(set(slots).difference(kept)))
         if isinstance(op, Recv):
-            recv[op.key] = op.slot
+            recv.update(dict.fromkeys(op.keys, op.slot))
         elif not pending[-1]:
             first.append(place)
+    task = _task_of(program)
+    runs = Counter(t for op, t in zip(program.ops, task, strict=False) if t >= 0 and not isinstance(op, Recv))
+    begun = {t: tuple(op.key for op in program.ops if isinstance(op, Recv) and op.task == t) for t in runs}
+    late = {key for keys in begun.values() for key in keys}
     return Template(
         program=program,
         kept=kept,
@@ -70,9 +93,12 @@ def template(program: Program) -> Template:
         readers=tuple(tuple(r) for r in readers),
         uses=tuple(len(r) for r in readers),
         recv=recv,
-        inputs=tuple(key for key in recv if key[2] == PLANNER),
+        inputs=tuple(key for key in recv if key[2] == PLANNER and key not in late),
         first=tuple(first),
-        runnable=len(program.ops) - len(recv),
+        runnable=sum(not isinstance(op, Recv) for op in program.ops) - runs.total(),
+        begins=begun,
+        task=task,
+        sizes=runs,
     )
 
 
@@ -82,10 +108,12 @@ Refusal = Literal["duplicate", "unexpected"]
 class ProgramRun:
     """One request on one device, under its admission number: what its ops still wait for, and who still reads a slot.
 
-    left: ops that have not run. A subclass adds what its user keeps of a run.
+    left: ops that have not run, those of a bag's tasks left out. tasks: how many ops are left of each task that is
+    leased here. open: more may be leased, and nothing else says when the run is over. A subclass adds what its user
+    keeps of a run.
     """
 
-    __slots__ = ("admission", "left", "pending", "received", "template", "uses")
+    __slots__ = ("admission", "left", "open", "pending", "received", "tasks", "template", "uses")
 
     def __init__(self, admission: int, template: Template) -> None:
         self.admission = admission
@@ -94,6 +122,22 @@ class ProgramRun:
         self.uses = list(template.uses)
         self.received = [False] * len(template.uses)
         self.left = template.runnable
+        self.tasks: dict[int, int] = {}
+        self.open = bool(template.begins) and not template.runnable
+
+    def lease(self, task: int) -> tuple[Key, ...]:
+        """Take a task; return the exchanges that it begins with, none if it was taken before or is unknown."""
+        if task in self.tasks or task not in self.template.begins:
+            return ()
+        self.tasks[task] = self.template.sizes[task]
+        return self.template.begins[task]
+
+    def completes(self, place: int) -> int | None:
+        """Return the task of which the op at a place, which has run, was the last; None if it was of none."""
+        if not self.template.task:
+            return None
+        task = self.template.task[place]
+        return task if task >= 0 and not self.tasks[task] else None
 
 
 R = TypeVar("R", bound=ProgramRun)
@@ -164,7 +208,10 @@ class RunMachine(Generic[R]):
             uses[slot] -= 1
             if not uses[slot]:
                 free.append(slot)
-        run.left -= 1
+        if template.task and (task := template.task[place]) >= 0:
+            run.tasks[task] -= 1
+        else:
+            run.left -= 1
         return free
 
     def drop(self, admission: int) -> R | None:

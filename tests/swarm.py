@@ -69,6 +69,7 @@ class Host:
     filters: set[str] = field(default_factory=set)
     works: set[str] = field(default_factory=set)
     alive: bool = True
+    slowness: float = 1.0  # times as long as others take for an op
     busy: bool = False
     admitted: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (user, key)
     joins: dict[tuple[str, object], str] = field(default_factory=dict)  # tokens by (peer, key)
@@ -406,7 +407,7 @@ class Swarm:
             self._host_commands(name, host, out)
             self._work(name, host)
 
-        self.after(self.rng.random() * 2e-5, finish)
+        self.after(self.rng.random() * 2e-5 * host.slowness, finish)
 
 
 def matches(pattern: str, topic: str) -> bool:

@@ -57,8 +57,8 @@ class Move(NamedTuple):
                 at, to, _, part, _, row, exact, route = op
                 yield new(Send, (at + by if at >= first else at, to, node, part, layers[node], row, exact, route))
             else:
-                at, source, _, part, _, exact = op
-                yield new(Recv, (at + by, source, node, part, layers[node], exact))
+                at, source, _, part, _, exact, _, _ = op
+                yield new(Recv, (at + by, source, node, part, layers[node], exact, (), -1))
 
     def behind(self, op: ProgramOp) -> ProgramOp:
         """Return an op that stays what it is but for its slots."""

@@ -1,8 +1,7 @@
 """The discrete-event simulator: the executor's own machine on devices with one session thread each, links that queue.
 
 A device's thread does one thing at a time, as its shell does: it takes what has arrived, in that order, and only then
-begins the op that the machine says. Taking a frame costs time like an op. The planner lets so many requests run at
-once; one is over when all parts of its answer and the reports of all devices are there.
+begins the op that the machine says. Taking a frame costs time like an op. A request is over with its last report.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
 from hepti_mqtt.schedule import ProgramRun, RunMachine, free_first, template
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
+from hepti_mqtt.simulate.leases import Leases
 from hepti_mqtt.simulate.links import Links
 from hepti_mqtt.simulate.load import RunTimes
 from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Replica, Request, Simulation
@@ -63,7 +63,9 @@ class _Part:
             self.sizes.append(sizes)
 
 
-class _Run(ProgramRun):
+class DeviceRun(ProgramRun):
+    """A run of a Program, and what its ops cost."""
+
     __slots__ = ("part",)
 
     def __init__(self, admission: int, part: _Part) -> None:
@@ -71,18 +73,17 @@ class _Run(ProgramRun):
         self.part = part
 
 
-class _Device:
+class Device:
     """A device's session thread: what runs there, and what has arrived; early: exchanges that came before requests."""
 
     def __init__(self, name: str, profile: DeviceProfile) -> None:
         self.name, self.profile = name, profile
-        self.machine: RunMachine[_Run] = RunMachine()
+        self.machine: RunMachine[DeviceRun] = RunMachine()
         self.inbox: deque[Arrival] = deque()
         self.begun: set[int] = set()
         self.early: dict[int, list[Key]] = {}
         self.use = DeviceUse()
-        self.busy = False
-        self.finished_s = 0.0
+        self.busy, self.finished_s = False, 0.0
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class _Flight:
     answered_s: float | None = None
 
 
-class _Clock:
+class Clock:
     """Devices, links and the planner at a moment; `layer` is the one that stands for several."""
 
     def __init__(
@@ -110,37 +111,36 @@ class _Clock:
         self.naming, self.spec, self.cluster = naming, spec, cluster
         self.in_flight, self.record, self.layer = in_flight, record, layer
         self.links = Links(cluster, self.note)
-        self.devices: dict[str, _Device] = {}
+        self.devices: dict[str, Device] = {}
         self.listeners: dict[str, tuple[str, ...]] = {}
         self.flights: dict[int, _Flight] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[_Flight] = []
-        self.nbytes = 0
+        self.nbytes = self._serial = 0
         self.ends: dict[int, float] = {}  # when the last op of a layer was over
         self.events: list[Event] = []
         self.arrivals: list[Arrival] = []
         self.ran: list[tuple[str, int, int]] = []
         self._known: dict[tuple[str, int], _Part] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._serial = 0
+        self.leases = Leases(self)
 
     def play(self, requests: Sequence[Request]) -> None:
         """Let time pass until all requests are answered, or nothing happens any more."""
         choices = [choice.programs for r in requests for choice in r.choices]
         names = dict.fromkeys(name for programs in choices for name in programs)
-        self.devices = {name: _Device(name, self.cluster.devices[name]) for name in names}
+        self.devices = {name: Device(name, self.cluster.devices[name]) for name in names}
         heard: dict[str, set[str]] = {name: set() for name in names}
         for programs in {id(programs): programs for programs in choices}.values():
             for name, program in programs.items():
                 heard[name].update(*(op.to for op in program.ops if isinstance(op, Send) and op.route == "broker"))
         # Whoever hears a device at all over the broker hears what it publishes to ALL.
         self.listeners = {n: tuple(d for d in names if d in heard[n]) for n in names}
-        self.waiting.extend(requests)
+        self.waiting = deque(requests)
         for asked_s in {r.asked_s or 0.0 for r in requests}:
             self.at(asked_s, _ARRIVES, self.pump)
-        queue = self._queue
-        while queue:
-            now, _, _, act, what = heappop(queue)
+        while self._queue:
+            now, _, _, act, what = heappop(self._queue)
             act(now, *what)
 
     def at(self, when: float, rank: int, act: Callable[..., None], *what: object) -> None:
@@ -180,6 +180,7 @@ class _Clock:
         flight = _Flight(request, parts, asked_s, now, outputs + len(parts), until_s)
         self.flights[admission] = flight
         self.running.append(flight)
+        self.leases.begin(now, admission, tuple(parts), max(len(p.template.begins) for p in parts.values()))
         size = dispatch_bytes(self.naming, self.spec, request.shape, choice.programs)
         self.nbytes += size
         body = input_bytes(self.spec, request.shape)
@@ -213,7 +214,7 @@ class _Clock:
         if not device.busy:
             self.turn(now, device)
 
-    def turn(self, now: float, device: _Device) -> None:
+    def turn(self, now: float, device: Device) -> None:
         """Begin what a device does next: what has arrived goes first."""
         if device.inbox:
             frame = device.inbox.popleft()
@@ -231,14 +232,14 @@ class _Clock:
         device.busy = True
         self.at(until, _ENDS, self.computed, device, run, place)
 
-    def record_op(self, now: float, until: float, device: _Device, run: _Run, place: int) -> None:
+    def record_op(self, now: float, until: float, device: Device, run: DeviceRun, place: int) -> None:
         """Write down that an op begins."""
         op = run.part.program.ops[place]
         lane, label = ("compute", op.label) if isinstance(op, Compute) else ("send", run.part.program.node(op.node))
         self.note(device.name, lane, label, now, until)
         self.ran.append((device.name, run.admission, place))
 
-    def taken(self, now: float, device: _Device, frame: Arrival) -> None:
+    def taken(self, now: float, device: Device, frame: Arrival) -> None:
         """Do what a frame is for, now that the device has taken it.
 
         An exchange over mesh may come before its request, which has another way. Over the broker one may come after the
@@ -247,12 +248,13 @@ class _Clock:
         device.busy = False
         machine, admission = device.machine, frame.admission
         if frame.key is None:
-            run = _Run(admission, self.flights[admission].parts[device.name])
+            run = DeviceRun(admission, self.flights[admission].parts[device.name])
             device.use.flops += run.part.flops
             machine.admit(run)
             device.begun.add(admission)
             for key in (*run.template.inputs, *device.early.pop(admission, ())):
                 self.deliver(machine, run, key)
+            self.leases.admit(device, run)
             self.end(now, device, run)
         elif (known := machine.runs.get(admission)) is not None:
             self.deliver(machine, known, frame.key)
@@ -261,29 +263,31 @@ class _Clock:
         if not device.busy:
             self.turn(now, device)
 
-    def deliver(self, machine: RunMachine[_Run], run: _Run, key: Key) -> None:
+    def deliver(self, machine: RunMachine[DeviceRun], run: DeviceRun, key: Key) -> None:
         """Hand an exchange to its run, which drops what it does not await."""
         slot = machine.awaited(run, key)
         if isinstance(slot, int):
             machine.fill(run, slot)
 
-    def computed(self, now: float, device: _Device, run: _Run, place: int) -> None:
+    def computed(self, now: float, device: Device, run: DeviceRun, place: int) -> None:
         """Take the end of an op: send, wake its readers, go on."""
-        device.busy = False
-        device.finished_s = now
+        device.busy, device.finished_s = False, now
         op = run.part.program.ops[place]
         if self.layer is not None:
             self.ends[op.layer] = now
-        if isinstance(op, Send):
+        if isinstance(op, Send) and op.to == (device.name,):
+            self.deliver(device.machine, run, (op.node, op.part, device.name))
+        elif isinstance(op, Send):
             self.send(now, device, run, op, run.part.sizes[place])
         else:
             device.use.compute_s += run.part.costs[place]
         device.machine.ran(run, place)
+        self.leases.computed(now, device, run, place)
         self.end(now, device, run)
         if not device.busy:
             self.turn(now, device)
 
-    def send(self, now: float, device: _Device, run: _Run, op: Send, sizes: Sequence[int]) -> None:
+    def send(self, now: float, device: Device, run: DeviceRun, op: Send, sizes: Sequence[int]) -> None:
         """Publish a slot to whom it is for; over the broker, to everyone who listens."""
         name, program = device.name, run.part.program
         device.use.sent_bytes += sum(sizes)
@@ -302,20 +306,21 @@ class _Clock:
                 else:
                     self.at(when, _ARRIVES, self.arrive, Arrival(when, target, run.admission, key, nbytes, label))
 
-    def end(self, now: float, device: _Device, run: _Run) -> None:
+    def end(self, now: float, device: Device, run: DeviceRun) -> None:
         """Begin the report of a run that has no op left."""
-        if not run.left:
+        if not run.left and not run.open and run.admission in device.machine.runs:
             device.machine.drop(run.admission)
             device.busy = True
             self.at(now + device.profile.frame_seconds(1, 0), _ENDS, self.report, device, run.admission)
 
-    def report(self, now: float, device: _Device, admission: int) -> None:
+    def report(self, now: float, device: Device, admission: int) -> None:
         """Send the planner the report of a run."""
         device.busy = False
         size = done_bytes(self.naming, device.name)
         device.use.sent_bytes += size
         [when] = self.links.transmit(now, device.name, (PLANNER,), size, "done").values()
         self.at(when, _ARRIVES, self.heard, admission)
+        self.at(when, _ARRIVES, self.leases.reported, admission, device.name)
         self.turn(now, device)
 
     # -- the outcome ----------------------------------------------------------------------------------------------
@@ -359,7 +364,7 @@ def play(
     The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
     record: keep time line, arrivals and order of ops. Raises ValueError if Programs wait for each other for ever.
     """
-    clock = _Clock(naming, spec, cluster, in_flight, record, None)
+    clock = Clock(naming, spec, cluster, in_flight, record, None)
     clock.play(requests)
     return clock.outcome()
 
@@ -378,7 +383,7 @@ def simulate(
     record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
     takes what that one adds to the layer before it. Raises ValueError if the Programs wait for each other for ever.
     """
-    clock = _Clock(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
+    clock = Clock(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
     clock.play((Request(shape, programs),))
     played = clock.outcome()
     seconds, nbytes = played.runs[0].answered_s, played.nbytes

@@ -1,5 +1,7 @@
 """`fused_tiles`: tiles of a feature map; whatever of the maps below a tile sees is computed by the same device, halo
-included, as DeepThings does (Zhao et al., 2018); behind the cut one device goes on. Tiles have fixed owners, by speed.
+included, as DeepThings does (Zhao et al., 2018); behind the cut one device goes on.
+
+Tiles have fixed owners, by speed, or are a bag from which devices that are free get the next one (`leased`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from hepti_mqtt.strategies.method import Division, Method
 
 SHARE: Final = "tiles"
 TILES: Final = (4, 2)  # rows and columns of tiles
+OWNERS: Final = "owners"
+LEASED: Final = {OWNERS: "leased"}
 
 
 def table(division: Division) -> Table:
@@ -38,7 +42,9 @@ METHOD = Method(
     "tiles of a feature map, all below them computed with their halo",
     table,
     needs=(roles.MAP,),
-    options=maps.CUTS[:4],
+    options=(*maps.CUTS[:4], *({**cut, **LEASED} for cut in maps.CUTS[:4])),
     solve=lambda _graph, _options, weights, _lanes: ({SHARE: tuple(weights)}, {}),
-    differs=maps.cuts,
+    # Where nobody becomes slower while a request runs, owners by speed are as fast: leases are there to be asked for.
+    differs=lambda graph, options: OWNERS not in options and maps.cuts(graph, options),
+    bag=lambda options: TILES[0] * TILES[1] if OWNERS in options else 0,
 )

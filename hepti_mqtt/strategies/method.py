@@ -66,7 +66,8 @@ class Method:
     following what one request keeps busy. few: it divides few units, so that shares are tried step by step too, where
     rounding hides what keeps a device busy. settles: whether a variant chooses devices and shares by itself, for the
     least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
-    devices make up each of them.
+    devices make up each of them. bag: into how many tasks a variant divides its work that are leased
+    while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Method:
     settles: Callable[[Options], bool] = lambda _: False
     throughput: bool = False
     groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
+    bag: Callable[[Options], int] = lambda _: 0
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

@@ -17,6 +17,7 @@ MAX_TEXT: Final = 65_536
 MAX_HASHES: Final = 16_384
 MAX_COUNTERS: Final = 256
 MAX_DEPTH: Final = 16
+MAX_TASKS: Final = 1024
 MAX_SHAPES: Final = 16
 MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 PROGRAMS_BYTES: Final = 8
@@ -127,6 +128,13 @@ def epoch(value: Any) -> Epoch:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError("not an epoch [boot, number]")
     return Epoch(count(value[0]), count(value[1]))
+
+
+def tasks(value: Any) -> tuple[int, ...]:
+    """Return a bounded tuple of the numbers of tasks."""
+    if type(value) not in (list, tuple) or len(value) > MAX_TASKS:
+        raise ValueError(f"not a list of at most {MAX_TASKS} tasks")
+    return tuple(map(count, value))
 
 
 def state(value: Any) -> str:

@@ -76,6 +76,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """Planner to agent: compute these tasks of a request's bag; none: all are computed, leave what you have of them."""
+
+    model: str
+    epoch: Epoch
+    admission: int
+    tasks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Planner to agent: give up every plan, with what runs under it."""
 
@@ -142,8 +152,18 @@ class RequestFailed:
     text: str
 
 
-Command = Prepare | Activate | Release | Cancel | Drain
-UpMessage = Ready | Progress | Failed | TileAsk | RequestFailed
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    """Agent to planner: a task of a request's bag is computed and sent."""
+
+    model: str
+    epoch: Epoch
+    admission: int
+    task: int
+
+
+Command = Prepare | Activate | Release | Cancel | Drain | Lease
+UpMessage = Ready | Progress | Failed | TileAsk | RequestFailed | TaskDone
 Message = Command | UpMessage
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
@@ -153,11 +173,13 @@ CODES: Final[Mapping[int, type[Any]]] = {
     3: Release,
     4: Cancel,
     5: Drain,
+    6: Lease,
     100: Ready,
     101: Progress,
     102: Failed,
     103: TileAsk,
     104: RequestFailed,
+    105: TaskDone,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 
@@ -181,11 +203,13 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
     Release: _EPOCH_KEY,
     Cancel: _REQUEST_KEY,
     Drain: {"txn": checks.count},
+    Lease: {**_REQUEST_KEY, "tasks": checks.tasks},
     Ready: {**_EPOCH_KEY, "resident_bytes": checks.count, "digest": checks.programs_digest},
     Progress: {**_EPOCH_KEY, "done_bytes": checks.count, "total_bytes": checks.count},
     Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": checks.count, "peers": peers.names},
     TileAsk: {"model": checks.model_name, "hashes": checks.digests},
     RequestFailed: {**_REQUEST_KEY, **_WHY},
+    TaskDone: {**_REQUEST_KEY, "task": checks.count},
     Status: {
         "state": checks.state,
         "boot": checks.boot,

@@ -24,11 +24,13 @@ from hepti_mqtt.wire.messages import (
     Cancel,
     Drain,
     Failed,
+    Lease,
     Prepare,
     Progress,
     Ready,
     Release,
     RequestFailed,
+    TaskDone,
     TileAsk,
     decode,
     decode_caps,
@@ -76,6 +78,8 @@ MESSAGES = st.one_of(
     st.builds(Failed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS, st.lists(NAMES, max_size=3).map(tuple)),
     st.builds(TileAsk, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
     st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
+    st.builds(Lease, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
+    st.builds(TaskDone, NAMES, EPOCHS, COUNTS, COUNTS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
 STATUSES = st.builds(
@@ -148,11 +152,13 @@ def test_codes_never_change():
         3: "Release",
         4: "Cancel",
         5: "Drain",
+        6: "Lease",
         100: "Ready",
         101: "Progress",
         102: "Failed",
         103: "TileAsk",
         104: "RequestFailed",
+        105: "TaskDone",
     }
 
 
@@ -178,6 +184,8 @@ def test_codes_never_change():
         (Failed(1, "m", Epoch(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
         (TileAsk("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
         (RequestFailed("m", Epoch(2, 3), 4, "c", "t"), "96 68 a16d 92 02 03 04 a163 a174"),
+        (Lease("m", Epoch(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),
+        (TaskDone("m", Epoch(2, 3), 4, 5), "95 69 a16d 92 02 03 04 05"),
     ],
 )
 def test_golden_bytes(message, golden):

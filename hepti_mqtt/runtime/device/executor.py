@@ -200,10 +200,20 @@ class Executor:
         return "filled"
 
     def awaits(self, admission: int, source: str) -> bool:
-        """Return whether a running request has yet to receive something of a device."""
+        """Return whether a running request has yet to receive something that only this device sends."""
         running = self._machine.runs[admission]
-        received = running.received
-        return any(key[2] == source and not received[slot] for key, slot in running.template.recv.items())
+        ops = running.template.program.ops
+        recvs = (op for op in ops if isinstance(op, Recv) and op.source == source and not op.others)
+        return any(not running.received[op.slot] for op in recvs)
+
+    def lease(self, admission: int, task: int, array: Array) -> None:
+        """Begin a task of a bag with what the request has brought; one that was begun is left alone."""
+        for key in self._machine.runs[admission].lease(task):
+            self.deliver(admission, key, array)
+
+    def close(self, admission: int) -> None:
+        """Nothing more will be leased: what is left of tasks is nobody's any more."""
+        self._machine.runs[admission].open = False
 
     def next(self, admission: int | None = None) -> Step | None:
         """Return the first ready op, or None if every request waits, or if it is of another run than `admission`."""
@@ -217,7 +227,7 @@ class Executor:
     def finished(self, admission: int) -> bool:
         """Return whether a running request has no op left; drop it then."""
         running = self._machine.runs.get(admission)
-        if running is None or running.left:
+        if running is None or running.left or running.open:
             return False
         self.drop(admission)
         return True

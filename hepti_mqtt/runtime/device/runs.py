@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from hepti_mqtt.bag import first_task
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
@@ -59,13 +60,14 @@ class _Way(NamedTuple):
 class _Run:
     """A request that is under way here.
 
-    sends: of its Program. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the
-    answer that were sent.
+    inputs: what it brought, for tasks that are leased later. sends: of its Program. compute_s: of its ops so far.
+    sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
     """
 
     key: Key
     started_s: float
     session: Session
+    inputs: Array
     sends: dict[int, _Way]
     compute_s: float = 0.0
     sent_bytes: int = 0
@@ -174,10 +176,13 @@ class Runs:
         except SessionLostError as error:
             self.end(frame.admission)
             return [self._refused(frame, "session", str(error))]
-        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session, bound.sends)
+        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session, inputs, bound.sends)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.admission, key, inputs)
+        first = first_task(resident.plan.devices, self._device, len(bound.template.begins))
+        if first is not None:
+            self._executor.lease(frame.admission, first, inputs)
         out: list[Command] = []
         kept, stale = self._early.take(frame.admission, now)
         if stale:
@@ -187,6 +192,19 @@ class Runs:
                 break  # one before it has ended the request
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
+
+    def lease(self, message: messages.Lease, now: float) -> list[Command]:
+        """Take tasks of a request's bag; if there are none left, end what only waited for more."""
+        request = self._runs.get(message.admission)
+        if request is None:
+            self._counters["late"] += 1
+            return []
+        for task in message.tasks:
+            self._executor.lease(message.admission, task, request.inputs)
+        if message.tasks:
+            return []
+        self._executor.close(message.admission)
+        return self._finish(message.admission, now)
 
     def _refused(self, frame: Frame, code: str, text: str) -> Command:
         text = f"{self._device}: {text}"
@@ -237,6 +255,9 @@ class Runs:
             return []
         request.compute_s += seconds
         out: list[Command] = [] if outgoing is None else [*self.send(request, outgoing)]
+        task = step.running.completes(step.place)
+        if task is not None:
+            out.append(self._up(messages.TaskDone(*request.key, step.admission, task)))
         return out if step.running.left else out + self._finish(step.admission, now)
 
     def broke(self, step: Step, error: Exception) -> list[Command]:
@@ -249,6 +270,9 @@ class Runs:
         op = outgoing.op
         if op.to == (PLANNER,):
             return [self._output(request, outgoing)]
+        if op.to == (self._device,):  # a task that the head device has computed itself
+            self._executor.deliver(outgoing.admission, (op.node, op.part, self._device), outgoing.array.copy())
+            return []
         way = request.sends.get(outgoing.place)
         if way is None:
             way = request.sends[outgoing.place] = self._way(request, outgoing)

@@ -114,6 +114,7 @@ class WorkerSession:
             messages.Activate: self._activate,
             messages.Release: lambda m, now: self._forget([(m.model, m.epoch)], "release", now),
             messages.Cancel: self._cancel,
+            messages.Lease: self.runs.lease,
             messages.Drain: lambda _, now: self._forget([*self.epochs, *self._asked], "drain", now),
         }
 

@@ -40,7 +40,7 @@ from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
-from hepti_mqtt.runtime.planner.slots import PINNED, Slots
+from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.planner.suspicion import Suspicion
 from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.wire import messages
@@ -123,20 +123,14 @@ class CoordinatorSession:
     def check(self) -> None:
         """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
         for model in self.slots:
-            model.check()
             assert model.active is None or set(model.active.devices) <= set(self.membership.usable())
-            assert not model.pinned or len(self.slots.pinned(model.name)) <= PINNED
-        for model in self.slots.models():
-            runs = [run for slot in self.slots.of(model.name) for run in slot.runs.values()]
-            each = Counter(device for run in runs for device in run.plan.devices)
-            assert max(each.values(), default=0) <= self.in_flight
+        self.slots.check(self.in_flight)
 
     # -- membership -----------------------------------------------------------------------------------------------
 
     def _known(self, device: str) -> bool:
         """Return whether there is room for a device; what it says is dropped and counted if there is none."""
-        room = self.membership.room(device)
-        self.counters["devices_beyond"] += not room
+        self.counters["devices_beyond"] += not (room := self.membership.room(device))
         return room
 
     def _status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
@@ -163,14 +157,12 @@ class CoordinatorSession:
             self.membership.loading(now)
         heartbeat, wrong = believed(event.heartbeat)
         changed = self._changed(device, self.membership.heartbeat(device, heartbeat, now), now)
-        if self._online:
-            changed += self._requests.cut_short(self.membership.back)
+        changed += self._requests.cut_short(self.membership.back) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
-        return changed + self._doubt(
-            device, f"a heartbeat of {device} is not believed: {wrong}; restart the agent there"
-        )
+        text = f"a heartbeat of {device} is not believed: {wrong}; restart the agent there"
+        return changed + self._doubt(device, text)
 
     def _doubt(self, device: str, text: str) -> list[CoordinatorCommand]:
         """Tell once of a device that says what cannot be."""
@@ -227,7 +219,7 @@ class CoordinatorSession:
                     plans.want(now, now, why, forced=True)
                     out.append(self._rollout.show(model))
                 for run in [r for r in model.runs.values() if r.epoch == lost]:
-                    out += self._requests.again(model, run)
+                    out += self._requests.lost(model, run, device, now)
         return out
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -327,6 +319,8 @@ class CoordinatorSession:
     def _said(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RequestFailed):
             return self._requests.failed(device, message, now)
+        if isinstance(message, messages.TaskDone):
+            return self._requests.bags.done(device, message, now)
         if not isinstance(message, messages.Ready | messages.Failed | messages.Progress):
             self.counters["foreign_message"] += 1
             return []
@@ -363,6 +357,7 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [] if event.behind or not self._online else self._silent(now)
+        out += self._requests.bags.tick(now)
         for model in self.slots:
             out += self._rollout.tick(model, now)
             for run in list(model.runs.values()):

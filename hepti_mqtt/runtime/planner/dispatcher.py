@@ -9,11 +9,14 @@ from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.bag import Bag
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import tasks
+from hepti_mqtt.runtime.planner.bags import Bags
 from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
 from hepti_mqtt.runtime.planner.events import UpFrame
-from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats
+from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats, longer
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.packs import micro_batches, packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
@@ -36,11 +39,6 @@ OVERDUE_FACTOR: Final = 20.0
 OVERDUE_MOST_S: Final = 300.0  # whatever is predicted: what devices tell of themselves may be wrong by any factor
 
 
-def _longer(plan: Plan, tokens: int) -> float:
-    """Return how many times as long as the request that a plan was made for one of so many tokens may take."""
-    return max(tokens / max(plan.predicted_tokens, 1), 1.0)
-
-
 class Dispatcher:
     """Queues, runs and answers of every slot; which plan is active is the coordinator's.
 
@@ -54,11 +52,12 @@ class Dispatcher:
         self._number = 0
         self._admission = 0
         self._session = 0
+        self.bags = Bags(topics, slots)
 
     @property
     def due_s(self) -> float:
-        """Return when the first request is due that waits for others to run with, infinity if none does."""
-        return min(self._held.values(), default=inf)
+        """Return when the first request is due that waits for others to run with, or a lease; infinity if none is."""
+        return min([*self._held.values(), self.bags.due_s])
 
     def turned_away(self, job: Job) -> list[CoordinatorCommand] | None:
         """Return what follows from a request that no queue takes; None if one does."""
@@ -148,7 +147,7 @@ class Dispatcher:
             return next((p for p in able if p.epoch == generation.epoch), None)
         tokens, learned = sum(item.tokens for item in items), model.experience.learned(now)
         busy_s = [max((run.until_s for run in self._beside(model.name, p)), default=now) for p in able]
-        takes_s = [p.predicted_s * learned.factor(p) * _longer(p, tokens) for p in able]
+        takes_s = [p.predicted_s * learned.factor(p) * longer(p, tokens) for p in able]
         return able[free_first(now, list(zip(busy_s, takes_s, strict=True)))]
 
     def frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
@@ -159,15 +158,18 @@ class Dispatcher:
         if model is None or run is None or run.epoch != frame.epoch or event.device not in run.plan.devices:
             self._counters["late"] += 1
             return []
+        out: list[CoordinatorCommand] = []
         if frame.kind == "output":
             run.parts[event.device, frame.node, frame.part] = (frame.row_start, frame.array())
         elif frame.kind == "done" and len(frame.numbers) == 4:
             run.done[event.device] = frame.numbers
+            if run.bag is not None and event.device == run.plan.head:
+                out = self.bags.close(run)
         else:
             self._counters["foreign_frame"] += 1
         if run.complete():
-            return self._complete(model, run, now)
-        return self._early(model, run) if run.early is None else []
+            return [*out, *self._complete(model, run, now)]
+        return [*out, *self._early(model, run)] if run.early is None else out
 
     def failed(self, device: str, message: messages.RequestFailed, now: float) -> list[CoordinatorCommand]:
         """Run again what was lost on the wire; any other failure is the answer."""
@@ -225,6 +227,13 @@ class Dispatcher:
         model.queue.add_first(back)
         return out
 
+    def lost(self, model: ModelState, run: Run, device: str, now: float) -> list[CoordinatorCommand]:
+        """A device of a run is gone: others take over its tasks, or the run is issued again."""
+        left = self.bags.without(run, device, now)
+        if left is None:
+            return self.again(model, run)
+        return [*left, *self._complete(model, run, now)] if run.complete() else left
+
     def cut(self) -> None:
         """The broker was lost, and with it whatever was on its way."""
         for run in [run for slot in self._slots for run in slot.runs.values()]:
@@ -274,7 +283,7 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
-        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * _longer(plan, part.shape.tokens)
+        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer(plan, part.shape.tokens)
         expected_s = alone_s * max(len(beside), 1)
         until_s = max([now, *(run.until_s for run in beside)]) + alone_s
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
@@ -298,6 +307,7 @@ class Dispatcher:
             expected_s=expected_s,
             doubt_s=doubt,
             until_s=until_s,
+            bag=Bag(tasks(plan), plan.devices, now) if tasks(plan) else None,
         )
         return [Publish(topic, payload, 1)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.bag import Bag
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Objective, Plan, Route, Storage, WireDtype
@@ -212,7 +213,8 @@ class Run:
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
     overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut:
     the broker was lost meanwhile, and with it whatever was on its way. early: what was known when the output was there
-    and some devices had not reported; None before, or if they had.
+    and some devices had not reported; None before, or if they had. bag: of tasks that are leased one by one. gone:
+    devices without which it goes on.
     """
 
     admission: int
@@ -232,6 +234,8 @@ class Run:
     until_s: float = 0.0
     cut: bool = False
     early: RunStats | None = None
+    bag: Bag | None = None
+    gone: set[str] = field(default_factory=set)
 
     @property
     def epoch(self) -> Epoch:
@@ -259,7 +263,7 @@ class Run:
 
     def complete(self) -> bool:
         """Return whether every device has reported, and every part of the output that one says it has sent is here."""
-        if len(self.done) < len(self.plan.devices) or not any(n[3] for n in self.done.values()):
+        if self.done.keys() | self.gone < set(self.plan.devices) or not any(n[3] for n in self.done.values()):
             return False
         here = Counter(device for device, _, _ in self.parts)
         return all(here[device] >= numbers[3] for device, numbers in self.done.items())
@@ -286,5 +290,10 @@ class Run:
             {d: n[2] for d, n in self.done.items()},
             self.dispatch_bytes,
             len(self.items),
-            reported=len(self.done) == len(self.plan.devices),
+            reported=self.done.keys() | self.gone >= set(self.plan.devices),
         )
+
+
+def longer(plan: Plan, tokens: int) -> float:
+    """Return how many times as long as the request that a plan was made for one of so many tokens may take."""
+    return max(tokens / max(plan.predicted_tokens, 1), 1.0)

@@ -125,6 +125,19 @@ class Slots:
             stages = [[s for s in pins if s.idle], pins, own]
         return next((stage for stage in stages if stage), [])
 
+    def check(self, in_flight: int) -> None:
+        """Raise AssertionError if a slot is broken, or there are more of pins, or more runs at once, than may be."""
+        for slot in self:
+            slot.check()
+        for model in self.models():
+            assert len(self.pinned(model.name)) <= PINNED
+            runs = [run for slot in self.of(model.name) for run in slot.runs.values()]
+            each = Counter(device for run in runs for device in run.plan.devices)
+            assert max(each.values(), default=0) <= in_flight
+            for run in runs:
+                if run.bag is not None:
+                    run.bag.check()
+
     def may_search(self, slot: ModelState, now: float) -> bool:
         """Return whether a slot may have its next plan now, with regard to the other slots of its model."""
         others = [s for s in self.of(slot.name) if s is not slot]

@@ -1,0 +1,107 @@
+"""Bags at a site on a virtual clock: tasks go to whoever is free, and a lost device's to the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sites import EVERY_FAMILY, everyone, request, tensors
+from swarm import Swarm, plan_of
+
+from hepti_mqtt import models
+from hepti_mqtt.runtime.device import worker
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.wire import messages
+
+SPEC = EVERY_FAMILY["tiny-convnet"]
+TENSORS = tensors(SPEC)
+METHOD = ("fused_tiles", {"cut": "1", "owners": "leased"})
+DEVICES = {f"d{i}": (1e9, 1 << 30) for i in range(3)}
+TASKS = 8
+ROUTES = ("broker", "mesh")
+
+
+class Heard:
+    """A site whose planner's bag is looked at: tasks that were computed, leases, and packets."""
+
+    def __init__(self, route: str, seed: int = 0, slow: str = "") -> None:
+        self.swarm = Swarm(
+            SPEC, TENSORS, DEVICES, decider=everyone(METHOD), pins=Pins(route=route), seed=seed, jitter_s=1e-5
+        )
+        self.swarm.run(30, until=lambda: plan_of(self.swarm) is not None)
+        assert plan_of(self.swarm) is not None, [n.text for n in self.swarm.notes]
+        if slow:
+            self.swarm.hosts[slow].slowness = 1e3
+        self.packets = 0
+        self.victim, self.moment, self.in_bag = "", -1, False  # in_bag: tasks were left when the plug was pulled
+        self.swarm.lost_filter = self._packet
+        self.shape, self.inputs = request(SPEC, (1,))
+        self.want = models.reference(SPEC, TENSORS, self.inputs, self.shape)[1]
+        self.by: dict[str, int] = {}
+        self.admissions: set[int] = set()
+
+    def _packet(self, topic: str, target: str) -> bool:
+        self.packets += 1
+        hosts = self.swarm.hosts
+        if self.packets == self.moment and hosts[self.victim].alive:
+            self.in_bag = any(
+                r.bag and not r.bag.empty for slot in self.swarm.planner.slots for r in slot.runs.values()
+            )
+            self.swarm.kill(self.victim)
+        return bool(self.victim) and not hosts[self.victim].alive and target == self.victim
+
+    def answer(self) -> np.ndarray:
+        """Ask, and return the answer, which comes once and is right."""
+        self.swarm.submit("r", self.shape, self.inputs)
+
+        def over() -> bool:
+            for run in (r for slot in self.swarm.planner.slots for r in slot.runs.values()):
+                self.admissions.add(run.admission)
+                if run.bag is not None:
+                    self.by = run.bag.counts()
+            return "r" in self.swarm.answers or "r" in self.swarm.errors
+
+        self.swarm.run(60, until=over)
+        self.swarm.run(3)
+        assert "r" not in self.swarm.errors, self.swarm.errors
+        ((got, _),) = self.swarm.answers["r"]
+        np.testing.assert_allclose(got, self.want, atol=5e-5)
+        assert all(host.session.runs.idle for host in self.swarm.hosts.values() if host.alive)
+        return got
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_slow_device_computes_fewer_tasks_and_the_bits_stay_the_same(route: str) -> None:
+    even, uneven = Heard(route), Heard(route, slow="d2")
+    assert even.answer().tobytes() == uneven.answer().tobytes()
+    assert len(uneven.admissions) == 1
+    assert uneven.by["d2"] <= 1 < even.by["d2"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("moment", [3, 7, 11, 15])
+def test_a_device_lost_in_mid_bag_costs_no_answer_and_no_second_run(route: str, moment: int) -> None:
+    site = Heard(route, seed=moment)
+    site.victim, site.moment = "d1", site.packets + moment
+    site.answer()
+    assert not site.swarm.hosts["d1"].alive
+    assert site.in_bag
+    assert len(site.admissions) == 1
+
+
+def test_without_the_head_device_a_request_runs_again() -> None:
+    site = Heard("broker")
+    site.victim, site.moment = "d0", site.packets + 12
+    site.answer()
+    assert len(site.admissions) == 2
+
+
+def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
+    site = Heard("broker")
+    want = site.answer()
+    (admission,) = site.admissions
+    plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
+    assert plan is not None
+    late = messages.Lease(plan.model, plan.epoch, admission, (1,))
+    assert host.session.handle(worker.MessageIn(late), site.swarm.now) == []
+    assert host.session.counters["late"] >= 1
+    assert want.size
