@@ -172,7 +172,7 @@ def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
     site = Site()
     site.join("a", "b")
     site.settle()
-    for number in range(4 * MEMBERS):
+    for number in range(MEMBERS + 50):
         name = f"invented{number}"
         site.event(events.DeviceStatus(name, Status("online", 1)))
         site.event(events.DeviceHeartbeat(name, heartbeat(1)))

@@ -26,7 +26,7 @@ from hepti_mqtt.wire.peers import Endpoint, LinkReport
 def test_search_knows_the_smallest_packet_limit_that_a_device_met(
     limits: tuple[int, ...], smallest: int | None
 ) -> None:
-    site = Site()
+    site = Site(searches=False)
     for name, limit in zip("abcd", limits, strict=False):
         site.boots[name] = 1
         site.event(events.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
@@ -50,7 +50,7 @@ def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
 
 
 def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
-    site = Site()
+    site = Site(decider=everyone)
     site.join("a", "b")
     plan = site.settle()
     solves = len(site.solves)
@@ -63,7 +63,7 @@ def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
 
 
 def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
-    site = Site("m", "other")
+    site = Site("m", "other", decider=everyone)
     site.join("a", "b")
     site.tick(1.1)
     for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
