@@ -26,6 +26,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # A change is tried on a part of each property's examples; `make test-all` tries all of them.
 PART_OF_EXAMPLES, LEAST_EXAMPLES = 3, 5
 
+# Files whose tests take minutes: what is begun last should be short, or one worker waits for the other.
+LONG = ("test_mesh_hostile.py", "test_faults.py")
+
 MEASURED = (
     2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
 )
@@ -34,13 +37,16 @@ MEASURED = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Measure the coverage of the first cases of each test alone: tracing doubles the time of what computes a lot.
 
-    And try fewer examples of each property.
+    What is wide repeats what others prove, and is not measured either. And try fewer examples of each property.
     """
+    items.sort(key=lambda item: item.path.name not in LONG)
     seen: Counter[str] = Counter()
     for item in items:
         if not os.environ.get("HEPTI_ALL_EXAMPLES") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             _fewer_examples(item.obj)
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if item.get_closest_marker("wide"):
+            item.add_marker(pytest.mark.no_cover)
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             name = f"{item.path}::{item.originalname}"
             seen[name] += 1
             if seen[name] > MEASURED:

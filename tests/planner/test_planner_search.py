@@ -108,6 +108,7 @@ def test_a_pinned_method_that_memory_forbids_names_what_is_missing_where():
         decide(question(FAMILIES["bert-embedding"], four_pis(940, memory=2**17 - 2**15), strategy="pipeline"))
 
 
+@no_cover
 def test_memory_tiers_choose_the_strategy():
     """Where no device holds a full copy, `row` and `single` do not fit and say how much is missing."""
     whole = weight_total(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
@@ -132,6 +133,7 @@ def test_one_tiny_memory_gets_a_small_share():
     assert decision.chosen.plan.head != "tiny"
 
 
+@no_cover
 @pytest.mark.parametrize(
     "speeds",
     [

@@ -1,0 +1,270 @@
+"""What devices tell of themselves and their links, and when it changes a plan, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat
+
+from hepti_mqtt.cluster import Link, PeerLink
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs_digest
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.membership import CALM_S, SLOWDOWNS, Membership
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.described import Status
+from hepti_mqtt.wire.peers import Endpoint, LinkReport
+
+
+@pytest.mark.parametrize(
+    ("limits", "smallest"),
+    [((0, 50_000, 60_000, 4 << 20), 50_000), ((0, 4 << 20, 256 << 20), None)],
+    ids=["met", "what passed on trial is no limit"],
+)
+def test_search_knows_the_smallest_packet_limit_that_a_device_met(
+    limits: tuple[int, ...], smallest: int | None
+) -> None:
+    site = Site(searches=False)
+    for name, limit in zip("abcd", limits, strict=False):
+        site.boots[name] = 1
+        site.event(events.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
+        site.event(events.DeviceStatus(name, Status("online", 1)))
+    site.tick(1.1)
+    assert site.solves[-1].question.packet_bytes == smallest
+
+
+def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    site.submit("r1")
+    site.answer(1)
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) > solves
+    assert site.notes()["drift"] >= 1
+    site.ready()
+    assert site.session.plan("m").devices != plan.devices, "another device is faster now"
+
+
+def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    plan = site.settle()
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) == solves
+    site.submit("r1")
+    site.answer(1)
+    site.drift({plan.devices[0]: 8.0}, 7)
+    assert len(site.solves) == solves + 1
+
+
+def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
+    site = Site("m", "other", decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
+        plan = Plan.from_dict(message.plan)
+        digest = programs_digest(SPEC, plan)
+        site.event(events.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+    site.submit("r1")
+    site.answer(1)
+    pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+    site.submit("r2", model="other", pins=pinned)
+    site.tick(0.1)
+    site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
+    assert not site.notes()["drift"]
+    assert {m.profile(0).slowdown for m in site.session.membership.usable().values()} == {1.0}
+    site.ready()
+    site.drift(dict.fromkeys(site.boots, 1.0), 30)
+    assert not site.notes()["drift"]
+
+
+def test_a_device_that_starts_anew_while_weights_are_loaded_is_not_what_it_was() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.drift({"a": 8.0}, 2)
+    membership = site.session.membership
+    membership.loading(site.now)
+    site.join("a", boot=2)
+    site.drift({"a": 9.0}, 1)
+    assert membership.members["a"].profile(0).slowdown == 1.0
+    assert membership.members["b"].calm is not None
+    site.drift({"a": 9.0}, int(CALM_S))
+    assert membership.members["a"].profile(0).slowdown == 9.0
+
+
+def test_what_a_device_has_never_told_in_calm_is_taken_from_now() -> None:
+    site = Site(searches=False)
+    site.session.membership.loading(site.now)
+    site.join("a")
+    site.drift({}, 1)
+    assert site.session.membership.members["a"].link().up_bytes_per_s == 1e8  # as its heartbeats say
+
+
+def test_a_moment_of_load_is_not_what_a_device_is() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+    site.drift({}, SLOWDOWNS)
+    site.drift({"a": 6.0}, SLOWDOWNS // 2)
+    assert member.profile(0).slowdown == 1.0
+    site.drift({"a": 6.0}, 1)
+    assert member.profile(0).slowdown == 6.0
+    site.join("a", boot=2)
+    site.drift({"a": 2.0}, 1)
+    assert member.profile(0).slowdown == 2.0, "what it was before it started anew does not count"
+
+
+def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+
+    def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
+        beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
+        site.event(events.DeviceHeartbeat("a", beat))
+        return 2 * member.link().latency_s, member.link().up_bytes_per_s
+
+    assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
+    site.session.membership.loading(site.now)
+    assert told(1e-3, 1e8) == (1e-3, 1e8)
+    site.now += CALM_S
+    assert told(2e-3, 3e7) == (2e-3, 3e7), "calm again: the link is slower now"
+    site.session.membership.loading(site.now)
+    assert told(9e-3, 1e7) == (2e-3, 3e7), "it is full of weights"
+    assert told(None, None) == (2e-3, 3e7)
+
+
+def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
+    found = Membership(mesh=True)
+    for name in ("a", "b", "c"):
+        endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
+        found.caps(name, replace(caps(name, 1), endpoint=endpoint))
+        found.status(name, Status("online", 1), 0.0)
+    reports = {"b": LinkReport(4e-3, None), "c": LinkReport(2e-3, 3e7), "gone": LinkReport(1e-3, 1e6)}
+    found.heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
+    found.loading(0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
+    links = found.cluster({}).peer_links
+    assert links["a", "b"] == PeerLink(2e-3, None), "as a has measured it"
+    assert links["b", "a"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
+    assert links["c", "a"] == links["a", "c"] == PeerLink(1e-3, 3e7), "c has told nothing"
+    assert ("b", "c") not in links
+    assert not [pair for pair in links if "gone" in pair]
+    assert found.cluster({}).endpoints == {"a", "b"}
+
+
+def test_drift_during_a_search_does_not_void_it() -> None:
+    site = Site(searches=False, decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.solve(site.solves[-1])
+    site.ready()
+    site.submit("r1")
+    site.answer(1)
+    site.drift(dict.fromkeys(site.boots, 8.0), 40)
+    assert len(site.solves) == 2, "one search at a time, however long it takes"
+    ticket = site.solves[-1].ticket
+    site.solve(site.solves[-1])
+    assert site.session.slots.own("m").plans.searching is None
+    assert all(s.ticket == ticket for s in site.solves[1:])
+
+
+def test_unreadable_caps_are_noted_and_the_device_stays_out() -> None:
+    site = Site()
+    bad = replace(caps("x", 1), curves={"linear": []})
+    site.event(events.DeviceCaps("x", bad))
+    site.event(events.DeviceStatus("x", Status("online", 1)))
+    site.join("a")
+    site.settle()
+    assert site.notes()["refused"] == 1
+    assert set(site.solves[-1].question.cluster.devices) == {"a"}
+
+
+def points(*seconds: object) -> dict[str, object]:
+    return {"linear": [{"k": 32, "n": 32, "points": [[1 << i, s] for i, s in enumerate(seconds)]}]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        points(0.0, 0.0),
+        points(-1e-5, 1e-4),
+        points(1e-5, 10**400),
+        points(1e-5, float("inf")),
+        points(1e-3, 1e-5),
+        points(1e-5, True),
+        points(1e-5, "1"),
+        points(1e9),
+        {"linear": [{"k": 32, "n": 0, "points": [[1, 1e-5]]}]},
+        {"linear": [{"k": 32, "n": 32, "points": [[4, 1e-5], [2, 1e-5]]}]},
+        {"linear": [{"k": 32, "n": 32, "points": [[1, 1e-5]], "storage": "f64"}]},
+        {"linear": CURVES["linear"] * 1000},
+        {"attention_flops_per_s": 0},
+        {"attention_flops_per_s": -1e9},
+        {"rowwise_bytes_per_s": 10**400},
+        {"op_overhead_s": 1e9},
+        {"frame_s": -1},
+        {"copy_bytes_per_s": 1e300},
+        {"mesh_frame_s": "fast"},
+        {"mesh_copy_bytes_per_s": 0},
+    ],
+    ids=str,
+)
+def test_caps_that_no_device_can_have_are_refused_and_the_device_is_named_once(wrong: dict[str, object]) -> None:
+    site = Site()
+    for _ in range(3):
+        site.event(events.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
+    site.event(events.DeviceStatus("x", Status("online", 1)))
+    site.join("a")
+    site.settle()
+    assert set(site.solves[-1].question.cluster.devices) == {"a"}
+    assert [c.text.split()[2] for c in site.seen if isinstance(c, commands.Note) and c.kind == "refused"] == ["x"]
+    assert site.session.counters["foreign_caps"] == 3
+
+
+def test_memory_that_no_device_has_is_refused() -> None:
+    site = Site()
+    site.join("x", memory=1 << 60)
+    assert site.notes()["refused"] == 1
+    assert not site.session.membership.usable()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slowdown": 1e12},
+        {"round_trip_s": -5.0},
+        {"round_trip_s": 1e12},
+        {"bandwidth_bytes_per_s": 0.0},
+        {"bandwidth_bytes_per_s": -1e9},
+        {"peers": {"b": LinkReport(1e12, None)}},
+        {"peers": {"b": LinkReport(1e-3, 1e-9)}},
+    ],
+    ids=str,
+)
+def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    member = site.session.membership.members["a"]
+    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
+    rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
+    for _ in range(2 * SLOWDOWNS):
+        site.now += 1
+        site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
+        site.event(events.Tick())
+    assert "a" in site.session.membership.usable(), "it is there"
+    assert member.profile(0).slowdown == slowdown
+    assert 0 <= member.link().latency_s < 1
+    assert member.link().up_bytes_per_s >= rate > 1
+    assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
+    what = {"peers": "a link to a peer"}.get(key := next(iter(wrong)), key)
+    assert [c.text for c in site.seen if isinstance(c, commands.Note) and what in c.text], "named, once"
+    assert not member.peer_links()
+    assert site.notes()["refused"] == 1
