@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
 import pytest
+from coverage.collector import Collector
 
 # No test may fail because the machine was busy.
 hypothesis.settings.register_profile("hepti", deadline=None)
@@ -51,6 +53,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if seen[name] > MEASURED:
                 item.add_marker(pytest.mark.no_cover)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Trace nothing of a test that is not measured.
+
+    pytest-cov stops its own collector for that, and coverage resumes the one below it: in a worker there is one, since
+    the worker is a measured process, too.
+    """
+    if item.get_closest_marker("no_cover") is None or not (below := Collector._collectors[-1:]):
+        return (yield)
+    below[0].pause()
+    try:
+        return (yield)
+    finally:
+        below[0].resume()
 
 
 def _fewer_examples(test: Any) -> None:
