@@ -32,6 +32,7 @@ from device_agent.measure import Curves, measurement_places, self_measurement, w
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
 from device_agent.own_endpoint import OwnEndpoint
+from device_agent.packet_limit import PacketLimit
 from device_agent.probe import Prober
 from device_agent.shell import Shell
 from device_agent.starting import Starting, prepare_kernels
@@ -39,20 +40,17 @@ from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
 from hepti_mqtt.config.environment import data_link
 from hepti_mqtt.config.state import next_boot
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
+from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.kernels import TILING, Workers, isa
 from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.kernels.machine.release import release_compiler
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, largest_packet, open_broker_warning
+from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, open_broker_warning
 from hepti_mqtt.wire.described import Caps, Status
-from hepti_mqtt.wire.limits import low_limit
 from hepti_mqtt.wire.messages import TileAsk, encode, encode_caps, encode_status
-from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, Topics
+from hepti_mqtt.wire.topics import Topics
 
-WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
-DOUBTED_BYTES: Final = 1 << 20  # and that large where it says (MQTT 5) that it takes it
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
@@ -162,7 +160,7 @@ class _Agent:
         self._shell: Shell | None = None
         self._afterwards: Afterwards | None = None
         self._endpoint: OwnEndpoint | None = None
-        self._largest: int | None = None
+        self._packets = PacketLimit(config.url, config.site, config.device_id, self._complaints)
         self._reached = False  # whether the site has been told that the device is starting
         self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
 
@@ -354,7 +352,7 @@ class _Agent:
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id
-        largest, limit = self._largest_packet(link)
+        largest, limit = self._packets.largest(link)
         self._announced = largest, link
         self._prober.limit(limit, link.local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
@@ -366,27 +364,6 @@ class _Agent:
         if self._afterwards is not None:
             self._afterwards.start()
         return limit
-
-    def _largest_packet(self, link: LinkUp) -> tuple[int | None, int | None]:
-        """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
-        said = link.largest_packet_bytes
-        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
-        wanted = WANTED_BYTES if link.protocol != 5 else min(said or DOUBTED_BYTES, DOUBTED_BYTES)
-        if self._largest is None:
-            config = self._config
-            client, topic = f"hepti-{config.site}-{config.device_id}-size", self._topics.probe(config.device_id)
-            try:
-                self._largest = largest_packet(config.url, client_id=client, topic=topic, wanted_bytes=wanted)
-            except HeptiError as exc:
-                self._complaints.add("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
-                return said, said
-            if self._largest < wanted:
-                self._complaints.add("packet_limit", low_limit(self._largest, config.url.place))
-        if self._largest < wanted:
-            return self._largest, self._largest
-        if link.protocol == 5:
-            return (MAX_PACKET_BYTES, None) if said is None else (said, said)
-        return self._largest, None
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)

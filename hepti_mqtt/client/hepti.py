@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from hepti_mqtt.client.answer import Answer
 from hepti_mqtt.client.body import Picture, request_body
+from hepti_mqtt.client.futures import Stream, settle
 from hepti_mqtt.client.names import client_name, refusal_of
 from hepti_mqtt.client.session import ClientSession, Ended, Part, Publication
 from hepti_mqtt.config import Settings
@@ -85,7 +86,7 @@ class Hepti:
         with self._changed:
             ended = self._session.abandon()
         for token in ended:
-            _set(token, NetworkError("the client was closed before the answer came"))
+            settle(token, NetworkError("the client was closed before the answer came"))
 
     def __enter__(self) -> Hepti:
         return self
@@ -172,7 +173,7 @@ class Hepti:
         request: what `infer` takes; timeout_s: for each token. The generator's value is the whole answer. Tokens whose
         messages were lost come with it. Raises as `infer` does.
         """
-        future = _Stream()
+        future = Stream()
         self._send(model, uuid.uuid4().hex, request_body(**request, max_new_tokens=max_new_tokens), future)
         future.add_done_callback(lambda _: future.parts.put(None))
         shown = 0
@@ -352,9 +353,9 @@ class Hepti:
             self._changed.notify_all()
         for item in out:
             if isinstance(item, Ended):
-                _set(item.token, item.outcome)
+                settle(item.token, item.outcome)
             elif isinstance(item, Part):
-                if isinstance(item.token, _Stream):
+                if isinstance(item.token, Stream):
                     item.token.parts.put(item.data)
             else:
                 self._transport.publish(item.topic, item.payload, 1)
@@ -378,24 +379,6 @@ class Hepti:
             self._changed.notify_all()
         for token in refused:
             assert refusal is not None
-            _set(token, refusal)
+            settle(token, refusal)
         for publication in again:
             self._transport.publish(publication.topic, publication.payload, 1)
-
-
-class _Stream(Future[Answer]):
-    """The future of an answer whose parts are shown as they come; None in `parts` is the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-
-
-def _set(token: object, outcome: Answer | HeptiError) -> None:
-    assert isinstance(token, Future)
-    if not token.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, HeptiError):
-        token.set_exception(outcome)
-    else:
-        token.set_result(outcome)

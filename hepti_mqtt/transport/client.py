@@ -45,8 +45,6 @@ SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
-
-
 _Link = Link | DataLink
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
-from device_agent.agent import WANTED_BYTES
 from device_agent.limits import LOADING_BYTES
+from device_agent.packet_limit import WANTED_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cluster import profile_from_caps
