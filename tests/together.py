@@ -39,6 +39,11 @@ def run_together(
     for name, made in devices.items():
         executors[name].admit(REQUEST, made)
         under_way += [(name, key, inputs) for key in made.template.inputs]
+    names = sorted(devices)
+    for task in devices[names[0]].template.begins:  # of a bag: in turn
+        executors[names[task % len(names)]].lease(REQUEST, task, inputs)
+    for executor in executors.values():
+        executor.close(REQUEST)
     idle: set[str] = set()
     while under_way or len(idle) < len(devices):
         active = sorted(devices.keys() - idle)

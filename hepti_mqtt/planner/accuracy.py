@@ -7,7 +7,7 @@ weight is packed, and nothing but the wire makes the answers differ. The answers
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, Final
@@ -125,6 +125,9 @@ class _Together:
     def __init__(self, parts: Mapping[str, Program], inputs: Array, weights: _Weights) -> None:
         self._devices = {name: _Device(program, inputs, weights) for name, program in parts.items()}
         self._parts: list[tuple[int, Array]] = []
+        devices = list(self._devices.values())
+        for task in devices[0].tasks:  # of a bag: in turn, since each device would compute them alike
+            devices[task % len(devices)].lease(task, inputs)
 
     def advance(self) -> bool:
         """Run each device in turn until it waits for another; return whether there was anything to do."""
@@ -170,6 +173,16 @@ class _Device:
     def left(self) -> int:
         """Return how many ops have not run."""
         return self._work.left
+
+    @property
+    def tasks(self) -> Iterable[int]:
+        """Return the tasks of a bag that may be leased to it."""
+        return self._work.template.begins
+
+    def lease(self, task: int, inputs: Array) -> None:
+        """Take a task."""
+        for key in self._work.lease(task):
+            self.fill(key, inputs)
 
     def fill(self, key: Key, array: Array) -> None:
         """Take what was sent."""

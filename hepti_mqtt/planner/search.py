@@ -20,6 +20,7 @@ from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.subsets import subsets
+from hepti_mqtt.planner.unit_by_unit import unit_by_unit
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
 from hepti_mqtt.shares import Options
@@ -44,7 +45,8 @@ def decide(question: Question) -> Decision:
     best: dict[str, Candidate] = {}
     able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
     balanced = sorted((_balance(question, c) for c in able), key=_order)
-    balanced[:STEPPED] = (_step_by_step(question, c) for c in balanced[:STEPPED])
+    balanced[:STEPPED] = sorted((_step_by_step(question, c) for c in balanced[:STEPPED]), key=_order)
+    balanced[:1] = (unit_by_unit(question, c) for c in balanced[:1])
     for c in sorted(balanced, key=_order):
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: d.lacks):

@@ -1,4 +1,4 @@
-"""Rows of maps by one weight per device, and columns of the dense layers behind them."""
+"""Rows of maps by one weight per device, or by their size, and columns of the dense layers behind them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from math import ceil
 
 from hepti_mqtt.lowering import Graph, roles
-from hepti_mqtt.plan import Range
+from hepti_mqtt.plan import Range, apportion
 from hepti_mqtt.shares.share import Lane, Options, Shares, Weights
+from hepti_mqtt.shares.units import sizes
 
 # Divides so many units by the devices' weights.
 Divide = Callable[[int, Weights], tuple[Range, ...]]
@@ -27,6 +28,18 @@ def dense_ranges(graph: Graph, divide: Callable[[int], tuple[Range, ...]]) -> di
             parts = divide(ceil(total / unit))
             found[dense_kind(total)] = tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
     return found
+
+
+def rows_kind(rows: int) -> str:
+    """Return the kind of share of maps that have so many rows."""
+    return f"rows {rows}"
+
+
+def ranges_by_size(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+    """Return rows of the maps of each size by the devices' speeds, and columns of the dense layers."""
+    rows = {rows_kind(n): apportion(n, weights) for n in sizes(graph)}
+    speeds = row_speeds(weights, lanes)
+    return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
 
 
 def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:

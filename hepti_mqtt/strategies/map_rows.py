@@ -1,7 +1,7 @@
 """`map_rows`: every device has rows of every feature map and gets the halo from its neighbours.
 
-Dense layers are divided by columns. One share of the rows for all maps, by speed, which the planner balances on the
-simulator. After the cut one device goes on alone. Variants `ahead` compute first what neighbours wait for.
+Dense layers are divided by columns. Maps of one size have one division into rows, by speed, which the planner balances
+on the simulator. After the cut one device goes on alone. Variants `ahead` compute first what neighbours wait for.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 from typing import Final
 
 from hepti_mqtt.lowering import Table, roles
-from hepti_mqtt.plan import apportion
 from hepti_mqtt.shares.borders import ahead
-from hepti_mqtt.shares.rows import shares_by
+from hepti_mqtt.shares.rows import ranges_by_size, rows_kind
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
-ROWS: Final = "map_rows"
 HALO: Final = "halo"
 AHEAD: Final = "ahead"
 
 
 def table(division: Division) -> Table:
     """Return the layouts: rows of each map, in one piece for each device, or with what others wait for by itself."""
-    whole = maps.rows_by(ROWS, apportion)(division)
+    whole = maps.table_of(division, maps.in_ranges(division, 0, rows_kind), maps.dense_columns(division))
     return ahead(division.graph, whole) if division.option(HALO) == AHEAD else whole
 
 
@@ -32,7 +30,7 @@ METHOD = Method(
     table,
     needs=(roles.MAP,),
     options=(*maps.CUTS, *({**cut, HALO: AHEAD} for cut in maps.CUTS)),
-    solve=shares_by(ROWS, apportion),
+    solve=ranges_by_size,
     differs=maps.cuts,
     few=True,
 )

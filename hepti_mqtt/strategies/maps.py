@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 
 from hepti_mqtt.lowering import Graph, Piece, Rule, Table, box, on, roles, span
-from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.rows import Divide, dense_kind
 from hepti_mqtt.shares.units import alone, sizes
@@ -51,14 +50,15 @@ def rows_by_weights(division: Division, kind: str, divide: Divide) -> Rule:
     return lambda op: [Piece(i, box(op, {0: span(*r)})) for i, r in enumerate(divide(op.space[0], weights))]
 
 
+def in_ranges(division: Division, dim: int, kind: Callable[[int], str]) -> Rule:
+    """Return the layout along a dimension by the plan's ranges for tensors of that size."""
+    ranges = division.plan.ranges
+    return lambda op: [Piece(i, box(op, {dim: span(*r)})) for i, r in enumerate(ranges[kind(op.space[dim])])]
+
+
 def dense_columns(division: Division) -> Rule:
     """Return the layout of dense layers by columns as the plan says."""
-    ranges = division.plan.ranges
-
-    def rule(op: Op) -> list[Piece]:
-        return [Piece(i, box(op, {1: span(*r)})) for i, r in enumerate(ranges[dense_kind(op.space[1])])]
-
-    return rule
+    return in_ranges(division, 1, dense_kind)
 
 
 def rows_by(kind: str, divide: Divide) -> Callable[[Division], Table]:
