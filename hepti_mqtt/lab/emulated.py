@@ -49,13 +49,18 @@ class EmulatedHost(Pluggable[LocalProcess]):
     ) -> None:
         self.name, self.address, self.python = name, address, sys.executable
         self.directory, self.kept = str(directory), str(kept)
-        self.shared = str(directory.parent / "measured")
+        self._measured = directory.parent / "measured"
         self.gflops = gflops
         self.cpu: float | None = None
         self.throttled = False
         self._group, self._before_throttle = group, before_throttle
         self._namespace = namespace
         self._started: Started[LocalProcess] = Started()
+
+    @property
+    def shared(self) -> str:
+        """Return the directory for what hosts of this quota measure; inside a namespace nobody sees it."""
+        return str(self._measured / ("full" if self.cpu is None else f"{self.cpu:.4f}"))
 
     def start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None

@@ -59,7 +59,7 @@ class Host(Protocol):
 
     name: as in topics. address: where the other hosts reach it. python: the interpreter there that has Hepti.
     directory: a path there for what the host's programs keep; it exists. kept: one for what a later lab may use again,
-    such as tiles of weights. shared: one for what hosts on one machine measure alike, "" for a machine of its own.
+    such as tiles of weights.
     """
 
     name: str
@@ -67,7 +67,11 @@ class Host(Protocol):
     python: str
     directory: str
     kept: str
-    shared: str
+
+    @property
+    def shared(self) -> str:
+        """Return a directory for what hosts of one machine and one quota measure, "" for a machine of its own."""
+        ...
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
         """Start a process (no shell); its output goes to a log named `name` under the lab's directory."""
