@@ -122,13 +122,14 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
         linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
+    forget = _forgetting(linear, workers)
     curves: Curves = {
         "linear": linear,
         "attention_flops_per_s": _attention(workers),
         "rowwise_bytes_per_s": _rowwise(workers),
-        "op_overhead_s": _op_overhead(workers),
-        **_frames(workers),
-        **_mesh_frames(workers),
+        "op_overhead_s": _op_overhead(workers, forget),
+        **_frames(forget),
+        **_mesh_frames(forget),
     }
     if narrow:
         linear += _narrow(curves, workers)
@@ -276,7 +277,7 @@ def _rowwise(workers: Workers) -> float:
     return nbytes / _seconds(_runner(op, slots, weights, workers), workers.threads)
 
 
-def _op_overhead(workers: Workers) -> float:
+def _op_overhead(workers: Workers, forget: Callable[[], None]) -> float:
     """Return the time of one op that computes nearly nothing, by way of the executor, as it is between two matmuls."""
     builder = Builder("self")
     slot = first = builder.recv((1, 8), "planner", 0)
@@ -295,16 +296,20 @@ def _op_overhead(workers: Workers) -> float:
             executor.drop(first)
 
     endless = steps()
-    return _seconds(lambda: next(endless).run(), before=_forgotten(workers))
+    return _seconds(lambda: next(endless).run(), before=forget)
 
 
-def _forgotten(workers: Workers) -> Callable[[], None]:
-    """Return what fills the caches with a matmul's data, as happens before nearly all that a device does."""
-    k, n = SHAPES[_MIDDLE]
+def _forgetting(linear: Sequence[Curves], workers: Workers) -> Callable[[], None]:
+    """Return what fills the caches with a matmul's data, as happens before nearly all that a device does.
+
+    Of a shape that was measured: larger ones would take more of the memory than a measurement may.
+    """
+    measured = linear[min(_MIDDLE, len(linear) - 1)]
+    k, n = measured["k"], measured["n"]
     return _linear_run(k, n, 8, _linear_weights(k, n), workers)
 
 
-def _frames(workers: Workers) -> Curves:
+def _frames(forget: Callable[[], None]) -> Curves:
     """Return the fixed time and the rate of sending, or of receiving, a frame: making or reading it, and TCP's work.
 
     Through a connection to itself: no link is in it, and what a slow CPU needs for a fast one is.
@@ -313,7 +318,7 @@ def _frames(workers: Workers) -> Curves:
         far, _ = server.accept()
         with far:
             rounds = (partial(_round, np.zeros(size, np.uint8), near, far) for size in FRAME_SIZES)
-            small, large = (_seconds(act, before=_forgotten(workers)) / 2 for act in rounds)
+            small, large = (_seconds(act, before=forget) / 2 for act in rounds)
     extra_s = max(large - small, 1e-9)
     return {"frame_s": small, "copy_bytes_per_s": (FRAME_SIZES[1] - FRAME_SIZES[0]) / extra_s}
 
@@ -330,7 +335,7 @@ def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: 
     return decode(received).array()
 
 
-def _mesh_frames(workers: Workers) -> Curves:
+def _mesh_frames(forget: Callable[[], None]) -> Curves:
     """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
     if not mesh_possible():
         return {}
@@ -338,7 +343,7 @@ def _mesh_frames(workers: Workers) -> Curves:
         with OwnMesh() as mesh:
             bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
             rounds = (partial(mesh.round, body) for body in bodies)
-            small, large = (_seconds(act, before=_forgotten(workers)) / 2 for act in rounds)
+            small, large = (_seconds(act, before=forget) / 2 for act in rounds)
     except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
         return {}
     rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)

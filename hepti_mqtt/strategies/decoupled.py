@@ -42,5 +42,4 @@ METHOD = Method(
         {"original": "megatron", "last": "everywhere"},
     ),
     solve=lambda graph, _, weights, lanes: ({}, {PARTS.kind: sub_blocks(graph, PARTS.total(graph), weights, lanes)}),
-    offered=False,
 )

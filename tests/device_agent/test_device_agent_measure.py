@@ -58,6 +58,14 @@ def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
     assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
 
 
+def test_no_matrix_is_made_that_the_memory_does_not_allow(workers, monkeypatch):
+    made, weights = set(), measuring._linear_weights
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring, "_linear_weights", lambda k, n, *a: made.add((k, n)) or weights(k, n, *a))
+    measure(workers, 10 << 20)
+    assert made == {(384, 384), (384, 1536)}
+
+
 def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
     monkeypatch.setattr(measuring, "REPEATS", 1)
     monkeypatch.setattr(measuring, "BUDGET_S", 0.0)

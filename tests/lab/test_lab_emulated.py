@@ -127,6 +127,17 @@ def test_a_cut_host_is_unreachable_until_it_is_mended(lab: Lab) -> None:
     assert lab.hosts["b"].run([*words, "30"]).out.startswith("10 ")
 
 
+def test_only_hosts_of_one_quota_share_what_they_measure(lab: Lab) -> None:
+    a, b = emulated(lab, "a"), emulated(lab, "b")
+    a.set_cpu(0.3)
+    b.set_cpu(0.3)
+    assert a.shared == b.shared
+    b.set_cpu(0.5)
+    assert a.shared != b.shared
+    a.set_cpu(None)
+    assert a.shared not in {b.shared, str(Path(b.shared).parent)}
+
+
 def test_processes_start_inside_and_are_stopped_continued_killed_and_restarted(lab: Lab) -> None:
     host = emulated(lab, "a")
     talking = host.talk("wait", [sys.executable, "-c", WAIT])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from sites import FAMILIES
 
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
@@ -56,6 +57,16 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
 def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
     names = {c.name.partition("/")[0] for c in decide(question((1, 1))).ranking}
     assert names.isdisjoint({"replicas", "pipeline"})
+
+
+@pytest.mark.wide
+def test_a_decoupled_model_is_divided_as_it_was_made_for_where_links_are_slow():
+    spec = replace(spec_of_kind("debert-base"), layers=6, groups=2)
+    asked = question((1, 1, 1, 1), [1 << 33] * 4, spec)
+    slow = Cluster(asked.cluster.devices, dict.fromkeys(asked.cluster.devices, Link(2e-4, 1e4, 1e4)))
+    found = decide(replace(asked, cluster=slow))
+    assert found.chosen.plan.strategy == "decoupled"
+    assert {"row", "voltage", "galaxy"} <= {c.plan.strategy for c in found.ranking}
 
 
 def test_least_memory_is_the_least_share_of_any_budget():
