@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
 
+from device_agent.caches import last_level_bytes
 from device_agent.limits import capacities, cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
@@ -40,6 +42,7 @@ BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the mea
 CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
 MESH_SIZES: Final = (256, 1 << 18)
+MOST_COLD: Final = 64 << 20  # of weights, however large the caches are: making them takes time
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -72,16 +75,17 @@ def self_measurement(
         "capacities": capacities(),
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
+        "weights": "cold",
     }
     curves = None if anew else _just_made(places, key, before)
     cached = curves is not None
     if not anew and curves is None:
         curves = next(filter(None, (_cached(path, key) for path in places)), None)
-        cached = curves is not None and _still_true(curves, workers)
+        cached = curves is not None and _still_true(curves, workers, memory_bytes)
     if curves is None or not cached:
         curves = measure(workers, memory_bytes, narrow)
     elif narrow and not narrow_measured(curves):
-        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers)}, False
+        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers, memory_bytes)}, False
     for path in places if keep() else ():
         if _cached(path, key) != curves:
             with suppress(OSError):  # then the next start measures again
@@ -111,8 +115,9 @@ def narrow_measured(curves: Curves) -> bool:
 
 
 def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
-    """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 4 s at most. Kernels must be warm.
 
+    Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
     """
     linear: list[Curves] = []
@@ -121,8 +126,8 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         too_slow = bool(linear) and time.perf_counter() - begin + _expected(linear[-1], k, n) > BUDGET_S
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
-        linear.append({"k": k, "n": n, "points": _linear_points(k, n, workers)})
-    forget = _forgetting(linear, workers)
+        linear.append({"k": k, "n": n, "points": _linear_points(_Cold(k, n, memory_bytes), workers)})
+    forget = _forgetting(linear, workers, memory_bytes)
     curves: Curves = {
         "linear": linear,
         "attention_flops_per_s": _attention(workers),
@@ -132,17 +137,17 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         **_mesh_frames(forget),
     }
     if narrow:
-        linear += _narrow(curves, workers)
+        linear += _narrow(curves, workers, memory_bytes)
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
 
 
-def _narrow(curves: Curves, workers: Workers) -> list[Curves]:
+def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]:
     """Return the curves of narrow weights."""
     whole = [curve for curve in curves["linear"] if curve.get("storage", "f32") == "f32"]
     k, n = SHAPES[min(_MIDDLE, len(whole) - 1)]
     return [
-        {"k": k, "n": n, "points": _linear_points(k, n, workers, storage), "storage": storage}
+        {"k": k, "n": n, "points": _linear_points(_Cold(k, n, memory_bytes, storage), workers), "storage": storage}
         for storage in STORAGES[1:]
     ]
 
@@ -170,13 +175,13 @@ def _cached(path: Path, key: Curves) -> Curves | None:
         return None
 
 
-def _still_true(curves: Curves, workers: Workers) -> bool:
+def _still_true(curves: Curves, workers: Workers, memory_bytes: int) -> bool:
     shape, row = _SPOT
     k, n = SHAPES[shape]
     for curve in curves["linear"]:
         if (curve["k"], curve["n"]) == (k, n) and len(curve["points"]) > row:
             rows, before = curve["points"][row]
-            now = _seconds(_linear_run(k, n, rows, _linear_weights(k, n), workers), workers.threads)
+            now = _seconds(_Cold(k, n, memory_bytes).run(rows, workers), workers.threads)
             return bool(max(now / before, before / now) <= DRIFT)
     return False
 
@@ -185,19 +190,41 @@ def _matrix(k: int, n: int, storage: Storage = "f32") -> WeightRef:
     return WeightRef("w", (0, k), (0, n), "packed", storage)
 
 
-def _linear_weights(k: int, n: int, storage: Storage = "f32") -> list[Weight]:
-    rng = np.random.default_rng(0)
+class _Cold:
+    """Weights [k, n] several times, together more than the caches hold, and what multiplies by each of them in turn.
+
+    memory_bytes: a quarter of it is not exceeded while more than one is left.
+    """
+
+    def __init__(self, k: int, n: int, memory_bytes: int, storage: Storage = "f32") -> None:
+        self._refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
+        rng = np.random.default_rng(0)
+        values = [rng.standard_normal((ref.rows[1], n), np.float32) for ref in self._refs]
+        nbytes = sum(map(weight_bytes, self._refs))
+        most = min(last_level_bytes() * 5 // 4, MOST_COLD, memory_bytes // 4)
+        self._copies = [_packed(self._refs, values) for _ in range(max(most // nbytes, 1))]
+        self._k, self._n = k, n
+
+    def run(self, rows: int, workers: Workers) -> Callable[[], None]:
+        """Return what multiplies so many rows by the next of the matrices."""
+        op = Compute("linear", (0,), (1,), self._refs, {"bias": True, "activation": None, "residual": False})
+        slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
+        reads, writes = _arrays(op, slots)
+        runs = cycle([KERNELS[op.kernel].bind(op, slots, weights, workers) for weights in self._copies])
+        return lambda: next(runs)(reads, writes)
+
+
+def _packed(refs: Sequence[WeightRef], values: Sequence[np.ndarray[Any, Any]]) -> list[Weight]:
     out: list[Weight] = []
-    for ref in (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain")):
+    for ref, value in zip(refs, values, strict=True):
         buffer = allocate(ref)
-        buffer.put(rng.standard_normal((ref.rows[1], n), np.float32), 0, 0)
+        buffer.put(value, 0, 0)
         out.append(buffer.finish())
     return out
 
 
-def _linear_points(k: int, n: int, workers: Workers, storage: Storage = "f32") -> list[list[float]]:
-    weights = _linear_weights(k, n, storage)
-    runs = ((rows, _linear_run(k, n, rows, weights, workers, storage)) for rows in ROWS)
+def _linear_points(weights: _Cold, workers: Workers) -> list[list[float]]:
+    runs = ((rows, weights.run(rows, workers)) for rows in ROWS)
     return never_falling([[rows, _seconds(run, workers.threads)] for rows, run in runs])
 
 
@@ -209,21 +236,16 @@ def never_falling(points: Sequence[Sequence[float]]) -> list[list[float]]:
     return out[::-1]
 
 
-def _linear_run(
-    k: int, n: int, rows: int, weights: Sequence[Weight], workers: Workers, storage: Storage = "f32"
-) -> Callable[[], None]:
-    attrs = {"bias": True, "activation": None, "residual": False}
-    refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
-    op = Compute("linear", (0,), (1,), refs, attrs)
-    return _runner(op, (SlotSpec((rows, k)), SlotSpec((rows, n))), weights, workers)
-
-
 def _runner(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], workers: Workers) -> Callable[[], None]:
     run = KERNELS[op.kernel].bind(op, slots, weights, workers)
+    reads, writes = _arrays(op, slots)
+    return lambda: run(reads, writes)
+
+
+def _arrays(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Any], list[Any]]:
     rng = np.random.default_rng(1)
     reads = [rng.standard_normal(slots[s].shape, np.float32) for s in op.reads]
-    writes = [np.empty(slots[s].shape, np.float32) for s in op.writes]
-    return lambda: run(reads, writes)
+    return reads, [np.empty(slots[s].shape, np.float32) for s in op.writes]
 
 
 def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
@@ -299,14 +321,13 @@ def _op_overhead(workers: Workers, forget: Callable[[], None]) -> float:
     return _seconds(lambda: next(endless).run(), before=forget)
 
 
-def _forgetting(linear: Sequence[Curves], workers: Workers) -> Callable[[], None]:
+def _forgetting(linear: Sequence[Curves], workers: Workers, memory_bytes: int) -> Callable[[], None]:
     """Return what fills the caches with a matmul's data, as happens before nearly all that a device does.
 
     Of a shape that was measured: larger ones would take more of the memory than a measurement may.
     """
     measured = linear[min(_MIDDLE, len(linear) - 1)]
-    k, n = measured["k"], measured["n"]
-    return _linear_run(k, n, 8, _linear_weights(k, n), workers)
+    return _Cold(measured["k"], measured["n"], memory_bytes).run(8, workers)
 
 
 def _frames(forget: Callable[[], None]) -> Curves:

@@ -10,7 +10,7 @@ from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 
-KERNEL: Final = "linear"
+METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
 IDLE_S: Final = 5.0
 SMOOTHING: Final = 0.5  # part that the newest second has
 SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
@@ -22,7 +22,7 @@ Sample = tuple[Op, tuple[SlotSpec, ...], float]
 
 
 class Meter:
-    """Compares observed with predicted seconds of matmuls.
+    """Compares observed with predicted seconds of matmuls, those of convolutions too.
 
     The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls `slowdown`
     and does all the arithmetic, so that a step costs the session thread one append. frames_s: how long the session

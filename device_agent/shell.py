@@ -24,7 +24,7 @@ from device_agent.events import (
 )
 from device_agent.loader_thread import AskAgain, LoaderThread
 from device_agent.mesh_links import MeshLinks
-from device_agent.meter import KERNEL, Meter
+from device_agent.meter import METERED, Meter
 from device_agent.network import PLANES, Network
 from device_agent.probe import BUSY_S
 from device_agent.subscriptions import Subscriptions
@@ -156,7 +156,7 @@ class Shell:
                 end = clock()
                 if outgoing is None:
                     computed += end - start
-                if step.kernel == KERNEL:
+                if step.kernel in METERED:
                     program = step.running.bound.template.program
                     samples.append((program.ops[step.place], program.slots, end - start))
                 following = step.following() if outgoing is None and end < until else None

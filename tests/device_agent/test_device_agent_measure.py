@@ -3,9 +3,10 @@ import json
 import pytest
 
 from device_agent import measure as measuring
+from device_agent.caches import UNKNOWN_BYTES, last_level_bytes
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
 from hepti_mqtt.cluster import profile_from_caps
-from hepti_mqtt.kernels import Workers, warm_up
+from hepti_mqtt.kernels import Workers, warm_up, weight_bytes
 from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.described import Caps
 from hepti_mqtt.wire.messages import decode_caps, encode_caps
@@ -59,11 +60,39 @@ def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
 
 
 def test_no_matrix_is_made_that_the_memory_does_not_allow(workers, monkeypatch):
-    made, weights = set(), measuring._linear_weights
+    made, allocate = [], measuring.allocate
     monkeypatch.setattr(measuring, "REPEATS", 1)
-    monkeypatch.setattr(measuring, "_linear_weights", lambda k, n, *a: made.add((k, n)) or weights(k, n, *a))
-    measure(workers, 10 << 20)
-    assert made == {(384, 384), (384, 1536)}
+    monkeypatch.setattr(measuring, "allocate", lambda ref: made.append(weight_bytes(ref)) or allocate(ref))
+    measure(workers, 10 << 20, narrow=False)
+    matrices = [nbytes for nbytes in made if nbytes > 1 << 14]
+    assert set(matrices) == {4 * 384 * 384, 4 * 384 * 1536}
+    assert matrices.count(4 * 384 * 384) == 4, "as many as fit into a quarter of the memory"
+
+
+def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
+    monkeypatch.setattr(measuring, "last_level_bytes", lambda: 1 << 20)
+    used, real = [], measuring.KERNELS["linear"]
+
+    class Seen:
+        def bind(self, op, slots, weights, pool):
+            run = real.bind(op, slots, weights, pool)
+            return lambda reads, writes: used.append(id(weights)) or run(reads, writes)
+
+    monkeypatch.setattr(measuring, "KERNELS", {"linear": Seen()})
+    run = measuring._Cold(384, 384, 1 << 30).run(1, workers)
+    for _ in range(7):
+        run()
+    assert len(set(used)) * 4 * 384 * 384 > 1 << 20, "more than the cache holds"
+    assert used[:2] == used[2:4] == used[4:6]
+
+
+def test_the_largest_cache_is_told(tmp_path):
+    for i, size in enumerate(("32K", "1024K", "8M", "?")):
+        (tmp_path / f"index{i}").mkdir()
+        (tmp_path / f"index{i}" / "size").write_text(size + "\n")
+    assert last_level_bytes(tmp_path) == 8 << 20
+    assert last_level_bytes(tmp_path / "none") == UNKNOWN_BYTES
+    assert last_level_bytes() > 0
 
 
 def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):

@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent.meter import FRAMES, IDLE_S, SHORTEST_S, Meter
+from device_agent.meter import FRAMES, IDLE_S, METERED, SHORTEST_S, Meter
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import works
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
 
 ROWS, K, N = 8, 64, 64
@@ -70,6 +76,16 @@ def test_ops_too_short_to_say_anything_do_not_count(meter):
     meter.samples.append((op, slots, 1.0))
     meter.samples.append((Send(0, ("d2",), 1), SLOTS, 1.0))
     assert meter.slowdown(0.0) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["tiny-bert", "tiny-vgg", "tiny-resnet", "tiny-gpt2"])
+def test_all_that_is_priced_by_the_curves_of_matmuls_is_metered(kind):
+    spec = spec_of_kind(kind)
+    (program,) = programs(spec, Plan("m", Epoch(1, 1), "single", ("d",), "d"), largest_shape(spec)).values()
+    ops = [op for op in program.ops if isinstance(op, Compute)]
+    priced = {op.kernel for op in ops if any(work.kind == "linear" for work in works(op, program.slots))}
+    assert priced
+    assert priced <= METERED
 
 
 def test_samples_are_bounded(meter):
