@@ -16,6 +16,7 @@ from hepti_mqtt.kernels.weights import (
     WeightBuffer,
     allocate,
     loading_bytes,
+    twin,
     weight_bytes,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "allocate",
     "isa",
     "loading_bytes",
+    "twin",
     "warm_up",
     "weight_bytes",
     "works",

@@ -9,7 +9,7 @@ held in f32 until all of it has arrived.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -88,12 +88,23 @@ class NarrowMatrix:
         return np.ascontiguousarray(wide[: self.rows, : self.columns])
 
 
+Weight = PackedMatrix | NarrowMatrix | NDArray[np.float32]
+
+
+def twin(weight: Weight) -> Weight:
+    """Return an equal weight in memory of its own."""
+    if isinstance(weight, np.ndarray):
+        return weight.copy()
+    arrays = ("panels",) if isinstance(weight, PackedMatrix) else ("panels", "scales", "sums")
+    copies = {name: aligned_zeros(getattr(weight, name).shape, getattr(weight, name).dtype.str) for name in arrays}
+    for name, copy in copies.items():
+        copy[...] = getattr(weight, name)
+    return replace(weight, **copies)
+
+
 def blocks(rows: int) -> int:
     """Return into how many blocks of scales `rows` of k fall; one where there are none, so that a scale exists."""
     return max(1, -(-rows // BLOCK))
-
-
-Weight = PackedMatrix | NarrowMatrix | NDArray[np.float32]
 
 
 def weight_bytes(ref: WeightRef) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import array
 
-from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, loading_bytes, weight_bytes
+from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, loading_bytes, twin, weight_bytes
 from hepti_mqtt.program import WeightRef
 
 RANGE = st.tuples(st.integers(0, 90), st.integers(0, 90)).map(lambda r: (min(r), max(r)))
@@ -136,3 +136,17 @@ def test_a_storage_that_does_not_exist_is_refused(ref, message):
     for function in (allocate, weight_bytes):
         with pytest.raises(ValueError, match=message):
             function(ref)
+
+
+@pytest.mark.parametrize("storage", ["f32", "f16", "w8a32", "w8a8"])
+def test_a_twin_is_equal_and_has_memory_of_its_own(storage):
+    buffer = allocate(WeightRef("w", (0, 70), (0, 90), "packed", storage))
+    buffer.put(array(70, 90), 0, 0)
+    first = buffer.finish()
+    second = twin(first)
+    expected = first.plain().copy()
+    first.panels[...] = 1
+    np.testing.assert_array_equal(second.plain(), expected)
+    assert second.panels.ctypes.data % 64 == 0
+    plain = array(1, 90)
+    assert not np.shares_memory(twin(plain), plain)
