@@ -18,8 +18,9 @@ from typing import Final
 from hepti_mqtt.errors import LabError
 
 TOP: Final = "hepti"
-# A throttled host runs for its share of every period. Short periods stall it shortly; a quota under 1 ms is refused.
-_PERIOD_US: Final = 5_000
+# A throttled host runs for its share of every period. Short periods stall it shortly; the kernel refuses a quota and
+# a period of less than 1 ms, so that the quota decides.
+_PERIOD_US: Final = 1_000
 _LEAST_QUOTA_US: Final = 1_000
 _MOST_PERIOD_US: Final = 1_000_000
 _EMPTY_S: Final = 10.0
