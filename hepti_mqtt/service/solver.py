@@ -42,7 +42,7 @@ def begin_loading() -> None:
 def _load() -> None:
     import_module("hepti_mqtt.kernels")
     # A search makes so many objects that the collector runs often, and each time it would look through all of Numba:
-    # a sixth of a search of BERT-Base over four devices.
+    # a tenth to a sixth of a search.
     gc.freeze()
 
 
