@@ -107,9 +107,13 @@ def program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program
 
 def passes(program: Program, plan: Plan) -> Program:
     """Return a Program with copies of copies joined, and the plan's wire, storage and route."""
-    narrowed = widened(narrow(joined(program), plan.wire))
-    kept = narrowed if plan.storage == "f32" else store(narrowed, plan.storage)
-    whole = kept if plan.wire == "f32" else fuse(kept)
+    whole = joined(program)
+    if plan.wire != "f32":
+        whole = widened(narrow(whole, plan.wire))
+    if plan.storage != "f32":
+        whole = store(whole, plan.storage)
+    if plan.wire != "f32":
+        whole = fuse(whole)
     return routed(whole, plan.route, plan.relayed)
 
 

@@ -57,26 +57,32 @@ class Table:
         return Table(self.lines, {**frame.lines, **frame.where_present, **self.where_present}, self.uniform)
 
 
-def pieces_of(op: Op, pieces: Iterable[Piece], devices: int) -> tuple[Piece, ...]:
-    """Return an op's pieces, empty ones left out; raises ValueError for regions that the op cannot have."""
+def pieces_of(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
+    """Return an op's pieces, empty ones left out; raises ValueError for regions that the op cannot have.
+
+    names: of the devices, in their order.
+    """
     out = []
     for piece in pieces:
         if not all(piece.region):
             continue
+        if not PLANNER_PLACE <= piece.device < len(names):
+            raise ValueError(f"{op.name}: device {piece.device} is none of the {len(names)}")
         reach = zip(piece.region, op.space, strict=False)
         if len(piece.region) != len(op.space) or any(s[0][0] < 0 or s[-1][1] > n for s, n in reach):
-            where = f"{region_text(piece.region)}, its space is {region_text(op.full)}"
-            raise ValueError(f"{op.name}: device {piece.device} is to hold {where}")
-        if not PLANNER_PLACE <= piece.device < devices:
-            raise ValueError(f"{op.name}: device {piece.device} is none of the {devices}")
+            raise ValueError(f"{op.name}: {_holds(piece, names)}, its space is {region_text(op.full)}")
         for dim, (s, unit) in enumerate(zip(piece.region, op.units, strict=False)):
             if unit > 1 and whole_units(s, unit) != s:
                 raise ValueError(
-                    f"{op.name}: device {piece.device} is to hold {region_text(piece.region)}, but dimension {dim} is "
-                    f"cut in units of {unit} only"
+                    f"{op.name}: {_holds(piece, names)}, but dimension {dim} is cut in units of {unit} only"
                 )
         out.append(piece)
     return tuple(out)
+
+
+def _holds(piece: Piece, names: Sequence[str]) -> str:
+    who = "the planner" if piece.device == PLANNER_PLACE else names[piece.device]
+    return f"{who} is to hold {region_text(piece.region)}"
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Lowered:
             rule = self.table.rule(op)
             layout = None if rule is None else rule(op)
             if layout is not None:
-                placed[op.name] = pieces_of(op, layout, len(self.names))
+                placed[op.name] = pieces_of(op, layout, self.names)
         fused, pieces = fuse(graph, placed)
         return fused, analyse(fused, pieces, self.names)
 

@@ -37,3 +37,16 @@ MAP: Final = "map"  # a feature map of a convolutional net
 MAP_SUM: Final = "map_sum"  # before its activation
 FLAT: Final = "flat"  # a feature map as one row
 DENSE: Final = "dense"  # a fully connected layer
+
+_WORDS: Final = {
+    AFTER_MLP: "MLP",
+    SLICE: "branches within a layer",
+    JOIN: "branches joined again",
+    CACHE: "a cache of keys and values",
+    MAP: "feature maps",
+}
+
+
+def in_words(role: str) -> str:
+    """Return what a model has that has tensors of a role, for people."""
+    return _WORDS.get(role, role.replace("_", " "))

@@ -19,15 +19,10 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DistilBertForMaskedLM": "masked_token",
 }
 LAYER: Final = {
-    "query": "attention.q_lin",
-    "key": "attention.k_lin",
-    "value": "attention.v_lin",
-    "attention_out": "attention.out_lin",
-    "attention_norm": "sa_layer_norm",
-    "mlp_up": "ffn.lin1",
-    "mlp_down": "ffn.lin2",
-    "mlp_norm": "output_layer_norm",
-}
+    "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin",
+    "attention_out": "attention.out_lin", "attention_norm": "sa_layer_norm",
+    "mlp_up": "ffn.lin1", "mlp_down": "ffn.lin2", "mlp_norm": "output_layer_norm",
+}  # fmt: skip
 
 
 def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:

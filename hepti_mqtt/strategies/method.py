@@ -109,11 +109,11 @@ class Method:
 
     def unsupported(self, graph: Graph) -> str | None:
         """Return why a graph cannot be divided by this method, None if it can."""
-        missing = [role for role in self.needs if role not in graph.roles]
+        missing = [roles.in_words(role) for role in self.needs if role not in graph.roles]
         if self.one_of and not graph.roles & set(self.one_of):
-            missing.append(" or ".join(self.one_of))
+            missing.append(" or ".join(map(roles.in_words, self.one_of)))
         if missing:
-            return f"{self.name} divides {', '.join(missing)}, which this model does not have"
+            return f"{self.name} divides models with {' and '.join(missing)}, which this one does not have"
         if roles.CACHE in graph.roles and not self.keeps_cache:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:

@@ -29,9 +29,13 @@ from hepti_mqtt import models
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, Workers, allocate
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, program, resident_weights
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.spec import RequestShape
+
+try:
+    from hepti_mqtt.plan_programs import make_plan, program, resident_weights
+except ImportError:  # before methods were tables
+    from hepti_mqtt.strategies import make_plan, program, resident_weights  # type: ignore[attr-defined,no-redef]
 
 try:
     from hepti_mqtt.runtime.device.executor import bind

@@ -287,9 +287,10 @@ def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_p
         ("--variant nonsense", "no strategy has the option variant=nonsense"),
         (
             "--strategy decoupled",
-            "decoupled divides .*which this model does not have; .* can be divided by: single, row",
+            "decoupled divides models with branches within a layer and branches joined again, which this one does not "
+            "have; .* can be divided by: single, row",
         ),
-        ("--strategy fused_tiles", "fused_tiles divides .*map.*which this model does not have"),
+        ("--strategy fused_tiles", "fused_tiles divides models with feature maps, which this one does not have"),
         ("--strategy pipeline --devices " + ",".join(f"d{i}" for i in range(13)), "13 .*stages than the 12 parts of 3"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_dimension_that_a_tensor_does_not_have_is_named():
 
 
 def test_a_region_beyond_the_tensor_is_named():
-    with pytest.raises(ValueError, match=r"0\.x: device 1 is to hold \[4:9, 0:32\], its space is"):
+    with pytest.raises(ValueError, match=r"0\.x: d1 is to hold \[4:9, 0:32\], its space is"):
         lowered({roles.AFTER_MLP: split([span(0, 4), span(4, 9)], 0)})
 
 
@@ -118,7 +118,7 @@ def test_a_device_that_there_is_not_is_named():
 
 
 def test_a_share_inside_a_head_is_refused():
-    with pytest.raises(ValueError, match="cut in units of 8 only"):
+    with pytest.raises(ValueError, match=r"0\.attention: d0 is to hold .*cut in units of 8 only"):
         lowered({roles.ATTENTION: split([span(0, 12), span(12, 32)], 1)})
 
 
@@ -130,7 +130,7 @@ def test_a_role_that_no_tensor_has_is_an_error():
 def test_empty_pieces_are_none():
     graph = models.graph(FAMILIES["bert-embedding"], RequestShape((8,)))
     x = graph.first(roles.AFTER_MLP)
-    assert pieces_of(x, split([span(0, 8), ()], 0)(x), 2) == (Piece(0, box(x, {})),)
+    assert pieces_of(x, split([span(0, 8), ()], 0)(x), ("d0", "d1")) == (Piece(0, box(x, {})),)
     assert isinstance(graph.first(roles.ATTENTION), Attention)
 
 

@@ -95,6 +95,7 @@ def test_a_method_that_cannot_divide_a_family_says_so_when_it_is_pinned():
     cluster: Cluster = swarm.planner.membership.cluster({})
     question = Question(Naming("home", "m"), spec, cluster, models.largest_shape(spec), Epoch(1, 1), strategy="row")
     with pytest.raises(
-        ConfigError, match=r"row divides attention.* can be divided by: single, pipeline, map_rows, modnn"
+        ConfigError,
+        match=r"row divides models with attention and MLP.* can be divided by: single, pipeline, map_rows, modnn",
     ):
         decide(question)

@@ -9,6 +9,7 @@ from hepti_mqtt.strategies import STRATEGIES, registry
 HERE = Path(registry.__file__).parent
 LINES = {path.stem: len(path.read_text("utf-8").splitlines()) for path in HERE.glob("*.py")}
 MOST = 40
+TOGETHER, METHODS = 900, 18  # lines of the directory with so many methods; each further one has its own
 LONGER = {
     "pipeline": 60,  # transformers in micro-batches, and nets of convolutions
     "decoupled": 46,  # four variants, of which three share layers out as megatron does
@@ -22,4 +23,4 @@ def test_every_method_is_a_short_table():
 
 
 def test_all_methods_together_are_short():
-    assert sum(LINES.values()) <= 900
+    assert sum(LINES.values()) <= TOGETHER + MOST * max(len(STRATEGIES) - METHODS, 0)
