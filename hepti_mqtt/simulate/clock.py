@@ -12,78 +12,21 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile
+from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
-from hepti_mqtt.schedule import ProgramRun, RunMachine, free_first, template
-from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
+from hepti_mqtt.schedule import RunMachine, free_first
+from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes
+from hepti_mqtt.simulate.devices import Device, DeviceRun, Part
 from hepti_mqtt.simulate.leases import Leases
 from hepti_mqtt.simulate.links import Links
 from hepti_mqtt.simulate.load import RunTimes
-from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Replica, Request, Simulation
+from hepti_mqtt.simulate.outcome import Arrival, Event, Outcome, Replica, Request, Simulation
 from hepti_mqtt.spec import RequestShape, Spec
 
 _ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
 _ENDS: Final = 1
-
-
-class _Part:
-    """A device's Program with what its ops cost there, for any number of requests.
-
-    sizes: of each PUBLISH packet, by op. inner: of the layer that stands for several.
-    """
-
-    __slots__ = ("costs", "flops", "inner", "program", "sizes", "template")
-
-    def __init__(
-        self, naming: Naming, device: str, profile: DeviceProfile, program: Program, layer: int | None
-    ) -> None:
-        from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
-
-        self.program, self.template = program, template(program)
-        self.costs: list[float] = []
-        self.sizes: list[tuple[int, ...]] = []
-        self.flops, self.inner = 0.0, DeviceUse()
-        for op in program.ops:
-            cost = 0.0
-            sizes: tuple[int, ...] = ()
-            if isinstance(op, Compute):
-                work = works(op, program.slots)
-                cost, flops = profile.seconds(*work), sum(part.flops for part in work)
-                self.flops += flops
-                if op.layer == layer:
-                    self.inner.compute_s += cost
-                    self.inner.flops += flops
-            elif isinstance(op, Send):
-                sizes = send_bytes(naming, device, op, program.slots[op.slot])
-                cost = profile.frame_seconds(len(op.to), sum(sizes), op.route)
-                self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
-            self.costs.append(cost)
-            self.sizes.append(sizes)
-
-
-class DeviceRun(ProgramRun):
-    """A run of a Program, and what its ops cost."""
-
-    __slots__ = ("part",)
-
-    def __init__(self, admission: int, part: _Part) -> None:
-        super().__init__(admission, part.template)
-        self.part = part
-
-
-class Device:
-    """A device's session thread: what runs there, and what has arrived; early: exchanges that came before requests."""
-
-    def __init__(self, name: str, profile: DeviceProfile) -> None:
-        self.name, self.profile = name, profile
-        self.machine: RunMachine[DeviceRun] = RunMachine()
-        self.inbox: deque[Arrival] = deque()
-        self.begun: set[int] = set()
-        self.early: dict[int, list[Key]] = {}
-        self.use = DeviceUse()
-        self.busy, self.finished_s = False, 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +37,7 @@ class _Flight:
     """
 
     request: Request
-    parts: dict[str, _Part]
+    parts: dict[str, Part]
     asked_s: float
     dispatched_s: float
     missing: int
@@ -121,7 +64,7 @@ class Clock:
         self.events: list[Event] = []
         self.arrivals: list[Arrival] = []
         self.ran: list[tuple[str, int, int]] = []
-        self._known: dict[tuple[str, int], _Part] = {}
+        self._known: dict[tuple[str, int], Part] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.leases = Leases(self)
 
@@ -187,11 +130,11 @@ class Clock:
         for to, when in self.links.transmit(now, PLANNER, tuple(parts), size, "dispatch").items():
             self.at(when, _ARRIVES, self.arrive, Arrival(when, to, admission, None, body, "dispatch"))
 
-    def part(self, name: str, program: Program) -> _Part:
+    def part(self, name: str, program: Program) -> Part:
         """Return a device's Program with its costs."""
         key = (name, id(program))
         if key not in self._known:
-            self._known[key] = _Part(self.naming, name, self.cluster.devices[name], program, self.layer)
+            self._known[key] = Part(self.naming, name, self.cluster.devices[name], program, self.layer)
         return self._known[key]
 
     def heard(self, now: float, admission: int) -> None:
@@ -247,14 +190,16 @@ class Clock:
         """
         device.busy = False
         machine, admission = device.machine, frame.admission
-        if frame.key is None:
+        if frame.leased is not None:
+            self.leases.heard(now, device, frame)
+        elif frame.key is None:
             run = DeviceRun(admission, self.flights[admission].parts[device.name])
             device.use.flops += run.part.flops
             machine.admit(run)
             device.begun.add(admission)
             for key in (*run.template.inputs, *device.early.pop(admission, ())):
                 self.deliver(machine, run, key)
-            self.leases.admit(device, run)
+            self.leases.admit(now, device, run)
             self.end(now, device, run)
         elif (known := machine.runs.get(admission)) is not None:
             self.deliver(machine, known, frame.key)
@@ -310,6 +255,7 @@ class Clock:
         """Begin the report of a run that has no op left."""
         if not run.left and not run.open and run.admission in device.machine.runs:
             device.machine.drop(run.admission)
+            self.leases.ended(now, device.name, run)
             device.busy = True
             self.at(now + device.profile.frame_seconds(1, 0), _ENDS, self.report, device, run.admission)
 
