@@ -22,7 +22,7 @@ from hepti_mqtt.simulate.devices import Device, DeviceRun, Part
 from hepti_mqtt.simulate.leases import Leases
 from hepti_mqtt.simulate.links import Links
 from hepti_mqtt.simulate.load import RunTimes
-from hepti_mqtt.simulate.outcome import Arrival, Event, Outcome, Replica, Request, Simulation
+from hepti_mqtt.simulate.outcome import Arrival, Event, Outcome, Replica, Request, Simulation, Slows
 from hepti_mqtt.spec import RequestShape, Spec
 
 _ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
@@ -67,6 +67,7 @@ class Clock:
         self._known: dict[tuple[str, int], Part] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.leases = Leases(self)
+        self.slows: Mapping[str, Slows] = {}
 
     def play(self, requests: Sequence[Request]) -> None:
         """Let time pass until all requests are answered, or nothing happens any more."""
@@ -169,11 +170,19 @@ class Clock:
         if (found := device.machine.next()) is None:
             return
         run, place = found
-        until = now + run.part.costs[place]
+        seconds = run.part.costs[place] * self.slowness(now, device.name)
+        if isinstance(run.part.program.ops[place], Compute):
+            device.use.compute_s += seconds
+        until = now + seconds
         if self.record:
             self.record_op(now, until, device, run, place)
         device.busy = True
         self.at(until, _ENDS, self.computed, device, run, place)
+
+    def slowness(self, now: float, device: str) -> float:
+        """Return how many times as long as by its curves an op takes that a device begins now."""
+        slows = self.slows.get(device)
+        return 1.0 if slows is None or now < slows.since_s else slows.times
 
     def record_op(self, now: float, until: float, device: Device, run: DeviceRun, place: int) -> None:
         """Write down that an op begins."""
@@ -224,8 +233,6 @@ class Clock:
             self.deliver(device.machine, run, (op.node, op.part, device.name))
         elif isinstance(op, Send):
             self.send(now, device, run, op, run.part.sizes[place])
-        else:
-            device.use.compute_s += run.part.costs[place]
         device.machine.ran(run, place)
         self.leases.computed(now, device, run, place)
         self.end(now, device, run)
@@ -323,13 +330,16 @@ def simulate(
     cluster: Cluster,
     record: bool = False,
     repeated: tuple[int, int] | None = None,
+    slows: Mapping[str, Slows] | None = None,
 ) -> Simulation:
     """Play one request's Programs on a virtual clock with the cluster's measured curves and links.
 
     record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
-    takes what that one adds to the layer before it. Raises ValueError if the Programs wait for each other for ever.
+    takes what that one adds to the layer before it. slows: devices that become slower while it runs. Raises ValueError
+    if the Programs wait for each other for ever.
     """
     clock = Clock(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
+    clock.slows = slows or {}
     clock.play((Request(shape, programs),))
     played = clock.outcome()
     seconds, nbytes = played.runs[0].answered_s, played.nbytes

@@ -91,7 +91,7 @@ class Leases:
         """A run is over on a device: what is left of its tasks is nobody's any more."""
         for task, left in run.tasks.items():
             if left:
-                self._note(now, device, run.admission, task, ", given up")
+                self._note(now, device, run.admission, task, " (given up)")
 
     def _lease(self, now: float, device: Device, run: DeviceRun, task: int) -> None:
         self._since_s.setdefault((device.name, run.admission, task), now)

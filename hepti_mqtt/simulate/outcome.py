@@ -25,6 +25,13 @@ class Event(NamedTuple):
     stop: float
 
 
+class Slows(NamedTuple):
+    """A device becomes slower: from a time on, in seconds, its ops take so many times as long."""
+
+    since_s: float
+    times: float
+
+
 @dataclass(slots=True)
 class DeviceUse:
     """What one device did: seconds of compute, seconds idle until its last op, FLOPs, bytes sent."""
