@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all kernels check lint types imports format pictures parity test-faults test-outside test-hostile \
-	bench-overhead bench-building bench-split bench-batching bench-bars bench-quick bench-venv bench-kernels test-arm64 lock clean
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-nets test-faults test-outside test-hostile \
+	bench-overhead bench-building bench-split bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -54,6 +54,10 @@ test-faults: $(VENV)/.dev kernels
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python tests/strategies/draw_methods.py
 
+# Nets of convolutions of full size, divided by every method on 1 to 5 devices, against one device: docs/convnets.md.
+test-nets: $(VENV)/.dev
+	PYTHONPATH=.:tests $(BIN)/python tests/strategies/nets_agree.py $(NETS)
+
 # Live comparison with PyTorch and transformers, in an environment of their own.
 parity: $(VENV)/.dev
 	.ci/parity.sh $(PYTHON)
@@ -81,6 +85,10 @@ bench-split: $(VENV)/.dev
 # Hepti's choice beside every method by hand, simulated: minutes; the same OUT goes on with a run that was cut.
 bench-bars: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/bars.py
+
+# Tiles with fixed owners and leased, where a device becomes slower while a request runs, simulated.
+bench-leasing: $(VENV)/.dev
+	PYTHONPATH=.:tests $(BIN)/python tests/strategies/leasing.py
 
 # A sample of the experiments that come with Hepti, on emulated hosts: Linux, root. Starting a lab takes most of it, so
 # what another one's cells stand for has no lab of its own: `methods` for strategies, wire, scaling and ablation,

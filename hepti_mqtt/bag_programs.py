@@ -23,8 +23,8 @@ class Bagged(Lowered):
     """A graph under the table of a method with a bag; its names are those of the tasks and of the head's own part."""
 
     def __init__(self, graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> None:
-        names = (*(f"task {n}" for n in range(tasks)), HEAD)
-        apart = replace(plan, devices=names, head=HEAD, weights=_one_each(plan, tasks))
+        apart = _apart(plan, tasks)
+        names = apart.devices
         super().__init__(graph, replace(table(Division(graph, apart)), uniform=False), names)
         self._plan, self._tasks = plan, names[:tasks]
 
@@ -59,8 +59,18 @@ class Bagged(Lowered):
         return (*([HEAD] if device == self._plan.head else []), *self._tasks)
 
 
-def _one_each(plan: Plan, tasks: int) -> dict[str, tuple[float, ...]]:
-    return dict.fromkeys(plan.weights, (*[1.0] * tasks, 0.0))
+def with_work(graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> int:
+    """Return how many of the tasks have anything to compute; they are the first ones. A small map has fewer tiles."""
+    rules = table(Division(graph, _apart(plan, tasks)))
+    placed = ((op, rule(op)) for op in graph.ops if (rule := rules.rule(op)) is not None)
+    found = {p.device for op, pieces in placed for p in pieces or () if all(p.region)}
+    return len(found & set(range(tasks)))
+
+
+def _apart(plan: Plan, tasks: int) -> Plan:
+    """Return the plan of a place for each task, with equal shares, and of one more for the head's own part."""
+    names = (*(f"task {n}" for n in range(tasks)), HEAD)
+    return replace(plan, devices=names, head=HEAD, weights=dict.fromkeys(plan.weights, (*[1.0] * tasks, 0.0)))
 
 
 class _Merged:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hepti_mqtt.bag_programs import Bagged
+from hepti_mqtt.bag_programs import Bagged, with_work
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, SkippedError, Table, on, roles
 from hepti_mqtt.models import graph, largest_shape, shape_for
@@ -76,14 +76,24 @@ def _table(division: Division) -> Table:
     return STRATEGIES[division.plan.strategy].table(division).over(frame(division))
 
 
-def tasks(plan: Plan) -> int:
+def tasks(spec: Spec, plan: Plan) -> int:
     """Return how many tasks are in the bag of each run of a plan, 0 if it has none."""
+    return _tasks(spec, _Divided(plan)) if _places(plan) else 0
+
+
+@lru_cache(maxsize=LOWERED)
+def _tasks(spec: Spec, divided: _Divided) -> int:
+    return with_work(graph(spec, largest_shape(spec)), divided.plan, _places(divided.plan), _table)
+
+
+def _places(plan: Plan) -> int:
+    """Return for how many tasks the table of a plan has places, 0 if it has no bag."""
     return STRATEGIES[plan.strategy].bag(plan.options)
 
 
 def _under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
-    if tasks(plan):
-        return Bagged(graph, plan, tasks(plan), _table)
+    if places := _places(plan):
+        return Bagged(graph, plan, places, _table)
     division = Division(graph, plan)
     table = _table(division)
     if outline is not None and not table.uniform:

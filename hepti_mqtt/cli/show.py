@@ -30,10 +30,12 @@ from hepti_mqtt.simulate import (
     Simulation,
     explain,
     layout_svg,
+    places_taken,
     plan_work,
     play,
     request_of,
     simulate,
+    tasks_of,
     timeline_svg,
     timeline_text,
     under_load,
@@ -320,7 +322,9 @@ def draw_plan(args: argparse.Namespace, played: Played) -> None:
         made = lowered(played.spec, plan, played.shape)
         layers = [min(layer, made.whole.layers() - 1) for layer in args.layer]
         which = f"layer {layers[0]}" if len(set(layers)) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        _write("--layout-svg", args.layout_svg, layout_svg(made, layers, f"{played.title()}, {which}", plan.wire))
+        names = made.names if made.names == plan.runs[0].devices else places_taken(result.events, made.names, plan.head)
+        title = f"{played.title()}, {which}"
+        _write("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
 
 
 def _write(option: str, file: Path, picture: str) -> None:
@@ -339,7 +343,8 @@ def explain_plan(played: Played, layers: Sequence[int]) -> None:
     for name, program in played.programs.items():
         use = result.devices[name]
         busy = f"computes {use.compute_s * 1e3:.1f} ms, waits {use.wait_s * 1e3:.1f} ms, sends {use.sent_bytes} bytes"
-        output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}"])
+        took = tasks_of(result.events, name)
+        output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}{took and '; in this run ' + took}"])
         for layer in dict.fromkeys(min(layer, last) for layer in layers):
             output.print_lines([f"layer {layer}:", *explain(program, layer)])
     title = f"time line of {played.shape.tokens} tokens (simulated, {result.seconds * 1e3:.1f} ms):"

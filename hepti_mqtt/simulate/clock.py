@@ -12,78 +12,21 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile
+from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
-from hepti_mqtt.schedule import ProgramRun, RunMachine, free_first, template
-from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes, send_bytes
+from hepti_mqtt.schedule import RunMachine, free_first
+from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes
+from hepti_mqtt.simulate.devices import Device, DeviceRun, Part
 from hepti_mqtt.simulate.leases import Leases
 from hepti_mqtt.simulate.links import Links
 from hepti_mqtt.simulate.load import RunTimes
-from hepti_mqtt.simulate.outcome import Arrival, DeviceUse, Event, Outcome, Replica, Request, Simulation
+from hepti_mqtt.simulate.outcome import Arrival, Event, Outcome, Replica, Request, Simulation, Slows
 from hepti_mqtt.spec import RequestShape, Spec
 
 _ARRIVES: Final = 0  # of what happens at one time, first arrivals, then what a device begins next
 _ENDS: Final = 1
-
-
-class _Part:
-    """A device's Program with what its ops cost there, for any number of requests.
-
-    sizes: of each PUBLISH packet, by op. inner: of the layer that stands for several.
-    """
-
-    __slots__ = ("costs", "flops", "inner", "program", "sizes", "template")
-
-    def __init__(
-        self, naming: Naming, device: str, profile: DeviceProfile, program: Program, layer: int | None
-    ) -> None:
-        from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
-
-        self.program, self.template = program, template(program)
-        self.costs: list[float] = []
-        self.sizes: list[tuple[int, ...]] = []
-        self.flops, self.inner = 0.0, DeviceUse()
-        for op in program.ops:
-            cost = 0.0
-            sizes: tuple[int, ...] = ()
-            if isinstance(op, Compute):
-                work = works(op, program.slots)
-                cost, flops = profile.seconds(*work), sum(part.flops for part in work)
-                self.flops += flops
-                if op.layer == layer:
-                    self.inner.compute_s += cost
-                    self.inner.flops += flops
-            elif isinstance(op, Send):
-                sizes = send_bytes(naming, device, op, program.slots[op.slot])
-                cost = profile.frame_seconds(len(op.to), sum(sizes), op.route)
-                self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
-            self.costs.append(cost)
-            self.sizes.append(sizes)
-
-
-class DeviceRun(ProgramRun):
-    """A run of a Program, and what its ops cost."""
-
-    __slots__ = ("part",)
-
-    def __init__(self, admission: int, part: _Part) -> None:
-        super().__init__(admission, part.template)
-        self.part = part
-
-
-class Device:
-    """A device's session thread: what runs there, and what has arrived; early: exchanges that came before requests."""
-
-    def __init__(self, name: str, profile: DeviceProfile) -> None:
-        self.name, self.profile = name, profile
-        self.machine: RunMachine[DeviceRun] = RunMachine()
-        self.inbox: deque[Arrival] = deque()
-        self.begun: set[int] = set()
-        self.early: dict[int, list[Key]] = {}
-        self.use = DeviceUse()
-        self.busy, self.finished_s = False, 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +37,7 @@ class _Flight:
     """
 
     request: Request
-    parts: dict[str, _Part]
+    parts: dict[str, Part]
     asked_s: float
     dispatched_s: float
     missing: int
@@ -121,9 +64,10 @@ class Clock:
         self.events: list[Event] = []
         self.arrivals: list[Arrival] = []
         self.ran: list[tuple[str, int, int]] = []
-        self._known: dict[tuple[str, int], _Part] = {}
+        self._known: dict[tuple[str, int], Part] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.leases = Leases(self)
+        self.slows: Mapping[str, Slows] = {}
 
     def play(self, requests: Sequence[Request]) -> None:
         """Let time pass until all requests are answered, or nothing happens any more."""
@@ -187,11 +131,11 @@ class Clock:
         for to, when in self.links.transmit(now, PLANNER, tuple(parts), size, "dispatch").items():
             self.at(when, _ARRIVES, self.arrive, Arrival(when, to, admission, None, body, "dispatch"))
 
-    def part(self, name: str, program: Program) -> _Part:
+    def part(self, name: str, program: Program) -> Part:
         """Return a device's Program with its costs."""
         key = (name, id(program))
         if key not in self._known:
-            self._known[key] = _Part(self.naming, name, self.cluster.devices[name], program, self.layer)
+            self._known[key] = Part(self.naming, name, self.cluster.devices[name], program, self.layer)
         return self._known[key]
 
     def heard(self, now: float, admission: int) -> None:
@@ -226,11 +170,19 @@ class Clock:
         if (found := device.machine.next()) is None:
             return
         run, place = found
-        until = now + run.part.costs[place]
+        seconds = run.part.costs[place] * self.slowness(now, device.name)
+        if isinstance(run.part.program.ops[place], Compute):
+            device.use.compute_s += seconds
+        until = now + seconds
         if self.record:
             self.record_op(now, until, device, run, place)
         device.busy = True
         self.at(until, _ENDS, self.computed, device, run, place)
+
+    def slowness(self, now: float, device: str) -> float:
+        """Return how many times as long as by its curves an op takes that a device begins now."""
+        slows = self.slows.get(device)
+        return 1.0 if slows is None or now < slows.since_s else slows.times
 
     def record_op(self, now: float, until: float, device: Device, run: DeviceRun, place: int) -> None:
         """Write down that an op begins."""
@@ -247,14 +199,16 @@ class Clock:
         """
         device.busy = False
         machine, admission = device.machine, frame.admission
-        if frame.key is None:
+        if frame.leased is not None:
+            self.leases.heard(now, device, frame)
+        elif frame.key is None:
             run = DeviceRun(admission, self.flights[admission].parts[device.name])
             device.use.flops += run.part.flops
             machine.admit(run)
             device.begun.add(admission)
             for key in (*run.template.inputs, *device.early.pop(admission, ())):
                 self.deliver(machine, run, key)
-            self.leases.admit(device, run)
+            self.leases.admit(now, device, run)
             self.end(now, device, run)
         elif (known := machine.runs.get(admission)) is not None:
             self.deliver(machine, known, frame.key)
@@ -279,8 +233,6 @@ class Clock:
             self.deliver(device.machine, run, (op.node, op.part, device.name))
         elif isinstance(op, Send):
             self.send(now, device, run, op, run.part.sizes[place])
-        else:
-            device.use.compute_s += run.part.costs[place]
         device.machine.ran(run, place)
         self.leases.computed(now, device, run, place)
         self.end(now, device, run)
@@ -310,6 +262,7 @@ class Clock:
         """Begin the report of a run that has no op left."""
         if not run.left and not run.open and run.admission in device.machine.runs:
             device.machine.drop(run.admission)
+            self.leases.ended(now, device.name, run)
             device.busy = True
             self.at(now + device.profile.frame_seconds(1, 0), _ENDS, self.report, device, run.admission)
 
@@ -377,13 +330,16 @@ def simulate(
     cluster: Cluster,
     record: bool = False,
     repeated: tuple[int, int] | None = None,
+    slows: Mapping[str, Slows] | None = None,
 ) -> Simulation:
     """Play one request's Programs on a virtual clock with the cluster's measured curves and links.
 
     record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
-    takes what that one adds to the layer before it. Raises ValueError if the Programs wait for each other for ever.
+    takes what that one adds to the layer before it. slows: devices that become slower while it runs. Raises ValueError
+    if the Programs wait for each other for ever.
     """
     clock = Clock(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
+    clock.slows = slows or {}
     clock.play((Request(shape, programs),))
     played = clock.outcome()
     seconds, nbytes = played.runs[0].answered_s, played.nbytes

@@ -78,16 +78,18 @@ class _Lane:
         return sorted(self.sheets, key=lambda key: (key == full[2:], key in own))
 
 
-def layout_svg(made: Lowered, layers: Sequence[int], title: str, wire: WireDtype = "f32") -> str:
+def layout_svg(
+    made: Lowered, layers: Sequence[int], title: str, wire: WireDtype = "f32", names: Sequence[str] = ()
+) -> str:
     """Return the layouts of some layers of `made` as an SVG picture; sizes of messages are for numbers as `wire`.
 
-    Of equal layers that are worked out once, the one that stands for the others is drawn. Raises ValueError if there is
-    no such layer.
+    names: of the lanes, if not those of `made`. Of equal layers that are worked out once, the one that stands for the
+    others is drawn. Raises ValueError if there is no such layer.
     """
     ops = drawn(made, layers)
     if not ops:
         raise ValueError(f"there is no layer {', '.join(map(str, layers))}: the model has {made.whole.layers()}")
-    names = [_short(name) for name in made.names]
+    names = [_short(name) for name in names or made.names]
     lane = max(_LANES / len(names) - _GAP, _LANE_MIN)
     lanes = {op.name: [_lane(op, made.tiles[op.name], d) for d in range(len(names))] for op in ops}
     rises = {name: max(_rise(len(of.sheets)) for of in found) for name, found in lanes.items()}

@@ -15,7 +15,7 @@ from hepti_mqtt.spec import RequestShape
 class Event(NamedTuple):
     """One bar of a time line: what a device (`compute`, `send`) or a link (`up`, `down`) did, in seconds.
 
-    What a device does to take a frame is in `send` too.
+    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a bag's task to its end there.
     """
 
     device: str
@@ -23,6 +23,13 @@ class Event(NamedTuple):
     label: str
     start: float
     stop: float
+
+
+class Slows(NamedTuple):
+    """A device becomes slower: from a time on, in seconds, its ops take so many times as long."""
+
+    since_s: float
+    times: float
 
 
 @dataclass(slots=True)
@@ -70,7 +77,10 @@ class Request(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A frame that a device has from now on: the request itself (no key), or an exchange of it by one route."""
+    """A frame that a device has from now on: the request itself (no key), or an exchange of it by one route.
+
+    leased: instead of both, tasks of the request's bag; no task: none is left.
+    """
 
     seconds: float
     device: str
@@ -79,6 +89,7 @@ class Arrival(NamedTuple):
     nbytes: int
     label: str
     route: Route = "broker"
+    leased: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -278,6 +278,20 @@ def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_p
 # -- pins that cannot be ----------------------------------------------------------------------------------------------
 
 
+def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do_and_who_took_what(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nine = tmp_path / "nine.yaml"
+    nine.write_text("defaults: {gflops: 10}\ndevices: {" + ", ".join(f"d{i}: {{}}" for i in range(9)) + "}\n")
+    asked = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
+    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none", "--explain")
+    assert code == 0
+    assert "nothing to do for d4, d5, d6, d7, d8" in out
+    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
+    assert code == 0
+    assert "in this run task 0" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from sites import EVERY_FAMILY, everyone, request, tensors
+from sites import everyone, request, tensors
 from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.device import worker
+from hepti_mqtt.runtime.device.early import EARLY_LEASES, EarlyLeases
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.wire import messages
 
-SPEC = EVERY_FAMILY["tiny-convnet"]
-TENSORS = tensors(SPEC)
 METHOD = ("fused_tiles", {"cut": "1", "owners": "leased"})
-DEVICES = {f"d{i}": (1e9, 1 << 30) for i in range(3)}
-TASKS = 8
+WHOLE = ("fused_tiles", {"cut": "none", "owners": "leased"})
 ROUTES = ("broker", "mesh")
 
 
 class Heard:
     """A site whose planner's bag is looked at: tasks that were computed, leases, and packets."""
 
-    def __init__(self, route: str, seed: int = 0, slow: str = "") -> None:
-        self.swarm = Swarm(
-            SPEC, TENSORS, DEVICES, decider=everyone(METHOD), pins=Pins(route=route), seed=seed, jitter_s=1e-5
-        )
+    def __init__(
+        self,
+        route: str,
+        seed: int = 0,
+        slow: str = "",
+        kind: str = "tiny-convnet",
+        devices: int = 3,
+        method: tuple[str, dict[str, str]] = METHOD,
+    ) -> None:
+        spec = spec_of_kind(kind)
+        held, hosts = tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
+        decider = everyone(method)
+        self.swarm = Swarm(spec, held, hosts, decider=decider, pins=Pins(route=route), seed=seed, jitter_s=1e-5)
         self.swarm.run(30, until=lambda: plan_of(self.swarm) is not None)
         assert plan_of(self.swarm) is not None, [n.text for n in self.swarm.notes]
         if slow:
@@ -34,8 +45,8 @@ class Heard:
         self.packets = 0
         self.victim, self.moment, self.in_bag = "", -1, False  # in_bag: tasks were left when the plug was pulled
         self.swarm.lost_filter = self._packet
-        self.shape, self.inputs = request(SPEC, (1,))
-        self.want = models.reference(SPEC, TENSORS, self.inputs, self.shape)[1]
+        self.shape, self.inputs = request(spec, (1,))
+        self.want = models.reference(spec, held, self.inputs, self.shape)[1]
         self.by: dict[str, int] = {}
         self.admissions: set[int] = set()
 
@@ -105,3 +116,40 @@ def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
     assert host.session.handle(worker.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
     assert want.size
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("moment", [3, 7, 11])
+def test_a_small_bag_has_no_tasks_that_nobody_can_compute(route: str, moment: int) -> None:
+    site = Heard(route, kind="tiny-vgg", method=WHOLE)  # its last map has four places, so four tiles
+    site.victim, site.moment = "d1", site.packets + moment
+    site.answer()
+    assert site.in_bag
+    assert len(site.admissions) == 1
+    assert sum(site.by.values()) == 4
+
+
+def test_the_word_that_no_task_is_left_may_come_before_the_request() -> None:
+    site = Heard("broker", devices=9)  # one more than there are tasks: only that word ends the run of the last one
+    carry, delayed = site.swarm.carry, []
+
+    def late(topic: str, target: str, qos: int, deliver: Callable[[], None]) -> None:
+        if target == "d8" and topic in site.swarm.hosts["d8"].works:
+            delayed.append(topic)
+            site.swarm.after(1.0, deliver)
+        else:
+            carry(topic, target, qos, deliver)
+
+    site.swarm.carry = late
+    site.answer()
+    assert delayed
+    assert len(site.admissions) == 1
+
+
+def test_leases_are_kept_for_their_requests_and_the_oldest_go_first() -> None:
+    kept = EarlyLeases()
+    leases = [messages.Lease("m", Epoch(1, 1), n // 2, (n,)) for n in range(EARLY_LEASES + 1)]
+    assert [kept.keep(lease) for lease in leases] == [0] * EARLY_LEASES + [1]
+    assert kept.take(0) == leases[1:2]
+    assert kept.take(1) == leases[2:4]
+    assert kept.take(1) == []

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from leasing import LEASED, found
 from sites import EVERY_FAMILY, FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -97,6 +98,16 @@ def time_line(method: str, options: dict[str, str]) -> str:
     return timeline_svg(played.events, devices, played.seconds, title)
 
 
+def leases() -> str:
+    """Return the time line of a request whose tiles are leased, of which one device becomes slower meanwhile."""
+    made = found("vgg16", "mixed-four", {"cut": "3", **LEASED}, {"pi1": 2.0})
+    title = (
+        f"{made.plan.method}: VGG-16 on mixed-four, pi1 at half its speed from 50 ms on, simulated: "
+        f"{made.slower.seconds * 1e3:.0f} ms, {made.steady.seconds * 1e3:.0f} ms otherwise"
+    )
+    return timeline_svg(made.slower.events, made.plan.devices, made.slower.seconds, title)
+
+
 def spec_of(method: str) -> Spec | None:
     """Return a small model that a method divides, None if there is none."""
     for spec in EVERY_FAMILY.values():
@@ -113,6 +124,7 @@ def pictures() -> dict[str, str]:
             devices = min(DEVICES, method.most_devices or DEVICES)
             wanted += [Picture(name, dict(options)) for options in method.choices(devices)]
     layouts = {"-".join([p.method, *p.options.values()]) + ".svg": draw(p) for p in wanted}
+    layouts["fused_tiles-leased.svg"] = leases()
     return layouts | {f"{name}-time.svg": time_line(name, dict(options)) for name, options in TIMED}
 
 

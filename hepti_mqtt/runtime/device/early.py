@@ -1,14 +1,16 @@
-"""Activations that arrive before the request that they belong to: kept for a while, within bounds."""
+"""Activations and leases that arrive before the request that they belong to: kept for a while, within bounds."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Final
 
+from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
 
 EARLY_BYTES: Final = 64 << 20  # in all
 EARLY_S: Final = 10.0
+EARLY_LEASES: Final = 256  # in all
 
 
 class EarlyFrames:
@@ -56,3 +58,30 @@ class EarlyFrames:
 
     def _oldest_s(self) -> float:
         return next(iter(self._frames.values()))[0][0]
+
+
+class EarlyLeases:
+    """Leases of requests that are not here yet, or wait for their Programs, as they came; the oldest are first to go.
+
+    Without them a device would wait for ever for the word that no task is left, which comes once.
+    """
+
+    def __init__(self) -> None:
+        self._leases: deque[messages.Lease] = deque(maxlen=EARLY_LEASES)
+
+    def keep(self, lease: messages.Lease) -> int:
+        """Keep a lease; return how many others were dropped for it."""
+        full = len(self._leases) == EARLY_LEASES
+        self._leases.append(lease)
+        return int(full)
+
+    def take(self, admission: int) -> list[messages.Lease]:
+        """Return the leases of a request, and forget them."""
+        found = [lease for lease in self._leases if lease.admission == admission]
+        for lease in found:
+            self._leases.remove(lease)
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._leases.clear()

@@ -15,7 +15,7 @@ from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, addresses
 from hepti_mqtt.runtime.device.building import Building, next_step
 from hepti_mqtt.runtime.device.commands import Command, Complain
-from hepti_mqtt.runtime.device.early import EarlyFrames
+from hepti_mqtt.runtime.device.early import EarlyFrames, EarlyLeases
 from hepti_mqtt.runtime.device.epochs import Epochs, Key
 from hepti_mqtt.runtime.device.events import Built
 from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
@@ -83,6 +83,7 @@ class Runs:
         self._executor = Executor()
         self._runs: dict[int, _Run] = {}
         self._early = EarlyFrames()
+        self._leases = EarlyLeases()
         self._sessions = Sessions(counters)
         self._over: OrderedDict[int, None] = OrderedDict()
 
@@ -109,6 +110,7 @@ class Runs:
         """Forget the numbers of requests: a new planner counts its own from the beginning."""
         self._over.clear()
         self._early.clear()
+        self._leases.clear()
 
     def forget(self, key: Key) -> None:
         """Give up the runs and sessions of an epoch, and what is being built for it."""
@@ -183,7 +185,7 @@ class Runs:
         first = first_task(resident.plan.devices, self._device, len(bound.template.begins))
         if first is not None:
             self._executor.lease(frame.admission, first, inputs)
-        out: list[Command] = []
+        out = [c for lease in self._leases.take(frame.admission) for c in self.lease(lease, now)]
         kept, stale = self._early.take(frame.admission, now)
         if stale:
             self._counters["early_dropped"] += stale
@@ -197,7 +199,10 @@ class Runs:
         """Take tasks of a request's bag; if there are none left, end what only waited for more."""
         request = self._runs.get(message.admission)
         if request is None:
-            self._counters["late"] += 1
+            if self.over(message.admission):
+                self._counters["late"] += 1
+            elif dropped := self._leases.keep(message):
+                self._counters["early_dropped"] += dropped
             return []
         for task in message.tasks:
             self._executor.lease(message.admission, task, request.inputs)
@@ -358,6 +363,7 @@ class Runs:
         self._runs.pop(admission, None)
         self._building.drop(admission)
         self._early.drop(admission)
+        self._leases.take(admission)
         self._over[admission] = None
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)

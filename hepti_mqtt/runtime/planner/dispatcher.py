@@ -280,6 +280,7 @@ class Dispatcher:
                 generation.begin(plan.epoch, self._session)
             part, session = generation.next()
         model.dispatched(part.shape)
+        bag = tasks(model.served.spec, plan)
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
@@ -307,7 +308,7 @@ class Dispatcher:
             expected_s=expected_s,
             doubt_s=doubt,
             until_s=until_s,
-            bag=Bag(tasks(plan), plan.devices, now) if tasks(plan) else None,
+            bag=Bag(bag, plan.devices, now) if bag else None,
         )
         return [Publish(topic, payload, 1)]
 

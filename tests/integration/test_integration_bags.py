@@ -1,0 +1,106 @@
+"""A bag at a site of real processes: a device is killed while tiles are leased, and the others compute its tiles."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import pytest
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.client.check import random_input
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.results import answer
+from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
+from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.topics import Topics
+
+pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
+
+NAMES = ["a", "b", "c"]
+KIND, TASKS = "tiny-convnet", 8
+PINS = {"strategy": "fused_tiles", "options": {"cut": "1", "owners": "leased"}, "devices": NAMES}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("bags")
+    model = make_model(KIND, directory / KIND, seed=3)
+    yield from running_site(directory, {KIND: model}, dict.fromkeys(NAMES, "300MiB"))
+
+
+class Watcher:
+    """Someone who hears which device says that it has computed which task, of which run."""
+
+    def __init__(self, site: Site) -> None:
+        self.computed: dict[str, set[int]] = {name: set() for name in NAMES}
+        self.runs: set[int] = set()
+        self.heard: queue.SimpleQueue[tuple[str, messages.TaskDone]] = queue.SimpleQueue()
+        states: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(site.url), "watcher", on_message=self._heard, on_state=states.put
+        )
+        self._by = {Topics(SITE).up(name): name for name in NAMES}
+        self.transport.subscribe([(topic, 1) for topic in self._by])
+        self.transport.connect(PATIENCE_S)
+        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
+            pass
+
+    def _heard(self, topic: str, payload: bytes) -> None:
+        try:
+            message = messages.decode_up(payload)
+        except WireError:
+            return
+        if isinstance(message, messages.TaskDone):
+            self.heard.put((self._by[topic], message))
+
+    def until(self, holds: Callable[[Mapping[str, set[int]]], bool]) -> dict[str, set[int]]:
+        """Return what each device has computed as soon as that holds; it was one run."""
+        while not holds(self.computed):
+            device, message = self.heard.get(timeout=PATIENCE_S)
+            self.computed[device].add(message.task)
+            self.runs.add(message.admission)
+        return self.computed
+
+
+def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(site: Site) -> None:
+    """The head device stands still meanwhile, so that no answer can be ready before the agent is dead."""
+    with Checkpoint.open(site.models[KIND], KIND) as checkpoint:
+        body = random_input(checkpoint.spec, 1, seed=5)
+        prepared = prepare(checkpoint, body)
+        output = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[1]
+        want = answer(checkpoint, prepared, output)
+    with Hepti.connect(site.url, site=SITE) as hepti:
+
+        def online() -> set[str]:
+            return {d["device"] for d in hepti.devices(wait_s=0.2) if d["status"] == "online"}
+
+        poll(lambda: online() == set(NAMES), "all online")
+        before = hepti.infer(KIND, **body, **PINS, timeout_s=PATIENCE_S)
+        [pinned] = hepti.plan(KIND)["pinned"]
+        head = pinned["head"]
+        other, victim = (name for name in NAMES if name != head)
+        watcher = Watcher(site)
+        try:
+            site.running[head].send_signal(signal.SIGSTOP)
+            asked = hepti.submit(KIND, **body, **PINS)
+            watcher.until(lambda computed: bool(computed[victim]))
+            site.kill(victim)
+            computed = watcher.until(lambda computed: computed[other] == set(range(TASKS)))
+            site.running[head].send_signal(signal.SIGCONT)
+            after = asked.result(PATIENCE_S)
+        finally:
+            site.running[head].send_signal(signal.SIGCONT)
+            watcher.transport.close()
+    assert len(watcher.runs) == 1
+    assert computed[victim]
+    for got in (before, after):
+        assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
+        scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
+        np.testing.assert_allclose(*scores, atol=1e-5)
