@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all kernels check lint types imports format pictures parity test-nets test-faults test-outside test-hostile \
+.PHONY: demo test test-all kernels check lint types imports format pictures parity test-nets test-faults test-soak test-outside test-hostile \
 	bench-overhead bench-building bench-split bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -49,6 +49,12 @@ FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(FAULTS)
+
+# An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
+SOAK ?=
+
+test-soak: $(VENV)/.dev kernels
+	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
 
 # The layouts in docs/methods; a test compares them with what the methods do.
 pictures: $(VENV)/.dev

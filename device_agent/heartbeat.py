@@ -21,10 +21,14 @@ EVERY_S: Final = 1.0
 
 
 class PeerWatch(NamedTuple):
-    """What a heartbeat says of peers, and how it lets the session thread measure the way to one of them."""
+    """What a heartbeat says of peers, and how it lets the session thread measure the way to one of them.
+
+    tensors: how many frames with tensors, and bytes of them, came and went since the start.
+    """
 
     reports: Callable[[], Mapping[str, LinkReport]]
     edges: Callable[[], Mapping[str, Edge]]
+    tensors: Callable[[], tuple[int, int]]
     due: Callable[[], None]
 
 
@@ -77,7 +81,6 @@ class HeartbeatThread:
             return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()
         self._seq += 1
-        edges = {} if self._peers is None else self._peers.edges()
         heartbeat = Heartbeat(
             boot=self._boot,
             seq=self._seq,
@@ -90,11 +93,8 @@ class HeartbeatThread:
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
             peers={} if self._peers is None else self._peers.reports(),
-            edges=edges,
-            frame_slowdown=self._meter.frame_slowdown(
-                sum(edge.frames_in + edge.frames_out for edge in edges.values()),
-                sum(edge.bytes_in + edge.bytes_out for edge in edges.values()),
-            ),
+            edges={} if self._peers is None else self._peers.edges(),
+            frame_slowdown=None if self._peers is None else self._meter.frame_slowdown(*self._peers.tensors()),
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):

@@ -45,6 +45,7 @@ class MeshLinks:
         self._arrived: list[LinkEvent] = []
         self._admitted: dict[tuple[str, Epoch], set[str]] = {}
         self._joined: dict[tuple[str, Epoch], set[str]] = {}
+        self.tensors = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
         self.mesh = make(self._message, self._event)
 
     @property
@@ -60,7 +61,9 @@ class MeshLinks:
 
     def publish(self, command: Publish) -> None:
         """Send a message to those who read it, header and body as they lie."""
-        if not self.mesh.publish(command.topic, command.payload, command.body):
+        readers = self.mesh.publish(command.topic, command.payload, command.body)
+        self._count(readers, command.nbytes)
+        if not readers:
             self._complaints.add("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
 
     def admit(self, command: Admit) -> None:
@@ -135,7 +138,11 @@ class MeshLinks:
         except WireError as exc:
             self._complaints.add("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return
+        self._count(1, payload.nbytes)
         self._arrived.append(FrameIn(frame))
+
+    def _count(self, frames: int, nbytes: int) -> None:
+        self.tensors = (self.tensors[0] + frames, self.tensors[1] + frames * nbytes)
 
     def _probed(self, peer: str, model: str, frame: Frame) -> None:
         if frame.numbers == ANSWER:

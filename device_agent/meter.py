@@ -16,7 +16,7 @@ SMOOTHING: Final = 0.5  # part that the newest second has
 SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
 SAMPLES: Final = 8192
 OPS: Final = 8192
-FRAMES: Final = 16  # fewer say more about one of them than about the way
+FRAMES: Final = 64  # tensors; the first of a plan say more about caches than about the way
 
 Sample = tuple[Op, tuple[SlotSpec, ...], float]
 
@@ -33,7 +33,8 @@ class Meter:
         self.curves = curves
         self.slowdown_now = 1.0  # what `slowdown` last returned
         self.frames_s = 0.0
-        self._frames_seen = (0.0, 0, 0)
+        self._frames_seen = self._frames_looked = (0.0, 0, 0)
+        self._frames_idle_s = 0.0
         self._frame_value: float | None = None
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
@@ -67,16 +68,21 @@ class Meter:
         return self._value
 
     def frame_slowdown(self, frames: int, nbytes: int) -> float | None:
-        """Return observed over predicted time of frames over mesh of late, None before there were some.
+        """Return observed over predicted time of tensors over mesh of late, None before there were enough of them.
 
-        frames, nbytes: what came and went since the start, each receiver counted; a network card, TLS or a link that
-        is shaped cost time that no measurement on loopback shows.
+        frames, nbytes: of tensors that came and went since the start, each receiver counted; a network card, TLS or a
+        link that is shaped cost time that no measurement on loopback shows. Probes between two looks do not count:
+        they meet an idle device, and were told as half of what tensors cost.
         """
         now = (self.frames_s, frames, nbytes)
+        if frames == self._frames_looked[1]:
+            self._frames_idle_s += now[0] - self._frames_looked[0]
+        self._frames_looked = now
         spent_s, more, more_bytes = (a - b for a, b in zip(now, self._frames_seen, strict=True))
         if more < FRAMES:
             return self._frame_value
-        self._frames_seen = now
+        spent_s -= self._frames_idle_s
+        self._frames_seen, self._frames_idle_s = now, 0.0
         profile = self._profile
         ratio = spent_s / (profile.mesh_frame_s * more + more_bytes / profile.mesh_copy_bytes_per_s)
         before = ratio if self._frame_value is None else self._frame_value

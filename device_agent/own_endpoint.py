@@ -54,7 +54,8 @@ class OwnEndpoint:
 
     def watch(self, due: Callable[[], None]) -> PeerWatch | None:
         """Return what heartbeats say of peers; due: lets the session thread probe one."""
-        return None if self.links is None else PeerWatch(self.links.probes.reports, self.links.edges, due)
+        links = self.links
+        return None if links is None else PeerWatch(links.probes.reports, links.edges, lambda: links.tensors, due)
 
     def close(self) -> None:
         """Close it."""

@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hepti_mqtt.cluster import Cluster, Link, PeerLink, cluster_of, peer_links_of, profile_from_caps
+from hepti_mqtt.cluster import (
+    Cluster,
+    DeviceProfile,
+    Link,
+    PeerLink,
+    cluster_of,
+    frames_foreseen,
+    peer_links_of,
+    profile_from_caps,
+)
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.wire import peers as peer_forms
 
 
 def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
@@ -19,7 +29,8 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
     missing = [n for n in names if n not in by_name]
     if missing:
         raise ConfigError(f"devices of the plan are not there any more: {', '.join(missing)}; try again")
-    profiles, links, peers = {}, {}, {}
+    profiles: dict[str, DeviceProfile] = {}
+    links, peers = {}, {}
     for name in names:
         device = by_name[name]
         hb = device.get("heartbeat") or {}
@@ -36,5 +47,6 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             target: PeerLink(told["round_trip_s"] / 2, told["bytes_per_s"])
             for target, told in (hb.get("peers") or {}).items()
         }
-    endpoints = frozenset(name for name in names if by_name[name].get("endpoint"))
-    return replace(cluster_of(profiles, links), endpoints=endpoints, peer_links=peer_links_of(peers))
+    endpoints = {name: told for name in names if (told := peer_forms.endpoint(by_name[name].get("endpoint")))}
+    profiles = frames_foreseen(profiles, [name for name, endpoint in endpoints.items() if not endpoint.loopback])
+    return replace(cluster_of(profiles, links), endpoints=frozenset(endpoints), peer_links=peer_links_of(peers))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, log
+from statistics import median
 from typing import Any, Final, NamedTuple, get_args
 
 from hepti_mqtt.plan import Pair, Route, Storage
@@ -23,6 +24,8 @@ MOST_CURVES: Final = 64
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
 MESH_FRAME_S: Final = 40e-6
 MESH_COPY_BYTES_PER_S: Final = 4e9
+# How much longer a frame takes off loopback, where it was measured, until somebody has met some.
+UNSEEN_FRAMES: Final = 2.0
 MOST_POINTS: Final = 64
 
 
@@ -216,6 +219,19 @@ def profile_from_caps(
         slowdown=slowdown,
         frame_slowdown=frame_slowdown,
     )
+
+
+def frames_foreseen(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
+    """Return the profiles, those of `remote` devices that have met no tensors of peers yet with a frame_slowdown too.
+
+    What others of the site have met counts, relative to their slowdown. remote: who has an endpoint off loopback.
+    """
+    met = [d.frame_slowdown / d.slowdown for d in devices.values() if d.frame_slowdown is not None]
+    foreseen = median(met) if met else UNSEEN_FRAMES
+    return {
+        name: replace(d, frame_slowdown=foreseen * d.slowdown) if d.frame_slowdown is None and name in remote else d
+        for name, d in devices.items()
+    }
 
 
 def _curve(told: Mapping[str, Any]) -> Curve:

@@ -104,6 +104,7 @@ def test_a_frame_comes_as_a_view_of_aligned_memory_and_is_counted_at_both_ends(p
     assert array.ctypes.data % 64 == 0
     sent, came = pair.a.links.edges()["b"], pair.b.links.edges()["a"]
     assert (sent.frames_out, sent.bytes_out) == (came.frames_in, came.bytes_in) == (1, command.nbytes)
+    assert pair.a.links.tensors == pair.b.links.tensors == (1, command.nbytes)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
     pair.until(measured, "a has measured its way to b")
     assert pair.a.links.probes.reports()["b"].round_trip_s > 0
     assert not pair.frames(pair.a) + pair.frames(pair.b), "probes are no frames of a request"
+    assert pair.a.links.tensors == pair.b.links.tensors == (0, 0), "nor do they say what tensors cost"
     pair.a.links.part(Part("m", EPOCH))
     pair.a.links.probe(time.perf_counter(), busy=False)
     assert not pair.a.links.probes.reports()

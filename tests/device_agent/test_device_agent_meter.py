@@ -108,3 +108,17 @@ def test_a_few_frames_say_nothing_until_there_are_more(meter):
     meter.frames_s = 5.0
     assert meter.frame_slowdown(FRAMES - 1, 0) is None
     assert meter.frame_slowdown(FRAMES, 0) is not None
+
+
+def test_what_probes_cost_between_two_looks_is_not_what_tensors_cost():
+    meter = Meter({**CURVES, "mesh_frame_s": 1e-4, "mesh_copy_bytes_per_s": 1e9})
+    meter.frames_s += 7.0
+    assert meter.frame_slowdown(0, 0) is None
+    meter.frames_s += 3 * FRAMES / 2 * 1e-4
+    assert meter.frame_slowdown(FRAMES // 2, 0) is None
+    meter.frames_s += 7.0
+    assert meter.frame_slowdown(FRAMES // 2, 0) is None
+    meter.frames_s += 3 * FRAMES / 2 * 1e-4
+    assert meter.frame_slowdown(FRAMES, 0) == pytest.approx(3.0)
+    meter.frames_s += 7.0
+    assert meter.frame_slowdown(FRAMES, 0) == pytest.approx(3.0)

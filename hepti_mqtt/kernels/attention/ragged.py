@@ -132,15 +132,19 @@ def _reference_states(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Arra
     _, s, (*columns, heads, d, _) = _check(op, slots)
     out = np.zeros((len(q), heads, d + 2))
     out[:, :, d] = -np.inf
-    q, kv = q.astype(np.float64), kv.astype(np.float64)
-    for row, (low, high) in enumerate(_key_ranges(op, s)):
-        for head in range(heads if high > low else 0):
-            at_q, at_k, at_v = (slice(c + head * d, c + head * d + d) for c in columns)
-            scores = kv[low:high, at_k] @ q[row, at_q] * op.attrs["scale"]
-            top = scores.max()
-            p = np.exp(scores - (top if top > -np.inf else 0.0))
-            out[row, head, :d] = p @ kv[low:high, at_v]
-            out[row, head, d:] = top, p.sum()
+    queries, keys, values = (  # [heads, rows, d]
+        x[:, c : c + heads * d].astype(np.float64).reshape(len(x), heads, d).transpose(1, 0, 2)
+        for x, c in zip((q, kv, kv), columns, strict=True)
+    )
+    key_ranges = _key_ranges(op, s)
+    for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
+        if high > low:
+            rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
+            scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1) * op.attrs["scale"]
+            top = scores.max(axis=-1, keepdims=True)
+            p = np.exp(scores - np.where(top > -np.inf, top, 0.0))
+            found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
+            out[rows] = found.transpose(1, 0, 2)
     return out
 
 

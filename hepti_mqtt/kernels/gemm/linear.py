@@ -225,7 +225,7 @@ def _reference(
     count = len(weights) // 2 if op.attrs["bias"] else len(weights)
     x = reads[0].astype(np.float64)
     biases = weights[count:] if op.attrs["bias"] else [np.zeros(w.shape[1]) for w in weights[:count]]
-    parts = [x @ w.astype(np.float64) + b for w, b in zip(weights[:count], biases, strict=True)]
+    parts = [x @ w.astype(np.float64, copy=False) + b for w, b in zip(weights[:count], biases, strict=True)]
     out = references.ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))
     return [out + reads[1] if op.attrs["residual"] else out]
 

@@ -116,7 +116,7 @@ def _reference_embed_tokens(
     reads: Sequence[Array],
     weights: Sequence[Array],
 ) -> list[Array]:
-    word, position, *typed = (np.atleast_2d(w).astype(np.float64) for w in weights[:-2])
+    word, position, *typed = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights[:-2])
     total = word[reads[0]] + position[_positions(op)] + (typed[0][0] if typed else 0)
     return [references.layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])]
 
@@ -128,7 +128,7 @@ def _reference_embed_at(
     weights: Sequence[Array],
 ) -> list[Array]:
     ids, first = reads[0], int(reads[1][0])
-    word, position = (np.atleast_2d(w).astype(np.float64) for w in weights)
+    word, position = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights)
     return [word[ids] + position[first : first + len(ids)]]
 
 

@@ -16,6 +16,7 @@ from hepti_mqtt.cluster import (
     Link,
     PeerLink,
     cluster_of,
+    frames_foreseen,
     peer_links_of,
     plausible,
     profile_from_caps,
@@ -383,8 +384,10 @@ class Membership:
         cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
         if not self._mesh:
             return cluster
+        endpoints = {n: m.endpoint for n, m in usable.items() if m.endpoint is not None}
         return replace(
             cluster,
-            endpoints=frozenset(n for n, m in usable.items() if m.endpoint is not None),
+            devices=frames_foreseen(devices, [n for n, endpoint in endpoints.items() if not endpoint.loopback]),
+            endpoints=frozenset(endpoints),
             peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
         )

@@ -1,0 +1,338 @@
+"""Mixed load over the mesh for a long time, with a peer that is stopped for a while: what every process holds of it.
+
+`make test-soak MINUTES=60` prints tables; the exit code is 1 if memory, descriptors or threads of a process are not
+flat, if the ends of a way between two devices count differently, or if a request was lost or answered wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from site_processes import SITE, Site, poll
+from soak_site import MIB, Flat, Held, edges_of, frames, missing, table, unequal, watch
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
+from hepti_mqtt.errors import HeptiError
+
+DEVICES = ("a", "b", "c")
+MEMORY_MIB = 300
+START_S = 300.0
+ANSWER_S = 120.0  # a request without an end by then is lost
+STOP_AT = 0.4  # part of the run after which a peer is stopped
+TELLS_S = 30.0  # in which heartbeats tell of the last frames
+SETTLE_S = 45.0  # after a stop, for requests and plans that it met
+KINDS = {"bert": ("tiny-bert", None), "words": ("minilm", 2), "gpt": ("tiny-gpt2", None)}  # with so many layers
+LENGTHS = {"bert": (4, 30), "words": (4, 120), "gpt": (4, 30)}
+TOLERANCE = {"f32": 5e-4, "f16": 2e-2, "i8": 0.3}
+ROW = {"strategy": "row", "options": {"variant": "kv"}, "route": "mesh"}
+PINS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("bert", {**ROW, "devices": list(DEVICES)}),
+    ("bert", {**ROW, "devices": list(DEVICES), "wire": "f16"}),
+    ("bert", {**ROW, "devices": list(DEVICES), "wire": "i8"}),
+    ("bert", {"strategy": "megatron", "devices": ["b", "c"], "route": "mesh"}),
+    ("words", {**ROW, "devices": ["a", "c"]}),
+    ("words", {}),
+    ("gpt", {"strategy": "decoder", "devices": ["a", "b"], "route": "mesh"}),
+)
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What a run is; stopped_s: how long a peer is. asks_s: between the requests of one client. flat: the rule."""
+
+    seconds: float
+    seed: int = 1
+    stopped_s: float = 30.0
+    asks_s: float = 0.1
+    clients: int = 2
+    every_s: float = 1.0  # between samples
+    flat: Flat = field(default_factory=Flat)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and its right answer: hidden states, an embedding, or tokens."""
+
+    model: str
+    body: Mapping[str, Any]
+    answer: NDArray[Any]
+    atol: float
+
+    def right(self, found: Any) -> bool:
+        if self.model == "gpt":
+            return list(found.result["ids"]) == self.answer.tolist()
+        array = found.hidden if self.model == "bert" else found.embedding
+        return array.shape == self.answer.shape and np.allclose(array, self.answer, atol=self.atol)
+
+
+@dataclass
+class Told:
+    """What became of the requests. errors: by code, of those that were under way while a peer was stopped or mended."""
+
+    right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    unexplained: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+
+
+@dataclass
+class Report:
+    """What came of a run. frames: that came over mesh. lost: with connections that a stop broke, by way."""
+
+    told: Told
+    held: Mapping[str, Held]
+    frames: int
+    lost: Mapping[tuple[str, str], int]
+    wrong: list[str]
+
+    def __str__(self) -> str:
+        told = self.told
+        gone = ", ".join(f"{a} to {b} {n}" for (a, b), n in self.lost.items() if n) or "none"
+        return "\n".join(
+            [
+                table(self.held),
+                f"answers: {told.right} right, {len(told.wrong)} wrong, {told.lost} lost; errors around the stop: "
+                f"{dict(told.errors)}, others: {dict(told.unexplained)}",
+                f"frames over mesh: {self.frames}; lost with connections that the stop broke: {gone}",
+                *(f"WRONG: {what}" for what in self.wrong),
+            ]
+        )
+
+
+class Load:
+    """Clients that ask one after the other until told to stop; `pause` lets what is under way end."""
+
+    def __init__(self, url: str, what: Soak, questions: Sequence[Question]) -> None:
+        self.told, self._lock = Told(), threading.Lock()
+        self._what, self._questions = what, questions
+        self._ending, self._going = threading.Event(), threading.Event()
+        self._idle = [threading.Event() for _ in range(what.clients)]
+        self.disturbed: list[tuple[float, float]] = []
+        self._clients = [Hepti.connect(url, site=SITE, client_id=f"soak-{n}") for n in range(what.clients)]
+        self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(what.clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def go(self) -> None:
+        self._going.set()
+
+    def pause(self) -> None:
+        """Send nothing more, and return when nothing is under way."""
+        self._going.clear()
+        for idle in self._idle:
+            assert idle.wait(2 * ANSWER_S), "a client is stuck"
+
+    def close(self) -> None:
+        self._ending.set()
+        self._going.set()
+        for client in self._clients:
+            client.close()  # ends what still waits
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        rng = random.Random(f"{self._what.seed} {number}")
+        while not self._ending.wait(self._what.asks_s * rng.uniform(0.5, 1.5)):
+            if not self._going.is_set():
+                self._idle[number].set()
+                self._going.wait()
+                self._idle[number].clear()
+                continue
+            self._ask(self._clients[number], rng.choice(self._questions))
+
+    def _ask(self, hepti: Hepti, question: Question) -> None:
+        begun, error = time.monotonic(), None
+        try:
+            answer = hepti.infer(question.model, **question.body, timeout_s=ANSWER_S)
+        except HeptiError as exc:
+            error = exc
+        if self._ending.is_set():
+            return
+        ended = time.monotonic()
+        with self._lock:
+            if error is None:
+                if question.right(answer):
+                    self.told.right += 1
+                else:
+                    self.told.wrong.append(f"{question.model} {question.body}")
+            elif ended - begun >= ANSWER_S:
+                self.told.lost += 1
+            else:
+                near = any(begun < end and ended > start for start, end in self.disturbed)
+                (self.told.errors if near else self.told.unexplained)[error.code] += 1
+
+
+def questions(places: Mapping[str, Path], seed: int, each: int = 3) -> list[Question]:
+    """Return requests of several lengths under every kind of pins, and their answers by the reference."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for name, place in places.items():
+        with Checkpoint.open(place, name) as checkpoint:
+            spec, tensors, end = checkpoint.spec, dict(checkpoint.tensors()), checkpoint.config.get("eos_token_id")
+            for length in rng.integers(*LENGTHS[name], each).tolist():
+                ids = rng.integers(5, 50, length).tolist()
+                body: dict[str, Any] = {"ids": ids}
+                if name == "gpt":
+                    body["max_new_tokens"], answer = 6, np.array(_tokens(spec, tensors, ids, 6, end))
+                else:
+                    body["want"] = "hidden" if name == "bert" else "task"
+                    shape, inputs = models.packed(spec, np.array(ids, np.int32), body["want"])
+                    hidden, task = models.reference(spec, tensors, inputs, shape)
+                    answer = hidden if name == "bert" else task[0]
+                for model, pins in PINS:
+                    if model == name:
+                        out.append(Question(name, {**body, **pins}, answer, TOLERANCE[pins.get("wire", "f32")]))
+    return out
+
+
+def _tokens(spec: Any, tensors: Any, prompt: Sequence[int], most: int, end: int | None) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] != end):
+        shape, inputs = models.packed(spec, np.array(ids, np.int32))
+        ids.append(int(models.reference(spec, tensors, inputs, shape)[1].argmax()))
+    return ids[len(prompt) :]
+
+
+def run(what: Soak, directory: Path, say: bool = True) -> Report:
+    """Run it; raises AssertionError if a process ends by itself."""
+    places = {name: make_model(kind, directory / name, 3, layers) for name, (kind, layers) in KINDS.items()}
+    with start_broker() as broker:
+        site = Site(directory, broker, places)
+        try:
+            site.planner()
+            for name in DEVICES:
+                site.agent(name, f"{MEMORY_MIB}MiB")
+            with Hepti.connect(broker.url, site=SITE, client_id="watcher") as hepti:
+                poll(lambda: len(edges_of(_online(hepti))) == len(DEVICES), "all agents online", START_S)
+                load = Load(broker.url, what, questions(places, what.seed))
+                try:
+                    return _soak(what, site, broker, hepti, load, say)
+                finally:
+                    load.close()
+        finally:
+            site.close()
+
+
+def _online(hepti: Hepti) -> list[dict[str, Any]]:
+    return [d for d in hepti.devices(wait_s=1.5) if d["status"] == "online"]
+
+
+def _processes(site: Site, broker: EmbeddedBroker, hepti: Hepti) -> dict[str, Held]:
+    """Return the processes of a site; an agent may hold what its budget is beside what it held when idle."""
+    keeper = broker._process
+    assert keeper is not None
+    idle = {d["device"]: d["rss_idle_bytes"] for d in _online(hepti)}
+    budget = {name: nbytes + MEMORY_MIB * MIB for name, nbytes in idle.items()}
+    below = psutil.Process(keeper.pid).children()
+    found = {"broker": Held(below[0].pid if below else keeper.pid)}
+    for name, process in site.running.items():
+        found[name] = Held(process.pid, budget.get(name, float("inf")))
+    return found
+
+
+def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Load, say: bool) -> Report:
+    held, lost = _processes(site, broker, hepti), dict[tuple[str, str], int]()
+    rng = random.Random(what.seed)
+    load.go()
+    _work(what.seconds * STOP_AT, what, site, held)
+    wrong = _compare(hepti, load, {}, "before the stop")
+    victim = rng.choice(DEVICES)
+    load.disturbed.append((time.monotonic(), time.monotonic() + what.stopped_s + SETTLE_S))
+    load.go()
+    site.running[victim].send_signal(signal.SIGSTOP)
+    if say:
+        print(f"{victim} is stopped for {what.stopped_s:g} s", flush=True)
+    try:
+        _work(what.stopped_s, what, site, held)
+    finally:
+        site.running[victim].send_signal(signal.SIGCONT)
+    _work(min(SETTLE_S, what.seconds * STOP_AT / 2), what, site, held)
+    load.pause()
+    edges = poll(lambda: _settled(hepti), "heartbeats after the stop", TELLS_S)
+    for source in DEVICES:  # what was in the sockets of a connection that broke
+        for target in {*DEVICES} - {source}:
+            if victim in (source, target):
+                lost[source, target] = max(missing(edges, source, target), 0)
+    load.go()
+    _work(what.seconds * (1 - STOP_AT), what, site, held)
+    wrong += _compare(hepti, load, lost, "at the end")
+    total = frames(edges_of(_online(hepti)))
+    wrong += [line for name, each in held.items() for line in each.wrong(name, what.flat)]
+    told = load.told
+    wrong += [f"{told.lost} requests were lost"] if told.lost else []
+    wrong += [f"{len(told.wrong)} requests were answered wrongly: {told.wrong[:3]}"] if told.wrong else []
+    wrong += [] if told.right else ["no request was answered"]
+    wrong += [f"{n} requests ended with {code} though nothing happened" for code, n in told.unexplained.items()]
+    return Report(told, held, total, lost, wrong)
+
+
+def _work(seconds: float, what: Soak, site: Site, held: Mapping[str, Held]) -> None:
+    """Let the site work, and look at its processes."""
+    until = time.monotonic() + seconds
+    while (now := time.monotonic()) < until:
+        for name, process in site.running.items():
+            assert process.poll() is None, f"{name} has ended by itself: {site.log(name)[-2000:]}"
+        watch(held)
+        time.sleep(min(what.every_s, max(until - now, 0.0)))
+
+
+def _settled(hepti: Hepti) -> Any:
+    """Return what all devices tell of their peers, once two heartbeats say the same but for probes."""
+    first, again = edges_of(_online(hepti)), edges_of(_online(hepti))
+    if set(first) != set(DEVICES) or set(again) != set(DEVICES):
+        return None
+    return again if frames(again) - frames(first) <= 4 * len(DEVICES) else None
+
+
+def _compare(hepti: Hepti, load: Load, lost: Mapping[tuple[str, str], int], when: str) -> list[str]:
+    """Return the ways whose ends count differently when nothing is under way."""
+    load.pause()
+
+    def equal() -> Any:
+        edges = edges_of(_online(hepti))
+        return len(edges) == len(DEVICES) and not unequal(edges, lost)
+
+    try:
+        poll(equal, "equal counts", TELLS_S)
+    except AssertionError:
+        return [f"{when}, ends count differently: {unequal(edges_of(_online(hepti)), lost)}"]
+    return []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stopped", type=float, default=Soak.stopped_s, metavar="S", help="how long a peer is stopped")
+    parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="hepti-soak-") as temporary:
+        directory = args.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        report = run(Soak(args.minutes * 60, args.seed, args.stopped), directory)
+    print(f"\nseed {args.seed}, {args.minutes:g} minutes\n{report}")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
