@@ -48,7 +48,7 @@ SEED ?= 1
 FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(FAULTS)
+	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
 
 # The layouts in docs/methods; a test compares them with what the methods do.
 pictures: $(VENV)/.dev
