@@ -1,6 +1,6 @@
 """What a site said to itself around a fault, as lines for people: why a silence was as long as it was.
 
-Someone listens to everything but the numbers between devices, and keeps a line of each message with its time.
+Someone listens to everything but weights and the numbers between devices, and keeps a line of each message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEFORE_S = 0.3  # of a silence that is shown too
 AFTER_S = 0.1
 LINES = 120  # of one silence, at most
 RECONNECT_S = (0.05, 0.2)
-FILTERS = ("dev/+/status", "dev/+/cmd", "dev/+/up", "planner/status", "plan/+", "work/#", "weights/#", "infer/#")
+FILTERS = ("dev/+/status", "dev/+/cmd", "dev/+/up", "planner/status", "plan/+", "work/#", "infer/#")
 
 
 @dataclass(frozen=True, order=True)
@@ -111,7 +111,7 @@ def told(kind: str, payload: bytes) -> str:
         case messages.Failed() | messages.RequestFailed():
             return f"{name} of {message.epoch}: {message.code}: {message.text}"
         case messages.TileAsk():
-            return f"{name} for {len(message.hashes)} tiles"
+            return "asks for weights"
         case messages.Drain():
             return name
         case _:
