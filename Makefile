@@ -48,7 +48,7 @@ SEED ?= 1
 FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(FAULTS)
+	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from faults_clients import MODEL, Asker, LibraryClient, Question, RawClient, Tally
 from faults_site import DEVICES, KINDS, Fault, FaultySite, schedule, wait_until_saved
+from faults_timeline import Line, Listener
 from site_processes import SITE, poll
 
 from hepti_mqtt import models
@@ -35,22 +36,41 @@ WINDOW_S = 20.0  # after a fault, in which a silence counts as its own
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one."""
+    """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one.
+
+    kinds: of the faults that come.
+    """
 
     seconds: float
     seed: int = 1
+    kinds: tuple[str, ...] = KINDS
     every_s: tuple[float, float] = (10.0, 16.0)
     clients: int = 2
     asks_s: float = 0.8
 
 
+@dataclass(frozen=True)
+class Silence:
+    """The longest time without a right answer after a fault, by time.monotonic()."""
+
+    fault: Fault
+    begun_s: float
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
 @dataclass
 class Report:
-    """What became of it all; gaps_s: the longest silences after faults, by kind."""
+    """What became of it all; gaps: the silences after faults, by kind. lines: what was said in the longest of each."""
 
     tallies: Mapping[str, Tally]
     faults: list[Fault]
-    gaps_s: Mapping[str, list[float]]
+    gaps: Mapping[str, list[Silence]]
+    lines: Mapping[str, list[Line]]
 
     @property
     def good(self) -> bool:
@@ -65,10 +85,21 @@ class Report:
             lines += [f"  errors: {t.errors}"] if t.errors else []
             lines += [f"  lost: {name}" for name in t.lost[:5]]
         lines += ["", "fault              times  longest silence   median"]
-        for kind, gaps in self.gaps_s.items():
-            if gaps:
-                lines.append(f"{kind:18} {len(gaps):5d} {max(gaps):14.2f} s {np.median(gaps):6.2f} s")
+        for kind, gaps in self.gaps.items():
+            if took := [gap.seconds for gap in gaps]:
+                lines.append(f"{kind:18} {len(took):5d} {max(took):14.2f} s {np.median(took):6.2f} s")
         return "\n".join(lines)
+
+    def time_lines(self) -> str:
+        """Return what the site said in the longest silence after each kind of fault, in seconds from the fault on."""
+        out = []
+        for kind, lines in self.lines.items():
+            longest = max(self.gaps[kind], key=lambda gap: gap.seconds)
+            span = f"from {longest.start_s - longest.begun_s:.3f} s to {longest.end_s - longest.begun_s:.3f} s after it"
+            at = f"{longest.fault.whom} at {longest.fault.at_s:.1f} s"
+            out += ["", f"longest silence, {longest.seconds:.2f} s, {kind}: {at}, {span}"]
+            out += [f"  {line.at_s - longest.begun_s:8.3f} s  {line.text}" for line in lines]
+        return "\n".join(out)
 
 
 def questions(model: Path, count: int = 16) -> list[Question]:
@@ -85,15 +116,19 @@ def questions(model: Path, count: int = 16) -> list[Question]:
     return out
 
 
-def silences(faults: Sequence[Fault], begun_s: Sequence[float], answered_s: Sequence[float]) -> dict[str, list[float]]:
+def silences(
+    faults: Sequence[Fault], begun_s: Sequence[float], answered_s: Sequence[float]
+) -> dict[str, list[Silence]]:
     """Return the longest time without a right answer after each fault and before the next one, by kind."""
     times = np.sort(np.asarray(answered_s))
-    gaps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    gaps: dict[str, list[Silence]] = {}
     for place, (fault, at) in enumerate(zip(faults, begun_s, strict=True)):
         end = min(at + WINDOW_S, begun_s[place + 1] if place + 1 < len(begun_s) else at + WINDOW_S)
         inside = times[(times > at) & (times <= end)]
         marks = np.concatenate([[at], inside, [] if len(inside) else [end]])
-        gaps[fault.kind].append(float(np.diff(marks).max()))
+        longest = int(np.diff(marks).argmax())
+        silence = Silence(fault, at, float(marks[longest]), float(marks[longest + 1]))
+        gaps.setdefault(fault.kind, []).append(silence)
     return gaps
 
 
@@ -126,16 +161,18 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             called = f"{kind.__name__.lower()}-{n}"
             clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
     faults, begun = list[Fault](), list[float]()
+    listener = Listener(site.broker.url)
     try:
         for client in clients:
             client.start()
         start = time.monotonic()
-        for fault in schedule(what.seed, what.seconds, what.every_s):
+        for fault in schedule(what.seed, what.seconds, what.every_s, what.kinds):
             while (now := time.monotonic()) < start + fault.at_s:
                 site.mend(now)
                 time.sleep(LOOK_S)
             faults.append(fault)
             begun.append(time.monotonic())
+            listener.note(f"{fault.kind}: {fault.whom}", begun[-1])
             site.happen(fault)
             if say:
                 print(f"{fault.at_s:7.1f} s  {fault.kind}: {fault.whom} {fault.lasts_s or ''}", flush=True)
@@ -147,8 +184,10 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
     finally:
         for client in clients:
             client.close()
-    answered = [t for tally in tallies.values() for t in tally.answered_s]
-    return Report(tallies, faults, silences(faults, begun, answered))
+        listener.close()
+    gaps = silences(faults, begun, [t for tally in tallies.values() for t in tally.answered_s])
+    longest = {kind: max(of, key=lambda gap: gap.seconds) for kind, of in gaps.items()}
+    return Report(tallies, faults, gaps, {kind: listener.between(g.start_s, g.end_s) for kind, g in longest.items()})
 
 
 def _drain(clients: Sequence[Asker], start: float) -> None:
@@ -179,15 +218,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", choices=["minilm", "tiny"], default="minilm")
     parser.add_argument("--every", type=float, nargs=2, default=Run.every_s, metavar="S", help="seconds between faults")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, with commas between them")
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
     args = parser.parse_args(arguments)
+    kinds = tuple(kind.strip().replace("-", " ") for kind in args.kinds.split(","))
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(KINDS)}")
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="hepti-faults-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        what = Run(args.minutes * 60, args.seed, tuple(args.every))
+        what = Run(args.minutes * 60, args.seed, kinds, tuple(args.every))
         report = run(what, directory, model_directory(directory, args.model))
-    print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}")
+    print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}\n{report.time_lines()}")
     return 0 if report.good else 1
 
 

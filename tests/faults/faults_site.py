@@ -117,7 +117,9 @@ def wait_until_saved(broker: EmbeddedBroker) -> None:
 KINDS = ("planner killed", "broker killed", "broker restarted", "agent killed", "agent stopped", "agent cut off")
 
 
-def schedule(seed: int, seconds: float, every_s: tuple[float, float]) -> Iterator[Fault]:
+def schedule(
+    seed: int, seconds: float, every_s: tuple[float, float], kinds: tuple[str, ...] = KINDS
+) -> Iterator[Fault]:
     """Yield the faults of a run; each kind comes once in every round, in an order of its own."""
     rng = random.Random(seed)
     at_s, round_ = 0.0, list[str]()
@@ -125,7 +127,7 @@ def schedule(seed: int, seconds: float, every_s: tuple[float, float]) -> Iterato
         at_s += rng.uniform(*every_s)
         if at_s > seconds:
             return
-        round_ = round_ or rng.sample(KINDS, len(KINDS))
+        round_ = round_ or rng.sample(kinds, len(kinds))
         kind = round_.pop()
         whom = rng.choice(DEVICES) if kind.startswith("agent") else kind.partition(" ")[0]
         lasts = {"agent stopped": STOPPED_S, "agent cut off": CUT_S}.get(kind, (0.0, 0.0))

@@ -12,6 +12,7 @@ import pytest
 from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
 from faults_site import KINDS, Fault, kill_broker, schedule, wait_until_saved
+from faults_timeline import Line, together
 from site_processes import PATIENCE_S, SITE, Site, User, poll
 
 from hepti_mqtt.client import Hepti
@@ -134,5 +135,16 @@ def test_the_longest_silence_after_a_fault_is_its_own() -> None:
     faults = [Fault(0.0, "planner killed", "planner"), Fault(5.0, "broker killed", "broker")]
     answered = [*np.arange(0.0, 1.0, 0.1), *np.arange(3.0, 5.0, 0.1), *np.arange(6.0, 9.0, 0.1)]
     found = silences(faults, [1.0, 5.0], answered)
-    assert found["planner killed"] == [pytest.approx(2.0)]
-    assert found["broker killed"] == [pytest.approx(1.0)]
+    assert [gap.seconds for gap in found["planner killed"]] == [pytest.approx(2.0)]
+    assert [gap.seconds for gap in found["broker killed"]] == [pytest.approx(1.0)]
+
+
+def test_a_schedule_of_some_kinds_has_no_others() -> None:
+    some = ("agent killed", "agent stopped")
+    assert {fault.kind for fault in schedule(1, 200.0, (5.0, 9.0), some)} == set(some)
+
+
+def test_a_time_line_says_once_what_comes_several_times_in_a_row() -> None:
+    said = [Line(0.0, "tile"), Line(0.1, "tile"), Line(0.2, "ready"), Line(0.3, "tile")]
+    assert list(together(said)) == [Line(0.0, "tile (2 times)"), Line(0.2, "ready"), Line(0.3, "tile")]
+    assert not list(together([]))

@@ -39,6 +39,9 @@ class Timed(Site):
         self.asked = 0
 
     def solve(self, command: commands.Solve) -> None:
+        if command.hurried:  # for who would serve next: nobody, here
+            self.solves.remove(command)
+            return
         decision = self.decider(command.question)
         running = command.running and next(
             c.price.expected_s for c in decision.ranking if c.plan.strategy == command.running.strategy

@@ -41,6 +41,7 @@ from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
 from hepti_mqtt.runtime.planner.slots import Slots
+from hepti_mqtt.runtime.planner.standby import Standby
 from hepti_mqtt.runtime.planner.suspicion import Suspicion
 from hepti_mqtt.runtime.states import Story
 from hepti_mqtt.wire import messages
@@ -72,13 +73,12 @@ class CoordinatorSession:
         self.membership = Membership(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
         self.slots = Slots(served, self.counters)
-        self._number = 0
+        self._online, self._begun, self._number = True, False, 0
         self._requests = Dispatcher(self.topics, self.slots, in_flight, self.counters)
         introduce = Introductions(secret, self.membership).of
         self._rollout = Rollout(self.topics, self.slots, in_flight, self._requests, self._next_epoch, introduce)
         self._suspicion = Suspicion(self.slots, self.membership, self._rollout.probe)
-        self._online = True
-        self._begun = False
+        self._standby = Standby(self.slots, self.membership, self._rollout, self._question)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._status,
             DeviceCaps: self._caps,
@@ -100,7 +100,7 @@ class CoordinatorSession:
             for model in self.slots:
                 model.plans.want(now + SETTLE_S, now, "the planner has started")
         out = self._handlers[type(event)](event, now)
-        return out + self._pump(now)
+        return out + self._pump(now) + self._standby.handle(event, now)
 
     @property
     def due_s(self) -> float:
@@ -171,7 +171,7 @@ class CoordinatorSession:
         return [] if told else [Note("refused", text)]
 
     def _loading(self) -> bool:
-        return any(model.plans.preparing is not None for model in self.slots)
+        return self._standby.loading or any(model.plans.preparing is not None for model in self.slots)
 
     def _changed(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -262,7 +262,7 @@ class CoordinatorSession:
         if plans.searching is not None:
             plans.ended(plans.searching, "outdated", now, "requests wait")
         model.displaced = False
-        ticket, question = self._rollout.next_txn(), self._question(model, now)
+        ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
         plans.search(ticket, question.epoch, now)
         return [Solve(model.served.name, ticket, question, model.active, hurried)]
 

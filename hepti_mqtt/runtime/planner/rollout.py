@@ -79,7 +79,7 @@ class Rollout:
         for record in model.plans.retiring:
             if not any(r.epoch in record.epochs for r in model.runs.values()):
                 model.plans.idle(record, now)
-                out += self._release(record.plan)
+                out += self.release(record.plan)
         return out
 
     def pump(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
@@ -123,7 +123,8 @@ class Rollout:
         found = ((d, self._introduce(plan, d)) for d in devices)
         return [self.tell(d, messages.Prepare(self.next_txn(), *parts, peers=peers)) for d, peers in found]
 
-    def _release(self, plan: Plan) -> list[CoordinatorCommand]:
+    def release(self, plan: Plan) -> list[CoordinatorCommand]:
+        """Return what makes the devices of a plan give it up."""
         txn = self.next_txn()
         return [self.tell(d, messages.Release(txn, plan.model, plan.of(d).epoch)) for d in plan.devices]
 
@@ -133,7 +134,7 @@ class Rollout:
         if left is None:
             return None
         model.plans.lessen(record, left)
-        return self._release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
+        return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class Rollout:
         self, model: ModelState, record: PlanRecord, others: list[ModelState], now: float, why: str
     ) -> list[CoordinatorCommand]:
         """Let others make room for a plan that was refused, and prepare it again when they are gone."""
-        out = self._release(record.plan)
+        out = self.release(record.plan)
         plan = record.plan.under(self._next_epoch(), self._next_epoch)
         model.plans.lacks_memory(record, plan, self.next_txn(), now, why)
         why, behind = f"for {plan.epoch}", set[Epoch]()
@@ -254,7 +255,7 @@ class Rollout:
         slot.plans.make_room(now, why)
         slot.displaced = True
         slot.plans.want(now, now, f"it made room {why}", forced=True)
-        return self._release(coming.plan) if coming is not None else []
+        return self.release(coming.plan) if coming is not None else []
 
     def slot_for(self, job: Job, now: float) -> tuple[ModelState | None, list[CoordinatorCommand]]:
         """Return the slot of a request, a new one if it is the first with its pins; None if all are in use."""
@@ -277,7 +278,7 @@ class Rollout:
         """Release all plans of a slot of pins for which no request waits or runs, and forget it."""
         coming = slot.plans.put_off("unused", now, why)
         slot.plans.close(now, why)
-        out = self._release(coming.plan) if coming is not None else []
+        out = self.release(coming.plan) if coming is not None else []
         out += self.release_idle(slot, now)
         self._slots.drop(slot)
         return out
@@ -289,7 +290,7 @@ class Rollout:
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
         model.plans.give_up(record, event, now, why)
-        return self._release(record.plan)
+        return self.release(record.plan)
 
     def _failed(
         self,
