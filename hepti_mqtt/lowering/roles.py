@@ -7,6 +7,7 @@ Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attentio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 INPUT: Final = "input"  # what the request brings
@@ -37,3 +38,10 @@ MAP: Final = "map"  # a feature map of a convolutional net
 MAP_SUM: Final = "map_sum"  # before its activation
 FLAT: Final = "flat"  # a feature map as one row
 DENSE: Final = "dense"  # a fully connected layer
+
+_FROM: Final = {SLICE: "a decoupled checkpoint, which is trained as such (one to try: hepti model make debert-base)"}
+
+
+def hint(missing: Iterable[str]) -> str:
+    """Return what to do about roles that a model does not have, as the end of a sentence; nothing if there is none."""
+    return "".join(f"; it takes {_FROM[role]}" for role in missing if role in _FROM)

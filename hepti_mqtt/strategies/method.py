@@ -113,7 +113,7 @@ class Method:
         if self.one_of and not graph.roles & set(self.one_of):
             missing.append(" or ".join(self.one_of))
         if missing:
-            return f"{self.name} divides {', '.join(missing)}, which this model does not have"
+            return f"{self.name} divides {', '.join(missing)}, which this model does not have{roles.hint(missing)}"
         if roles.CACHE in graph.roles and not self.keeps_cache:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:

@@ -287,7 +287,7 @@ def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_p
         ("--variant nonsense", "no strategy has the option variant=nonsense"),
         (
             "--strategy decoupled",
-            "decoupled divides .*which this model does not have; .* can be divided by: single, row",
+            "decoupled divides .*; it takes a decoupled checkpoint, .*debert-base.*; .* can be divided by: single, row",
         ),
         ("--strategy fused_tiles", "fused_tiles divides .*map.*which this model does not have"),
         ("--strategy pipeline --devices " + ",".join(f"d{i}" for i in range(13)), "13 .*stages than the 12 parts of 3"),
