@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -30,6 +30,7 @@ from hepti_mqtt.planner import peak_bytes
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
 LOOK_S: Final = 0.5
+PATIENCE_S: Final = 120.0  # of all this: a lab's hub may search for half a minute, and large models are long to load
 _PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route")
 
 
@@ -52,10 +53,13 @@ class Driver:
         ask = partial(self.hepti.infer, model, **body, **_pins(order), want="plan", timeout_s=TIMEOUT_S)
         found, since = ask().plan["id"], time.monotonic()
         # Where the choice is the planner's, its first plan is of a hurried search: that of the whole one follows.
-        while _pins(order).get("strategy", "auto") == "auto" and time.monotonic() - since < SETTLED_S:
+        until = since + PATIENCE_S
+        while _pins(order).get("strategy", "auto") == "auto" and time.monotonic() < until:
             time.sleep(LOOK_S)
-            if (now := ask().plan["id"]) != found:
+            if (now := ask().plan["id"]) != found or under_way(self.hepti.plan(model)["story"]):
                 found, since = now, time.monotonic()
+            if time.monotonic() - since >= SETTLED_S:
+                break
         return {}
 
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +136,19 @@ class Driver:
         plans = [plan for plan in (*shown["pinned"], shown["active"]) if plan is not None]
         active = next((plan for plan in plans if list(plan["epoch"]) == epoch), shown["active"])
         return {"active": active, "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
+
+
+def under_way(story: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a model's plans are about to be others, by the record's story: a search, or a plan on its way.
+
+    A search has no epoch until it begins: what it was called before is the rest of its name.
+    """
+    states: dict[str, str] = {}
+    for step in story:
+        if step["from"] == "wanted":
+            states.pop(step["plan"].rpartition(" ")[0], None)
+        states[step["plan"]] = step["to"]
+    return bool({"wanted", "searching", "preparing", "swapping"} & set(states.values()))
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:

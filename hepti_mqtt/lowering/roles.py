@@ -7,6 +7,7 @@ Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attentio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 INPUT: Final = "input"  # what the request brings
@@ -41,12 +42,18 @@ DENSE: Final = "dense"  # a fully connected layer
 _WORDS: Final = {
     AFTER_MLP: "MLP",
     SLICE: "branches within a layer",
-    JOIN: "branches joined again",
+    JOIN: "branches within a layer",
     CACHE: "a cache of keys and values",
     MAP: "feature maps",
 }
+_FROM: Final = {SLICE: "a decoupled checkpoint, which is trained as such (one to try: hepti model make debert-base)"}
 
 
 def in_words(role: str) -> str:
     """Return what a model has that has tensors of a role, for people."""
     return _WORDS.get(role, role.replace("_", " "))
+
+
+def hint(missing: Iterable[str]) -> str:
+    """Return what to do about roles that a model does not have, as the end of a sentence; nothing if there is none."""
+    return "".join(f"; it takes {_FROM[role]}" for role in missing if role in _FROM)

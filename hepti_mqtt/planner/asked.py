@@ -21,6 +21,7 @@ def check_pins(question: Question) -> None:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
     if question.options:
         _check_options(question)
+    _check_count(question)
     unknown = set(question.devices or ()) - set(question.cluster.devices)
     if unknown:
         online = ", ".join(question.cluster.devices) or "none"
@@ -29,6 +30,17 @@ def check_pins(question: Question) -> None:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
     if question.strategy is not None and STRATEGIES[question.strategy].settles(question.options):
         _check_watts(question)
+
+
+def _check_count(question: Question) -> None:
+    """Raise ConfigError for more devices than the method that is pinned can use."""
+    most = None if question.strategy is None else STRATEGIES[question.strategy].most_devices
+    given = question.devices or ()
+    if most is not None and len(given) > most:
+        raise ConfigError(
+            f"{question.strategy} runs on {most} device{'s' * (most > 1)} at the most, and {len(given)} are pinned: "
+            f"{', '.join(given)}; name {most}, or leave devices out for the best choice"
+        )
 
 
 def _check_watts(question: Question) -> None:

@@ -109,11 +109,13 @@ class Method:
 
     def unsupported(self, graph: Graph) -> str | None:
         """Return why a graph cannot be divided by this method, None if it can."""
-        missing = [roles.in_words(role) for role in self.needs if role not in graph.roles]
+        missing = [role for role in self.needs if role not in graph.roles]
+        words = dict.fromkeys(map(roles.in_words, missing))
         if self.one_of and not graph.roles & set(self.one_of):
-            missing.append(" or ".join(map(roles.in_words, self.one_of)))
-        if missing:
-            return f"{self.name} divides models with {' and '.join(missing)}, which this one does not have"
+            words[" or ".join(map(roles.in_words, self.one_of))] = None
+        if words:
+            has = " and ".join(words)
+            return f"{self.name} divides models with {has}, which this one does not have{roles.hint(missing)}"
         if roles.CACHE in graph.roles and not self.keeps_cache:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:

@@ -1,16 +1,15 @@
 """`row`: every device holds all weights and computes its own token rows (docs/methods/row.md; reconstructed).
 
 Variant `kv` gathers K and V once per layer and attends to each source's block as it arrives; `heads` turns token rows
-into heads and back (all-to-all), so that each device attends over all tokens for its own heads; `x` gathers the rows
-between layers, from which everyone computes K and V. Only rows of sequences that two devices share are exchanged.
-
-In `heads` every device computes first what the next device waits for, and its own part last: nobody waits for the same
-sender, and what was sent first travels while the rest is computed.
+into heads and back (all-to-all); in `mlp` the head device attends for all, for others' rows first. Only rows of
+sequences that two devices share are exchanged. In `heads` every device computes first what the next one waits for, its
+own part last: nobody waits for the same sender, and what was sent first travels while the rest is computed.
 """
 
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Table, after, qkv_of, roles, split, tile
+from hepti_mqtt.shares.offload import rows_behind
 from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method
 
 
@@ -28,13 +27,13 @@ def table(division: Division) -> Table:
         own = [qkv_of(division.graph, h) for h in heads]
         lines[roles.QKV] = tile((i, {0: r, 1: c}) for i, r in enumerate(rows) for c in after(own, i))
         lines[roles.ATTENTION] = tile((i, {0: r, 1: h}) for i, h in enumerate(heads) for r in after(rows, i))
+    elif division.option("variant") == "mlp":
+        lines[roles.QKV] = tile((division.head, {0: r}) for r in reversed(after(rows, division.head)))
+        lines[roles.ATTENTION] = tile((division.head, {0: r}) for r in after(rows, division.head))
     return Table(lines)
 
 
+OPTIONS = ({"variant": "kv"}, {"variant": "heads"}, {"variant": "mlp"})
 METHOD = Method(
-    "row",
-    "own token rows, all weights everywhere",
-    table,
-    shares=(ROWS, HEADS),
-    options=({"variant": "kv"}, {"variant": "heads"}),
+    "row", "own token rows, all weights everywhere", table, (ROWS, HEADS), options=OPTIONS, solve=rows_behind(ROWS.kind)
 )
