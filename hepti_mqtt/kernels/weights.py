@@ -95,11 +95,16 @@ def twin(weight: Weight) -> Weight:
     """Return an equal weight in memory of its own."""
     if isinstance(weight, np.ndarray):
         return weight.copy()
-    arrays = ("panels",) if isinstance(weight, PackedMatrix) else ("panels", "scales", "sums")
-    copies = {name: aligned_zeros(getattr(weight, name).shape, getattr(weight, name).dtype.str) for name in arrays}
-    for name, copy in copies.items():
-        copy[...] = getattr(weight, name)
-    return replace(weight, **copies)
+    panels = _aligned(weight.panels)
+    if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=panels)
+    return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+
+
+def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+    copy = aligned_zeros(array.shape, array.dtype.str)
+    copy[...] = array
+    return copy
 
 
 def blocks(rows: int) -> int:
