@@ -328,6 +328,7 @@ def simulate(
     shape: RequestShape,
     programs: Mapping[str, Program],
     cluster: Cluster,
+    *,
     record: bool = False,
     repeated: tuple[int, int] | None = None,
     slows: Mapping[str, Slows] | None = None,

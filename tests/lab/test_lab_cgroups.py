@@ -68,7 +68,7 @@ def test_a_group_of_version_2_has_quota_and_memory_in_one_place(tmp_path: Path) 
     assert not (place / "cgroup.subtree_control").exists()
     assert (place / "memory.max").read_text() == str(64 * MIB)
     group.set_cpu(0.25)
-    assert (place / "cpu.max").read_text() == "1250 5000"
+    assert (place / "cpu.max").read_text() == "1000 4000"
     group.set_cpu(0.05)
     assert (place / "cpu.max").read_text() == "1000 20000"
     group.set_cpu(None)
@@ -84,7 +84,7 @@ def test_a_group_of_version_1_has_a_place_in_each_hierarchy(tmp_path: Path) -> N
     assert group.entrances == [cpu / "cgroup.procs", memory / "cgroup.procs"]
     assert (memory / "memory.limit_in_bytes").read_text() == str(64 * MIB)
     group.set_cpu(0.25)
-    assert ((cpu / "cpu.cfs_quota_us").read_text(), (cpu / "cpu.cfs_period_us").read_text()) == ("1250", "5000")
+    assert ((cpu / "cpu.cfs_quota_us").read_text(), (cpu / "cpu.cfs_period_us").read_text()) == ("1000", "4000")
     group.set_cpu(None)
     assert (cpu / "cpu.cfs_quota_us").read_text() == "-1"
     (group.directories[-1] / "cgroup.procs").write_text("12\n34\n")

@@ -26,6 +26,7 @@ PINNED = {
     "single": (1.0, {}),
     "row/kv": (1.0, {}),
     "row/heads": (1.0, {}),
+    "row/mlp": (1.0, {}),
     "column": (1.0, EVERYWHERE),
     "block": (1.0, {}),
     "grid/1": (1.0, {}),
