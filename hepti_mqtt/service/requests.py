@@ -18,7 +18,7 @@ from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
 from hepti_mqtt.service.limits import MAX_OUTPUT, MAX_SEQUENCES, Characters
 from hepti_mqtt.service.texts import encoded
-from hepti_mqtt.service.values import is_int, kind
+from hepti_mqtt.service.values import is_int, kind, quoted
 from hepti_mqtt.spec import RequestShape, Want
 
 Floats = npt.NDArray[np.float32]
@@ -122,7 +122,7 @@ def _without_empty(
     """Return a request without the empty ones of its texts, and their places, where the user wants zeros for them."""
     choice = request.get("empty", "error")
     if choice not in ("error", "zero"):
-        raise RequestError(f'empty must be "error" or "zero", not {kind(choice)}')
+        raise RequestError(f'empty must be "error" or "zero", not {quoted(choice)}')
     texts = request.get("texts")
     if choice == "error" or not isinstance(texts, list):
         return request, ()
@@ -184,7 +184,7 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
         return "task", want == "task"
     if want == "hidden":
         return "hidden", True
-    raise RequestError(f'want must be "task", "hidden" or "plan", not {kind(want)}')
+    raise RequestError(f'want must be "task", "hidden" or "plan", not {quoted(want)}')
 
 
 def _tokens(

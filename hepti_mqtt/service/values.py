@@ -17,3 +17,8 @@ def kind(value: Any) -> str:
     words: dict[str, str] = {"str": "a string", "list": "a list", "dict": "an object"}
     name = type(value).__name__
     return words.get(name, name)
+
+
+def quoted(value: Any) -> str:
+    """Return a short word for a JSON value where a string could have been right: the beginning of the string itself."""
+    return repr(value[:40]) if isinstance(value, str) else kind(value)

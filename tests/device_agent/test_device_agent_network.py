@@ -6,6 +6,7 @@ from device_agent_support import MODEL, ListTransport, sha
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from device_agent.afterwards import CLOSE_S
 from device_agent.complaints import Complaints
 from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus
 from device_agent.network import Network
@@ -15,6 +16,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
+from hepti_mqtt.transport.client import AWAY_S
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -208,4 +210,6 @@ def test_complaints_are_logged_ever_more_rarely(caplog):
 
 def test_a_broker_that_hangs_does_not_hold_up_the_end(wired):
     wired.network.close(None)
-    assert sum(transport.close_s for transport in wired.planes.values()) <= 1.0
+    silent_s = sum(transport.close_s for transport in wired.planes.values())
+    assert silent_s <= 1.0
+    assert CLOSE_S + max(silent_s, len(wired.planes) * AWAY_S) <= 2.0, "with kernels that are still being compiled"

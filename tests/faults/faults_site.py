@@ -99,12 +99,17 @@ class Fault:
     lasts_s: float = 0.0
 
 
-def kill_broker(broker: EmbeddedBroker) -> None:
-    """Pull Mosquitto's plug; `broker.start()` brings it back with what it has saved."""
+def mosquitto_of(broker: EmbeddedBroker) -> psutil.Process:
+    """Return the process that its keeper has started."""
     keeper = broker._process
     assert keeper is not None
     (mosquitto,) = psutil.Process(keeper.pid).children()
-    mosquitto.kill()
+    return mosquitto
+
+
+def kill_broker(broker: EmbeddedBroker) -> None:
+    """Pull Mosquitto's plug; `broker.start()` brings it back with what it has saved."""
+    mosquitto_of(broker).kill()
     broker.stop()  # what is left of it
 
 

@@ -146,7 +146,7 @@ class CoordinatorSession:
             profile_from_caps(event.device, event.caps.curves, event.caps.memory_budget_bytes, 1.0)
         except (KeyError, TypeError, ValueError) as exc:
             self.counters["foreign_caps"] += 1
-            return self._doubt(event.device, f"caps of {event.device} are refused ({exc!r}); update the agent there")
+            return self._doubt(event.device, f"caps of {event.device} are refused ({exc}); update the agent there")
         return self._changed(event.device, self.membership.caps(event.device, event.caps), now)
 
     def _heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
