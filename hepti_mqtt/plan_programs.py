@@ -233,4 +233,4 @@ def peers(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
 def largest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:
     """Return the longest request, for the task and for all hidden states."""
     shape = largest_shape(spec)
-    return shape, replace(shape, want="hidden")
+    return shape, shape.asking("hidden")

@@ -6,7 +6,7 @@ d = h / a, L layers, N devices, B sequences of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -17,33 +17,68 @@ Want = Literal["task", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestShape:
-    """What of a request a Program depends on.
+class PlainShape:
+    """A request's shape as it travels: plain numbers, which `Reads.shape_of` makes the family's own again.
 
-    lengths: tokens of each packed sequence. mask_rows: packed rows of mask tokens (masked_token task only).
-    want: `task` for the task's output, `hidden` for the final hidden states of all rows [m, h]. cache: rows for which
-    a decoder's cache has room, those of this run included; its inputs are the number of rows there already, then the
-    ids, so that one Program serves every position.
+    sizes: of each item. marks: places that the task answers for, of all items one behind the other. session_rows: for
+    which the request's session has room, 0 without one.
     """
 
-    lengths: tuple[int, ...]
+    sizes: tuple[int, ...]
     want: Want = "task"
-    mask_rows: tuple[int, ...] = ()
-    cache: int = 0
+    marks: tuple[int, ...] = ()
+    session_rows: int = 0
 
     @property
-    def tokens(self) -> int:
-        """Return m, the packed rows of the whole batch."""
-        return sum(self.lengths)
+    def size(self) -> int:
+        """Return the size of all items together."""
+        return sum(self.sizes)
+
+    def plain(self) -> PlainShape:
+        """Return it as it is."""
+        return self
+
+
+class RequestShape(Hashable, Protocol):
+    """What of a request a Program depends on, the family's own; equal and hashable by value.
+
+    A request is a batch of items. What the size of one counts (tokens, rows, images) is the family's.
+    """
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """Return the first packed row of each sequence."""
-        out, at = [], 0
-        for length in self.lengths:
-            out.append(at)
-            at += length
-        return tuple(out)
+    def want(self) -> Want:
+        """Return `task` for the task's output, `hidden` for the final hidden states."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the size of each item."""
+
+    @property
+    def size(self) -> int:
+        """Return the size of all items together."""
+
+    @property
+    def session_rows(self) -> int:
+        """Return the rows that the request's session has room for, 0 without one."""
+
+    @property
+    def marked(self) -> tuple[tuple[int, int], ...]:
+        """Return item and place in it of each mark that the task answers for, in their order."""
+
+    def asking(self, want: Want) -> Self:
+        """Return the same items with another want."""
+
+    def step(self, rows: int) -> Self:
+        """Return the run of so many rows in the same session; raises ValueError for what has none."""
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Return the batch of these items and of others behind them, which want the same."""
+
+    def part(self, first: int, stop: int) -> tuple[Self, slice]:
+        """Return the shape of some of the items, and where they are in the inputs; raises ValueError in a session."""
+
+    def plain(self) -> PlainShape:
+        """Return the shape as it travels; `Reads.shape_of` is the inverse."""
 
 
 class Reads(Protocol):
@@ -53,8 +88,11 @@ class Reads(Protocol):
     def below(self) -> int:
         """Return the bound below which all values of the input are."""
 
-    def shape(self, tokens: int | None = None) -> RequestShape:
-        """Return a representative request of one item: of so many tokens where it has any, else the largest."""
+    def shape(self, size: int | None = None, /) -> RequestShape:
+        """Return a representative request of one item: of that size where the family has several, else the largest."""
+
+    def shape_of(self, plain: PlainShape) -> RequestShape:
+        """Return the shape that travelled; raises ValueError for one that no request of the model has."""
 
     def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
         """Return shape and dtype of what a request brings."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
@@ -19,7 +20,7 @@ from hepti_mqtt.runtime.planner.flight import Chunk, Job, Pins, RequestKey
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.spec import RequestShape, TaskHead
+from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
@@ -208,7 +209,7 @@ class Site:
         client: str = "c",
         computes: bool = True,
     ) -> Job:
-        chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+        chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
         job = Job(RequestKey(model, client, name), chunks, None, self.now + within, pins, computes)
         self.event(events.Submit(job))
         return job
@@ -218,7 +219,7 @@ class Site:
         frame = self.work[admission]
         shape, _ = decode_work(frame)
         plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
-        output = np.repeat(np.array(shape.lengths, np.float32)[:, None], SPEC.hidden, axis=1)
+        output = np.repeat(np.array(shape.sizes, np.float32)[:, None], SPEC.hidden, axis=1)
         out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
         self.event(events.UpFrame(plans[0].head, out))
         for device in plans[0].devices:

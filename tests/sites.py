@@ -12,11 +12,12 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.spec import RequestShape, Spec, TaskHead
+from hepti_mqtt.spec import Spec, TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 
 MODEL = "m"
@@ -70,7 +71,7 @@ FAMILIES |= {
 # And those that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 
-_ENCODER = models.graph(FAMILIES["bert-embedding"], RequestShape((8,)))
+_ENCODER = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
 METHODS = [(s.name, dict(o)) for s in STRATEGIES.values() if s.unsupported(_ENCODER) is None for o in s.options]
 
 
@@ -80,13 +81,13 @@ def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     return {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
 
 
-def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[RequestShape, np.ndarray]:
+def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[PackedTokens, np.ndarray]:
     """Return a shape and random inputs; image models take as many images as there are lengths."""
     reads = spec.reads
     if isinstance(reads, Decoding):
-        shape = RequestShape((lengths[0],), want, cache=reads.cache(lengths[0]))
+        shape = PackedTokens((lengths[0],), want, cache=reads.cache(lengths[0]))
         return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
-    shape = RequestShape((reads.rows,) * len(lengths) if isinstance(reads, Pictures) else tuple(lengths), want)
+    shape = reads.batch(len(lengths) if isinstance(reads, Pictures) else tuple(lengths), want)
     if isinstance(reads, Text) and reads.masks:
         rows = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
         shape = replace(shape, mask_rows=rows)

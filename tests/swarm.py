@@ -21,6 +21,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import packed
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
@@ -31,7 +32,6 @@ from hepti_mqtt.runtime.planner import coordinator, events
 from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import publish_bytes
@@ -190,7 +190,7 @@ class Swarm:
     def submit(
         self,
         token: object,
-        shape: RequestShape,
+        shape: PackedTokens,
         inputs: np.ndarray,
         deadline_s: float | None = None,
         pins: Pins | None = None,
@@ -202,7 +202,7 @@ class Swarm:
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
         shape, inputs = packed(spec, ids, tokens=len(ids) + most)
-        generation = Generation(tuple(ids.tolist()), most, shape.cache)
+        generation = Generation(tuple(ids.tolist()), most, shape)
         key = RequestKey(MODEL, "user", str(token))
         job = Job(key, (Chunk(shape, inputs),), token, None, generation=generation)
         self.tell_planner(events.Submit(job))

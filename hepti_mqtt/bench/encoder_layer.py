@@ -28,14 +28,13 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.errors import BenchError, HeptiError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.models import encoder, tensor_sources
+from hepti_mqtt.models import encoder, shape_for, tensor_sources
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.device.executor import Executor, bind
 from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.spec import RequestShape
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -78,7 +77,7 @@ def layer_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
 def layer_program(spec: ModelSpec, rows: int) -> Program:
     """Return the Program of `single` from layer 0 on: reads x [m, h], sends its value [m, h]."""
     plan = Plan("layer", Epoch(1, 1), "single", ("one",), "one")
-    whole = program(spec, plan, RequestShape((rows,), want="hidden"), "one")
+    whole = program(spec, plan, shape_for(spec, rows).asking("hidden"), "one")
     stem = (
         (i, op.writes[0])
         for i, op in enumerate(whole.ops)

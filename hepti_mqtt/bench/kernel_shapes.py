@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import works
-from hepti_mqtt.models import encoder, graph
+from hepti_mqtt.models import encoder, graph, shape_for
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
@@ -45,7 +45,7 @@ def shapes() -> tuple[Shape, ...]:
     for kind in MODELS:
         spec = encoder(spec_of_kind(kind))
         for tokens in (spec.max_tokens,) if spec.image else TEXT_TOKENS:
-            for work in _linear_work(spec, RequestShape((tokens,))):
+            for work in _linear_work(spec, shape_for(spec, tokens)):
                 weights[work.rows, work.n, work.k] += int(work.flops)
     return tuple(Shape(*mnk, float(flops)) for mnk, flops in sorted(weights.items()) if flops)
 

@@ -82,7 +82,7 @@ def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) ->
         found[name] = directory
         with Checkpoint.open(directory, name) as checkpoint:
             for tokens in dict.fromkeys(cell.tokens for cell in wanted if cell.model == name):
-                limit = largest_shape(checkpoint.spec).tokens
+                limit = largest_shape(checkpoint.spec).size
                 if tokens is not None and tokens > limit:
                     raise ConfigError(f"`lengths` has {tokens}, and {name} reads at most {limit} tokens")
                 place = _reference(out, name, tokens)

@@ -137,7 +137,7 @@ def _point(site: str, rate: float | None, model: str, tokens: int, *rest: Any) -
 def _tokens(model: str) -> int | None:
     """Return the tokens of a picture, None for a model of texts."""
     spec = spec_of(model)
-    return largest_shape(spec).tokens if isinstance(spec.reads, Pictures) else None
+    return largest_shape(spec).size if isinstance(spec.reads, Pictures) else None
 
 
 @lru_cache(maxsize=4096)

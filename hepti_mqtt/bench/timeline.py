@@ -8,17 +8,16 @@ from typing import Any
 
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
-from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.simulate import Naming, simulate, timeline_svg
-from hepti_mqtt.spec import RequestShape
 
 
 def draw(turn: Mapping[str, Any], file: Path) -> Path:
     """Write the picture of a turn's `active` plan; return its path."""
     plan, spec = Plan.from_dict(turn["active"]), spec_from_dict(turn["spec"])
-    shape = RequestShape((turn["tokens"],))
+    shape = shape_for(spec, turn["tokens"])
     cluster = cluster_described(turn["devices"], plan.devices)
     result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)
     cell = turn["of"]

@@ -13,7 +13,6 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.spec import RequestShape
 
 
 def model(args: argparse.Namespace) -> int:
@@ -58,7 +57,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     with Checkpoint.open(args.directory) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
-        shape = RequestShape(models.shape_for(spec, 32).lengths, "hidden")
+        shape = models.shape_for(spec, 32).asking("hidden")
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", Epoch(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
@@ -69,9 +68,9 @@ def _verify(args: argparse.Namespace) -> int:
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
     if args.json:
-        output.print_json({"directory": str(args.directory), "tokens": shape.tokens, "max_abs_err": error})
+        output.print_json({"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error})
     else:
         output.print_lines(
-            [f"{args.directory}: {spec.architecture}, {shape.tokens} tokens, max |difference| {error:.1e}"]
+            [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
         )
     return 0

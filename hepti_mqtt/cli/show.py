@@ -285,7 +285,7 @@ class Played:
 
     def title(self) -> str:
         """Return what pictures of it are called."""
-        return f"{self.plan.method}, {self.shape.tokens} tokens"
+        return f"{self.plan.method}, {self.shape.size} tokens"
 
 
 def wants_play(args: argparse.Namespace) -> bool:
@@ -347,5 +347,5 @@ def explain_plan(played: Played, layers: Sequence[int]) -> None:
         output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}{took and '; in this run ' + took}"])
         for layer in dict.fromkeys(min(layer, last) for layer in layers):
             output.print_lines([f"layer {layer}:", *explain(program, layer)])
-    title = f"time line of {played.shape.tokens} tokens (simulated, {result.seconds * 1e3:.1f} ms):"
+    title = f"time line of {played.shape.size} tokens (simulated, {result.seconds * 1e3:.1f} ms):"
     output.print_lines(["", title, *timeline_text(result.events, played.plan.devices, result.seconds)])

@@ -103,8 +103,8 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
-    cached = f" with a cache of {shape.cache}" if shape.cache else ""
-    print_candidates(f"{model}, {shape.tokens} tokens{cached}, simulated", decision.ranking)
+    cached = f" with a cache of {shape.session_rows}" if shape.session_rows else ""
+    print_candidates(f"{model}, {shape.size} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
     if (error := decision.chosen.plan.wire_error) is not None:
         output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])

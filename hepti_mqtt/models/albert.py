@@ -13,10 +13,11 @@ from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, TINY, kind
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape, Task
+from hepti_mqtt.spec import Task
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "AlbertModel": "embedding",
@@ -60,7 +61,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_tensors(spec, base, *parts)
 
 
-def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, e] -> [m, h]
     n = Layer.of(spec, shape)
@@ -72,7 +73,7 @@ def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: RequestShape
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedShape
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
     x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]

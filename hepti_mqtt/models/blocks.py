@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hepti_mqtt.lowering import Net, roles
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Activation, RequestShape
+from hepti_mqtt.spec import Activation
 
 
 class Layer(NamedTuple):
@@ -23,7 +24,7 @@ class Layer(NamedTuple):
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, shape: RequestShape) -> Layer:
+    def of(cls, spec: ModelSpec, shape: PackedShape) -> Layer:
         """Return the sizes of the layers of a model in a request."""
         return cls(spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm_eps, shape.lengths)
 

@@ -22,10 +22,11 @@ from hepti_mqtt.models import heads, plain, text, vit
 from hepti_mqtt.models.blocks import Layer, post_norm, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape, Task
+from hepti_mqtt.spec import Task
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DecoupledBertModel": "embedding",
@@ -99,7 +100,7 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
         yield f"layers.{group * depth + depth - 1}.", spec.hidden
 
 
-def graph(net: Net, spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: Net, spec: DecoupledSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one batch: ids i32 [m], or pixels u8 [B, C, S, S] -> the task's output."""
     x = (text if spec.image is None else vit).embed(net, spec, shape, refs)  # [m, h]
     layer = pre_norm if spec.norm_first else post_norm
@@ -122,7 +123,7 @@ def graph(net: Net, spec: DecoupledSpec, shape: RequestShape, refs: Mapping[str,
 
 
 def reference(
-    spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: RequestShape
+    spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedShape
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for what a request brings, in plain NumPy."""
     pictures = spec.image is not None

@@ -17,6 +17,7 @@ from hepti_mqtt.models import albert, bert, cnn, decoupled, distilbert, electra,
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.reads import Decoding
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
@@ -45,12 +46,10 @@ class Family(Protocol):
     def tensors(self, spec: Any, /) -> Iterator[TensorSource]:
         """Yield the tensors of a model, from the stem to the head."""
 
-    def graph(self, net: Net, spec: Any, shape: RequestShape, refs: Mapping[str, WeightRef], /) -> None:
+    def graph(self, net: Net, spec: Any, shape: Any, refs: Mapping[str, WeightRef], /) -> None:
         """Add the tensors of a request's graph, the answer last; refs: all of each stored tensor."""
 
-    def reference(
-        self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: RequestShape, /
-    ) -> tuple[Array, Array]:
+    def reference(self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: Any, /) -> tuple[Array, Array]:
         """Return (final hidden states, the spec's output), in plain NumPy."""
 
 
@@ -121,9 +120,8 @@ def shape_for(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
     As many as fit into one run; a decoder generates one at a time.
     """
     one = spec.reads.shape(tokens)
-    several = 1 if one.cache else max(min(sequences, largest_shape(spec).tokens // one.tokens), 1)
-    rows = tuple(i * one.tokens + row for i in range(several) for row in one.mask_rows)
-    return RequestShape(one.lengths * several, one.want, rows, one.cache)
+    several = 1 if one.session_rows else max(min(sequences, largest_shape(spec).size // one.size), 1)
+    return one.joined([one] * (several - 1))
 
 
 def input_bytes(spec: Spec, shape: RequestShape) -> int:
@@ -136,7 +134,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     """Return random token ids or pixels for a request."""
     dims, dtype = spec.reads.input(shape)
     values = rng.integers(0, spec.reads.below, dims).astype(NUMPY_DTYPE[dtype])
-    if shape.cache:
+    if shape.session_rows:
         values[0] = 0  # the cache is empty
     return values
 
@@ -148,8 +146,8 @@ def packed(spec: Spec, ids: Array, want: Want = "task", tokens: int = 0) -> tupl
     with `tokens` tokens.
     """
     if not isinstance(spec.reads, Decoding):
-        return RequestShape((len(ids),), want), ids
-    shape = RequestShape((len(ids),), want, cache=spec.reads.cache(max(tokens, len(ids))))
+        return PackedTokens((len(ids),), want), ids
+    shape = PackedTokens((len(ids),), want, cache=spec.reads.cache(max(tokens, len(ids))))
     return shape, np.concatenate([[0], ids]).astype(np.int32)
 
 

@@ -16,10 +16,11 @@ from hepti_mqtt.lowering import Net, roles
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import TINY_SPREAD, kind
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.tensors import TensorSource, conv1d, names, norm, table, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape, TaskHead
+from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
 
@@ -71,7 +72,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield replace(logits, made=words[0] if tied else "")
 
 
-def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: Net, spec: ModelSpec, shape: PackedTokens, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
     m, h, eps = shape.tokens, spec.hidden, spec.norm_eps
     tokens = net.input("tokens", (1 + m,), "i32")
@@ -101,7 +102,7 @@ def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: RequestShape
+    spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedTokens
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], logits [1, V] of the next token, or the states where they are wanted).
 

@@ -9,12 +9,12 @@ import numpy as np
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequences
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.transformer import ModelSpec, needed_rows
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape
 
 
-def add(net: Net, spec: ModelSpec, shape: RequestShape, x: str, refs: Mapping[str, WeightRef]) -> str:
+def add(net: Net, spec: ModelSpec, shape: PackedShape, x: str, refs: Mapping[str, WeightRef]) -> str:
     """Add final norm, pooling and head on the last layer's x [m, h]; return the output.
 
     It has the spec's `output_shape`. Only the rows that the task reads are asked for.
@@ -39,7 +39,7 @@ def add(net: Net, spec: ModelSpec, shape: RequestShape, x: str, refs: Mapping[st
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
-def plain(spec: ModelSpec, tensors: Tensors, x: Array, shape: RequestShape) -> tuple[Array, Array]:
+def plain(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedShape) -> tuple[Array, Array]:
     """Return (hidden states after the final norm [m, h], the spec's output) from the last layer's x [m, h]."""
     hidden = norm(tensors, "final_norm", x, spec.norm_eps) if spec.norm_first else x
     if shape.want == "hidden":

@@ -15,10 +15,11 @@ from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import HeadActivation, RequestShape, Task, TaskHead
+from hepti_mqtt.spec import HeadActivation, Task, TaskHead
 
 
 class Keys(NamedTuple):
@@ -79,7 +80,7 @@ def stem_of(spec: ModelSpec) -> TextStem:
     return spec.text
 
 
-def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> str:
+def embed(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> str:
     """Add the stem of a packed batch: ids i32 [m] -> [m, h]."""
     stem = stem_of(spec)
     ids = net.input("ids", (shape.tokens,), "i32")
@@ -98,7 +99,7 @@ def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
     return net.linear("projected", x, STEM, {"stem.projection": spec.hidden}) if stem.width else x
 
 
-def plain_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: RequestShape) -> plain.Array:
+def plain_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: PackedShape) -> plain.Array:
     """Return the embeddings of token ids [m]: [m, h]."""
     stem = stem_of(spec)
     places = plain.places(shape.lengths) + stem.position_offset  # [m]

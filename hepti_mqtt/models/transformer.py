@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hepti_mqtt.models.reads import Decoding, Pictures, Text
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.spec import Activation, Reads, RequestShape, TaskHead
 
 
@@ -77,8 +78,8 @@ class ModelSpec:
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: [m, h] hidden, [masks, V] or [B, outputs] logits, or [B, h] embeddings."""
         if shape.want == "hidden":
-            return shape.tokens, self.hidden
-        rows = len(shape.mask_rows) if self.head.pooling == "mask" else len(shape.lengths)
+            return shape.size, self.hidden
+        rows = len(shape.marked) if self.head.pooling == "mask" else len(shape.sizes)
         return rows, self.head.outputs or self.hidden
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class ModelSpec:
         return made
 
 
-def needed_rows(spec: ModelSpec, shape: RequestShape) -> tuple[int, ...] | None:
+def needed_rows(spec: ModelSpec, shape: PackedShape) -> tuple[int, ...] | None:
     """Return the packed rows of the final hidden states that the task reads; None means all of them."""
     if shape.want == "hidden" or spec.head.pooling == "mean":
         return None

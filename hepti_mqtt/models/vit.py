@@ -18,10 +18,11 @@ from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.blocks import Layer, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
+from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape, Task, TaskHead
+from hepti_mqtt.spec import Task, TaskHead
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTModel": "embedding",
@@ -117,7 +118,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield from task_tensors(spec)
 
 
-def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> str:
+def embed(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> str:
     """Add the stem of a batch of images: pixels u8 [B, C, S, S] -> [m, h]."""
     image = spec.image
     assert image is not None
@@ -132,7 +133,7 @@ def embed(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, Wei
     return net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
 
 
-def graph(net: Net, spec: ModelSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
     x = embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
@@ -159,7 +160,7 @@ def plain_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) ->
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: RequestShape
+    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: PackedShape
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
     x = plain_embed(spec, tensors, pixels)  # [m, h]

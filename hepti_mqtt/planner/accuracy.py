@@ -80,9 +80,9 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
 
 
 def _sample(spec: Spec, want: Want) -> RequestShape:
-    shape = replace(shape_for(spec, SAMPLE_TOKENS), want=want)
+    shape = shape_for(spec, SAMPLE_TOKENS).asking(want)
     # A decoder's shape is that of one step; the prompt has the exchanges.
-    return replace(shape, lengths=(min(SAMPLE_TOKENS, shape.cache),)) if shape.cache else shape
+    return shape.step(min(SAMPLE_TOKENS, shape.session_rows)) if shape.session_rows else shape
 
 
 def _relative(found: Array, exact: Array) -> float:

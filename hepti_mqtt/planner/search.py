@@ -93,7 +93,7 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
 def _initial(question: Question) -> Iterator[Guess]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
-    most = max(question.shape.tokens, pixels(_graph(question)))
+    most = max(question.shape.size, pixels(_graph(question)))
     rows = max(most // max(len(names), 1), 1)
     profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
@@ -241,7 +241,7 @@ def _final(question: Question, c: Candidate) -> Candidate:
         c.plan,
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
-        predicted_tokens=question.shape.tokens,
+        predicted_tokens=question.shape.size,
         wire_error=question.errors.get(narrowed(c.plan)),
     )
     return replace(c, plan=plan, price=full)

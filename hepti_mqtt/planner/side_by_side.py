@@ -26,7 +26,7 @@ def side_by_side(
     Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
     them says what is missing.
     """
-    rows = max(question.shape.tokens, 1)
+    rows = max(question.shape.size, 1)
     speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
     known: dict[tuple[str, ...], Plan | None] = {}
 

@@ -124,12 +124,12 @@ class Desk:
         if known is not None:
             return Reply(topic, known.payload, name)
         prepared = requests.prepare(served.checkpoint, parts.body)
-        chunks = cut(prepared, largest_shape(served.checkpoint.spec).tokens)
+        chunks = cut(prepared, largest_shape(served.checkpoint.spec).size)
         generation = None
         if prepared.new_tokens:
             prompt = tuple(prepared.inputs[1:].tolist())
             end = requests.end_token(served.checkpoint)
-            generation = Generation(prompt, prepared.new_tokens, prepared.shape.cache, end)
+            generation = Generation(prompt, prepared.new_tokens, prepared.shape, end)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         ticket = _Ticket(topic, name, prepared, now)
         self._room.take(prepared.inputs.nbytes, ticket)
@@ -194,7 +194,7 @@ class Desk:
                 "predicted_ms": plan.predicted_s * 1e3,
                 "predicted_tokens": plan.predicted_tokens,
             },
-            "tokens": ticket.prepared.shape.tokens,
+            "tokens": ticket.prepared.shape.size,
             "runs": len(command.stats) if job.computes else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
             **_counted(command.stats),

@@ -129,8 +129,8 @@ class Forecasts:
                 self._known.move_to_end(key)
                 return known
             others = [f for (epoch, _), f in self._known.items() if epoch == plan.epoch]
-        nearest = min(others, key=lambda f: abs(f.tokens - shape.tokens), default=_of_plan(plan))
-        return nearest.scaled(shape.tokens)
+        nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
+        return nearest.scaled(shape.size)
 
     def run(self) -> None:
         """Make forecasts until `close`; the body of a thread."""
@@ -177,7 +177,7 @@ class Forecasts:
         try:
             forecast = self._simulated(work)
         except Exception:  # an estimate is told instead
-            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.tokens, work.plan.epoch)
+            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.size, work.plan.epoch)
             return
         with self._changed:
             self._known[work.key] = forecast
@@ -189,7 +189,7 @@ class Forecasts:
         spec = self._specs[plan.model]
         played = simulate(Naming(self._site, plan.model), spec, shape, programs(spec, plan, shape), cluster)
         flops = {name: use.flops for name, use in played.devices.items()}
-        return Forecast(shape.tokens, played.seconds, played.nbytes, flops)
+        return Forecast(shape.size, played.seconds, played.nbytes, flops)
 
 
 def _of_plan(plan: Plan) -> Forecast:

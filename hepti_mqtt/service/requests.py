@@ -101,8 +101,8 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
         raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {kind(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
     if isinstance(reads, Pictures):
-        lengths, pixels = _pictures(checkpoint, reads, request, several)
-        return Prepared(RequestShape(lengths, want), pixels, several, top_k, computes)
+        pixels = _pictures(checkpoint, reads, request, several)
+        return Prepared(reads.batch(len(pixels), want), pixels, several, top_k, computes)
     if isinstance(reads, Decoding):
         return _decoded(checkpoint, reads, request, key, want, top_k, computes)
     if "max_new_tokens" in request:
@@ -113,7 +113,7 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
     request, empty = _without_empty(checkpoint, request, want)
     lengths, ids = _tokens(checkpoint, reads, request, key, several)
     rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
-    return Prepared(RequestShape(lengths, want, rows), ids, several, top_k, computes, empty=empty)
+    return Prepared(reads.batch(lengths, want, rows), ids, several, top_k, computes, empty=empty)
 
 
 def _without_empty(
@@ -247,13 +247,12 @@ def _checked_ids(checkpoint: Checkpoint, reads: Text, name: str, value: Any) -> 
 
 def _pictures(
     checkpoint: Checkpoint, reads: Pictures, request: Mapping[str, Any], several: bool
-) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
-    """Return the tokens of each picture, and all pixels [B, C, S, S]."""
+) -> npt.NDArray[np.uint8]:
+    """Return all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
     from hepti_mqtt.service.pictures import decode, resampling  # here: most planners read no pictures
 
     key = "images" if several else "image"
     resample = resampling(checkpoint.extras.get("preprocessor_config.json", {}))
-    pixels = decode(_items(key, request[key], several), reads, resample)
-    return (reads.rows,) * len(pixels), pixels
+    return decode(_items(key, request[key], several), reads, resample)

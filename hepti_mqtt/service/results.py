@@ -49,7 +49,7 @@ def _numbers(values: Floats) -> dict[str, Any]:
 
 
 def _maps(_checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
-    return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.lengths))]
+    return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.sizes))]
 
 
 def _embeddings(_checkpoint: Checkpoint, _prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
@@ -66,12 +66,10 @@ def _labels(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[
 
 def _masks(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
     token_of = checkpoint.tokenizer.id_to_token
-    results: list[dict[str, Any]] = [{"masks": []} for _ in prepared.shape.lengths]
-    starts = prepared.shape.starts
-    for row, logits in zip(prepared.shape.mask_rows, _softmax(output), strict=True):
-        sequence = int(np.searchsorted(starts, row, side="right")) - 1
+    results: list[dict[str, Any]] = [{"masks": []} for _ in prepared.shape.sizes]
+    for (item, place), logits in zip(prepared.shape.marked, _softmax(output), strict=True):
         tokens = [{"token": token_of(i), "id": i, "score": float(logits[i])} for i in _best(logits, prepared.top_k)]
-        results[sequence]["masks"].append({"position": row - starts[sequence], "tokens": tokens})
+        results[item]["masks"].append({"position": place, "tokens": tokens})
     return results
 
 

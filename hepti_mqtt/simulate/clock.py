@@ -295,7 +295,7 @@ class Clock:
         runs = []
         for flight in self.flights.values():
             assert flight.answered_s is not None
-            sequences = len(flight.request.shape.lengths)
+            sequences = len(flight.request.shape.sizes)
             runs.append(RunTimes(flight.asked_s, flight.dispatched_s, flight.answered_s, sequences))
         use = {name: device.use for name, device in self.devices.items()}
         for device in self.devices.values():

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any, Final
 
 from hepti_mqtt.ids import Epoch, check_name
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire.frames import U63, WANTS, check_shape
 
 Plain = Mapping[str, Any]
@@ -98,19 +98,19 @@ def programs_digest(value: Any) -> bytes:
     return value
 
 
-def shapes(value: Any) -> tuple[RequestShape, ...]:
+def shapes(value: Any) -> tuple[PlainShape, ...]:
     """Return a bounded tuple of request shapes, from their plain form or as they are; raises `WireError` too."""
     if type(value) not in (list, tuple) or len(value) > MAX_SHAPES:
         raise ValueError(f"not a list of at most {MAX_SHAPES} shapes")
-    return tuple(_shape(plain_shape(entry) if isinstance(entry, RequestShape) else entry) for entry in value)
+    return tuple(_shape(plain_shape(entry) if isinstance(entry, PlainShape) else entry) for entry in value)
 
 
-def plain_shape(shape: RequestShape) -> list[Any]:
+def plain_shape(shape: PlainShape) -> list[Any]:
     """Return a request's shape as plain data: [want, cache, lengths, mask rows]."""
-    return [WANTS.index(shape.want), shape.cache, list(shape.lengths), list(shape.mask_rows)]
+    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.marks)]
 
 
-def _shape(value: Any) -> RequestShape:
+def _shape(value: Any) -> PlainShape:
     if type(value) is not list or len(value) != 4:
         raise ValueError("not a shape [want, cache, lengths, mask rows]")
     want, cache, lengths, masks = value
@@ -118,7 +118,7 @@ def _shape(value: Any) -> RequestShape:
         raise ValueError(f"a shape's lengths and mask rows are not lists of {MAX_SHAPE_NUMBERS} numbers together")
     if count(want) >= len(WANTS):
         raise ValueError(f"a shape cannot have want {want}")
-    shape = RequestShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
+    shape = PlainShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
     check_shape(shape)
     return shape
 

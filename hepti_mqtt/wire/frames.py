@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PLANNER, Epoch, check_name
 from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, SlotDtype
-from hepti_mqtt.spec import RequestShape, Want
+from hepti_mqtt.spec import PlainShape, RequestShape, Want
 from hepti_mqtt.wire.topics import MAX_LAYER, check_source
 
 FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe"]
@@ -289,16 +289,17 @@ _NO_SESSION: Final = Session()
 _COUNTS: Final = 6  # numbers before the lengths
 
 
-def work_bytes(shape: RequestShape, input_nbytes: int) -> int:
+def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
     """Return the exact bytes of the work frame of a request whose inputs have `input_nbytes`."""
-    return frame_bytes(_block_bytes(len(shape.lengths), len(shape.mask_rows)) + input_nbytes)
+    plain = shape.plain()
+    return frame_bytes(_block_bytes(len(plain.sizes), len(plain.marks)) + input_nbytes)
 
 
 def encode_work(
     model: str,
     epoch: Epoch,
     admission: int,
-    shape: RequestShape,
+    shape: RequestShape | PlainShape,
     inputs: NDArray[Any],
     session: Session = _NO_SESSION,
 ) -> bytes:
@@ -310,18 +311,19 @@ def encode_work(
     dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
     if inputs.dtype != NUMPY_DTYPE[dtype]:
         raise WireError(f"inputs are {inputs.dtype}; send token ids as int32 or pixels as uint8")
-    _check_request(shape, dtype, inputs.shape)
-    _check_session(shape, session)
-    head = np.zeros(_block_bytes(len(shape.lengths), len(shape.mask_rows)) // 4, NUMPY_DTYPE["i32"])
-    counts = (WANTS.index(shape.want), len(shape.lengths), len(shape.mask_rows), shape.cache, *session)
-    fields = (*counts, *shape.lengths, *shape.mask_rows)
+    plain = shape.plain()
+    _check_request(plain, dtype, inputs.shape)
+    _check_session(plain, session)
+    head = np.zeros(_block_bytes(len(plain.sizes), len(plain.marks)) // 4, NUMPY_DTYPE["i32"])
+    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.marks), plain.session_rows, *session)
+    fields = (*counts, *plain.sizes, *plain.marks)
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
     return encode(Frame("work", model, epoch, admission, shape=(len(body),), numbers=numbers, body=body))
 
 
-def decode_work(frame: Frame) -> tuple[RequestShape, NDArray[Any]]:
+def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     """Return the request's shape and its inputs (a read-only view) of a work frame.
 
     Ids are not compared with a vocabulary here: that is the model's business. Raises `WireError` if the frame is no
@@ -343,7 +345,7 @@ def decode_work(frame: Frame) -> tuple[RequestShape, NDArray[Any]]:
     head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
     if any(head[sequences + masks :]):
         raise WireError("the request's lengths are not padded with zeros")
-    shape = RequestShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
+    shape = PlainShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
     _check_request(shape, dtype, dims)
     _check_session(shape, decode_session(frame))
     inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
@@ -359,34 +361,34 @@ def decode_session(frame: Frame) -> Session:
     return Session(number, bool(final))
 
 
-def _check_session(shape: RequestShape, session: Session) -> None:
-    if not 0 <= session.number <= MAX_SESSION or (not shape.cache and session != _NO_SESSION):
-        raise WireError(f"a run with a cache of {shape.cache} rows cannot belong to session {session}")
+def _check_session(shape: PlainShape, session: Session) -> None:
+    if not 0 <= session.number <= MAX_SESSION or (not shape.session_rows and session != _NO_SESSION):
+        raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
 
 
 def _block_bytes(sequences: int, masks: int) -> int:
     return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
 
 
-def check_shape(shape: RequestShape) -> None:
+def check_shape(shape: PlainShape) -> None:
     """Raise `WireError` unless a request may have this shape; its numbers are whole numbers."""
-    sequences, tokens = len(shape.lengths), shape.tokens
-    if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.lengths) < 1 or tokens > MAX_TOKENS:
+    sequences, tokens = len(shape.sizes), shape.size
+    if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.sizes) < 1 or tokens > MAX_TOKENS:
         raise WireError(
             f"a request needs 1 to {MAX_SEQUENCES} sequences of at least one token, at most {MAX_TOKENS} in all, got "
             f"{sequences} of {tokens} tokens (want {shape.want!r})"
         )
-    rows = shape.mask_rows
+    rows = shape.marks
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
-    if shape.cache and (sequences > 1 or not tokens <= shape.cache <= MAX_TOKENS):
-        raise WireError(f"a cache of {shape.cache} rows is not for {sequences} sequences of {tokens} tokens")
+    if shape.session_rows and (sequences > 1 or not tokens <= shape.session_rows <= MAX_TOKENS):
+        raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
 
 
-def _check_request(shape: RequestShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
+def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
     check_shape(shape)
-    sequences, tokens = len(shape.lengths), shape.tokens
-    ids = dtype == "i32" and dims == (tokens + bool(shape.cache),)
+    sequences, tokens = len(shape.sizes), shape.size
+    ids = dtype == "i32" and dims == (tokens + bool(shape.session_rows),)
     pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
     if not ids and not pixels:
         raise WireError(f"inputs {dtype}{list(dims)} fit neither {tokens} token ids nor {sequences} images")

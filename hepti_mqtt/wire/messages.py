@@ -17,7 +17,7 @@ import msgpack
 
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire import checks, peers
 from hepti_mqtt.wire.checks import Plain
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
@@ -43,7 +43,7 @@ class Prepare:
     spec: Plain
     manifest: bytes
     in_flight: int
-    shapes: tuple[RequestShape, ...] = ()
+    shapes: tuple[PlainShape, ...] = ()
     needed: int = 0
     peers: tuple[Peer, ...] = ()
 
@@ -321,7 +321,7 @@ def _pack(message: object, head: list[Any]) -> bytes:
 
 
 def _plain(value: object) -> list[Any]:
-    if isinstance(value, RequestShape):
+    if isinstance(value, PlainShape):
         return checks.plain_shape(value)
     if isinstance(value, Peer):
         return list(peers.plain(value))

@@ -28,9 +28,9 @@ import numpy as np
 from hepti_mqtt import models
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, Workers, allocate
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
-from hepti_mqtt.spec import RequestShape
 
 try:
     from hepti_mqtt.plan_programs import make_plan, program, resident_weights
@@ -107,17 +107,17 @@ class Case:
         self.plan = make_plan(self.spec, template, strategy, options, (1.0,) * len(devices))
         self.device = devices[-2:][0]  # not the head device, where there is another
         self.best: dict[str, float] = {}
-        shape = RequestShape((LENGTHS[0],))
+        shape = PackedTokens((LENGTHS[0],))
         built = program(self.spec, self.plan, shape, self.device)
         self.ops = len(built.ops)
         self.weights = shared_weights(built.weights(), {})
         self.workers = Workers(1)
 
-    def build(self, shape: RequestShape) -> Program:
+    def build(self, shape: PackedTokens) -> Program:
         """Return one device's Program."""
         return program(self.spec, self.plan, shape, self.device)
 
-    def round(self, shape: RequestShape) -> None:
+    def round(self, shape: PackedTokens) -> None:
         """Time everything once."""
         found = list(caches())
 
@@ -129,8 +129,8 @@ class Case:
             forget()
             for device in self.plan.devices:
                 resident_weights(self.spec, self.plan, device)
-            self.build(RequestShape((512,)))
-            self.build(RequestShape((64,)))
+            self.build(PackedTokens((512,)))
+            self.build(PackedTokens((64,)))
 
         def bound() -> None:
             bind(self.build(shape), self.weights, self.workers)
@@ -164,7 +164,7 @@ def main() -> None:
     gc.freeze()  # what a collection costs is what it costs for the Programs
     for n in range(int(os.environ.get("ROUNDS", "40"))):
         for case in cases:
-            case.round(RequestShape((LENGTHS[n % len(LENGTHS)],)))
+            case.round(PackedTokens((LENGTHS[n % len(LENGTHS)],)))
     result: dict[str, Any] = {case.name: case.result() for case in cases}
     result["machine"], result["python"] = platform.machine(), platform.python_version()
     result["package"] = import_module("hepti_mqtt").__file__

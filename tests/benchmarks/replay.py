@@ -16,10 +16,10 @@ from statistics import median
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.simulate import Naming, simulate
-from hepti_mqtt.spec import RequestShape
 
 LATENCY_S = 0.3e-3  # of the lab's links, with what a broker takes
 
@@ -38,7 +38,7 @@ def main(files: list[str]) -> None:
         if not chosen or (cell["model"], cell["rate"]) not in told:
             continue
         known, names = told[cell["model"], cell["rate"]], tuple(chosen["devices"])
-        spec, shape = spec_from_dict(known["spec"]), RequestShape((turn["tokens"],))
+        spec, shape = spec_from_dict(known["spec"]), PackedTokens((turn["tokens"],))
         draft = Plan(cell["model"], tuple(chosen["epoch"]), chosen["strategy"], names, names[0], wire=chosen["wire"])
         plan = make_plan(spec, draft, chosen["strategy"], chosen["options"], tuple(chosen["devices"].values()))
         rate = cell["rate"] * 1e6 / 8

@@ -10,7 +10,7 @@ import pytest
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.models.shapes import Images
 
 onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 helper = onnx.helper
@@ -95,7 +95,7 @@ def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     path = make(tmp_path / "Some Net.onnx")
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.model == "some-net"
-        spec, shape = checkpoint.spec, RequestShape((1,))
+        spec, shape = checkpoint.spec, Images(1)
         inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
         _, output = models.reference(spec, checkpoint.tensors(), inputs, shape)
     assert models.spec_from_dict(spec.to_dict()) == spec

@@ -13,8 +13,8 @@ from device_agent.network import Network
 from device_agent.probe import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.transport.client import AWAY_S
 from hepti_mqtt.wire import described, frames, messages
@@ -59,7 +59,7 @@ def tensor(model=MODEL, layer=2, source="d2", kind="tensor"):
 
 
 def work(model=MODEL):
-    return frames.encode_work(model, EPOCH, 5, RequestShape((2,)), np.array([1, 2], np.int32))
+    return frames.encode_work(model, EPOCH, 5, PackedTokens((2,)), np.array([1, 2], np.int32))
 
 
 def test_base_subscriptions_of_both_planes(wired):
@@ -86,7 +86,7 @@ def test_requests_and_activations_become_frames(wired):
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "all"), tensor(), "data")
     request, one, to_all = wired.events()
     assert isinstance(request, FrameIn)
-    assert frames.decode_work(request.frame)[0] == RequestShape((2,))
+    assert frames.decode_work(request.frame)[0] == PackedTokens((2,)).plain()
     for event in (one, to_all):
         assert event.frame.source == "d2"
         np.testing.assert_array_equal(event.frame.array(), [[0, 1, 2], [3, 4, 5]])

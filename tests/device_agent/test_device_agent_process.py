@@ -21,9 +21,9 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels.gemm.tilings import PIN
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
@@ -119,12 +119,17 @@ class Planner:
         spec, manifest = self.checkpoint.spec.to_dict(), self.checkpoint.manifest.digest
         for device in plan.devices:
             number = plan.epoch.number
-            self.tell(device, messages.Prepare(number, plan.to_dict(), spec, manifest, 1, shapes, len(shapes)))
+            self.tell(
+                device,
+                messages.Prepare(
+                    number, plan.to_dict(), spec, manifest, 1, tuple(s.plain() for s in shapes), len(shapes)
+                ),
+            )
         for device in plan.devices:
             self.wait(device, messages.Ready, lambda m: m.epoch == plan.epoch)
 
     def infer(self, plan, admission, lengths=(5, 9)):
-        shape = RequestShape(lengths)
+        shape = PackedTokens(lengths)
         vocab = self.checkpoint.spec.text.vocab
         ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
         self.transport.publish(
@@ -244,7 +249,7 @@ def test_a_foreseen_request_finds_its_program_and_the_heartbeat_tells_which_did_
     agents.start("ahead1")
     planner.online("ahead1")
     plan = planner.plan(("ahead1",))
-    planner.prepare(plan, RequestShape((5, 9)), RequestShape((3,)))
+    planner.prepare(plan, PackedTokens((5, 9)), PackedTokens((3,)))
 
     for admission, lengths in enumerate([(5, 9), (3,), (4,)], 1):
         planner.infer(plan, admission, lengths)

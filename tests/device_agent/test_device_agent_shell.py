@@ -21,6 +21,7 @@ from hepti_mqtt import models
 from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Load, Study, Unload
@@ -28,7 +29,6 @@ from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn
 from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
@@ -235,7 +235,7 @@ def test_activations_leave_on_the_data_plane(device):
 def test_an_op_that_fails_ends_its_request_only(device):
     d = device()
     d.ready()
-    shape = RequestShape((2,))
+    shape = PackedTokens((2,))
     bad = frames.encode_work(PLAN.model, PLAN.epoch, 1, shape, np.array([1, 10**6], np.int32))
     d.run(FrameIn(frames.decode(bad)), request(2)[2])
     (failed,) = d.ups(messages.RequestFailed)
@@ -454,6 +454,6 @@ def test_events_of_the_network_go_before_further_ops(device):
 def test_frames_of_dead_epochs_are_dropped(device):
     d = device()
     d.ready()
-    payload = frames.encode_work(PLAN.model, Epoch(1, 99), 1, RequestShape((1,)), np.zeros(1, np.int32))
+    payload = frames.encode_work(PLAN.model, Epoch(1, 99), 1, PackedTokens((1,)), np.zeros(1, np.int32))
     d.run(FrameIn(frames.decode(payload)))
     assert d.session.counters["dead_epoch"] == 1

@@ -15,11 +15,11 @@ from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Piece, Rule, Table, box,
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import pieces_of
 from hepti_mqtt.lowering.ops import Attention, LayerNorm, Linear, Moments, Op, Whole
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import apportion
 from hepti_mqtt.plan_programs import frame
 from hepti_mqtt.plan_programs import lowered as lowered_of
 from hepti_mqtt.program import check
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES, Division
 
 FRAME = {roles.INPUT: on(PLANNER_PLACE), roles.STEM: on(0), roles.TASK: on(0)}
@@ -87,7 +87,7 @@ def test_random_tables_give_the_result_of_one_device(family):
 
 
 def lowered(lines: dict[str, Rule], devices: int = 2) -> Lowered:
-    graph = models.graph(FAMILIES["bert-embedding"], RequestShape((8,)))
+    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
     return Lowered(graph, Table(lines).over(Table(where_present=FRAME)), [f"d{i}" for i in range(devices)])
 
 
@@ -128,7 +128,7 @@ def test_a_role_that_no_tensor_has_is_an_error():
 
 
 def test_empty_pieces_are_none():
-    graph = models.graph(FAMILIES["bert-embedding"], RequestShape((8,)))
+    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
     x = graph.first(roles.AFTER_MLP)
     assert pieces_of(x, split([span(0, 8), ()], 0)(x), ("d0", "d1")) == (Piece(0, box(x, {})),)
     assert isinstance(graph.first(roles.ATTENTION), Attention)
@@ -142,7 +142,7 @@ def fresh_programs(spec, fixed, shape):
 
 
 def frame_of(fixed):
-    return frame(Division(models.graph(FAMILIES["bert-embedding"], RequestShape((8,))), fixed))
+    return frame(Division(models.graph(FAMILIES["bert-embedding"], PackedTokens((8,))), fixed))
 
 
 @pytest.mark.parametrize("method", sorted({name for name, _ in METHODS if STRATEGIES[name].groups is None}))

@@ -12,7 +12,7 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.models.shapes import Images
 
 PRE = "preprocessor_config.json"
 
@@ -147,5 +147,5 @@ def test_weights_of_another_architecture_are_told(kind, given, tmp_path):
 
 def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
-    assert spec.output_shape(RequestShape((1, 1))) == (2 * 25, 14)
-    assert spec_of_kind("tiny-vgg").output_shape(RequestShape((1, 1, 1))) == (3, 7)
+    assert spec.output_shape(Images(2)) == (2 * 25, 14)
+    assert spec_of_kind("tiny-vgg").output_shape(Images(3)) == (3, 7)

@@ -12,11 +12,11 @@ from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.models.plain import erf
 from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Recv
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire.manifest import Manifest, check_tile, tile_array
 
 # The plain encoders, whose layers can be left out.
@@ -132,9 +132,9 @@ def value(program, slots, slot):
 def batch(spec):
     reads = spec.reads
     if isinstance(reads, Pictures):
-        shape = RequestShape((reads.rows,) * 3)
+        shape = reads.batch(3)
     else:
-        shape = RequestShape((5, 1, 7), mask_rows=(2, 5, 6) if reads.masks else ())
+        shape = PackedTokens((5, 1, 7), mask_rows=(2, 5, 6) if reads.masks else ())
     return models.random_inputs(spec, shape, np.random.default_rng(0)), shape
 
 
@@ -161,7 +161,7 @@ def program_of(spec, shape):
 def test_the_masked_token_heads_of_the_families_differ_in_their_activation():
     size = {"hidden_size": 8, "intermediate_size": 9, "max_position_embeddings": 9, "vocab_size": 9}
     config = {**size, "hidden_act": "relu", "num_attention_heads": 1, "num_hidden_layers": 1}
-    shape = RequestShape((3,), mask_rows=(1,))
+    shape = PackedTokens((3,), mask_rows=(1,))
     for architecture, activation in (("BertForMaskedLM", "relu"), ("RobertaForMaskedLM", "gelu")):
         spec = models.spec_from_config({**config, "architectures": [architecture]}, {})
         linears = [op for op in program_of(spec, shape).ops if isinstance(op, Compute) and op.kernel == "linear"]

@@ -11,8 +11,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models.plain import activate, erf
 from hepti_mqtt.models.reads import Pictures, Text
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import RequestShape
 
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
 TINY = [
@@ -32,10 +32,10 @@ def checkpoint(request, tmp_path_factory):
 def batch(spec, lengths, seed=0):
     """Return inputs and shape of a batch; for images the numbers of `lengths` do not matter."""
     reads = spec.reads
-    shape = RequestShape((reads.rows,) * len(lengths) if isinstance(reads, Pictures) else tuple(lengths))
+    shape = reads.batch(len(lengths) if isinstance(reads, Pictures) else tuple(lengths))
     if isinstance(reads, Text) and reads.masks:
         masks = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
-        shape = RequestShape(shape.lengths, mask_rows=masks)
+        shape = PackedTokens(shape.lengths, mask_rows=masks)
     return models.random_inputs(spec, shape, np.random.default_rng(seed)), shape
 
 
@@ -92,15 +92,14 @@ def test_sequences_of_a_batch_do_not_see_each_other(checkpoint):
     assert output.shape == spec.output_shape(shape)
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
         piece = inputs[i : i + 1] if isinstance(spec.reads, Pictures) else inputs[start : start + length]
-        masks = tuple(row - start for row in shape.mask_rows if start <= row < start + length)
-        alone = models.reference(spec, tensors, piece, RequestShape((length,), mask_rows=masks))
+        alone = models.reference(spec, tensors, piece, shape.part(i, i + 1)[0])
         np.testing.assert_allclose(alone[0], hidden[start : start + length], atol=1e-12)
         np.testing.assert_allclose(alone[1], output[i : i + 1], atol=1e-12)
 
 
 def test_hidden_wanted_is_hidden_given(checkpoint):
     inputs, shape = batch(checkpoint.spec, (4, 3))
-    want = RequestShape(shape.lengths, "hidden")
+    want = shape.asking("hidden")
     hidden, output = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, want)
     assert output.shape == checkpoint.spec.output_shape(want)
     np.testing.assert_array_equal(hidden, output)

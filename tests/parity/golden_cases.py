@@ -11,7 +11,7 @@ import numpy as np
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.models import packed
 from hepti_mqtt.models.reads import Decoding, Pictures
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.models.shapes import PackedTokens
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -59,14 +59,14 @@ def request(spec):
         images = 1 if side > 100 else 2
         b, c, y, x = np.ogrid[:images, :3, :side, :side]
         pixels = (x * x // 16 + 3 * y * (c + 1) + x * y // 8 + 50 * b) % 256
-        return pixels.astype(np.uint8), RequestShape((reads.rows,) * images)
+        return pixels.astype(np.uint8), reads.batch(images)
     # Ids from 5 on: no special token among them, RoBERTa's padding id least of all, which shifts positions there.
     ids = 5 + np.arange(30) * 7919 % (reads.vocab - 5)
     if isinstance(reads, Decoding):  # one text of all of them
         shape, inputs = packed(spec, ids.astype(np.int32))
         return inputs, shape
     masks = (3, 20, 25) if reads.masks else ()
-    return ids.astype(np.int32), RequestShape((21, 9), mask_rows=masks)
+    return ids.astype(np.int32), PackedTokens((21, 9), mask_rows=masks)
 
 
 def checksum(tensors):

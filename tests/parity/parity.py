@@ -24,8 +24,8 @@ from torch_oracle import known, outputs, scaled
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models import FAMILIES, reference
 from hepti_mqtt.models.config import ACTIVATIONS
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.spec import RequestShape
 
 TOLERANCE = 2e-4
 LAYERS = 2
@@ -216,7 +216,7 @@ def sentences():
     ids = [token for t in texts for token in tokenizer(t, truncation=True, max_length=limit)["input_ids"]]
     if prepared.inputs.tolist() != ids:
         return report("MiniLM token ids", np.inf, "differ")
-    return compare("MiniLM, real", path, prepared.inputs, RequestShape(prepared.shape.lengths))
+    return compare("MiniLM, real", path, prepared.inputs, PackedTokens(prepared.shape.lengths))
 
 
 def pictures(root):

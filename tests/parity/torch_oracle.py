@@ -29,14 +29,14 @@ def outputs(path, architecture, inputs, shape, pooling=None):
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
         if architecture.startswith("ViT"):
             given = {"pixel_values": torch.from_numpy((inputs[i : i + 1] / 255 - 0.5) / 0.5)}
-        elif shape.cache:  # the cached rows, none, and then the ids
+        elif shape.session_rows:  # the cached rows, none, and then the ids
             given = {"input_ids": torch.from_numpy(inputs[1:].astype(np.int64))[None]}
         else:
             given = {"input_ids": torch.from_numpy(inputs[start : start + length].astype(np.int64))[None]}
         with torch.no_grad():
             rows = model.base_model(**given).last_hidden_state[0]
             result = model(**given)
-        if shape.cache:
+        if shape.session_rows:
             hidden.append(rows.numpy())
             output.append(result.logits[0, -1:].numpy())
             continue

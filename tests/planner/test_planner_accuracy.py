@@ -28,7 +28,7 @@ CASES = [
     for method in [(s.name, dict(o)) for s in STRATEGIES.values() if s.groups is None for o in s.options]
     if STRATEGIES[method[0]].most_devices is None
     and STRATEGIES[method[0]].unsupported(graph(spec, largest_shape(spec))) is None
-    and not largest_shape(spec).cache
+    and not largest_shape(spec).session_rows
 ]
 SOON = {("bert-embedding", "row"), ("vit-classifier", "block"), ("tiny-convnet", "map_rows")}
 

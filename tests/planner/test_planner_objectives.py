@@ -11,9 +11,9 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.spec import RequestShape
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30
@@ -26,7 +26,7 @@ def question(speeds, rooms=None, spec=SPEC, **asked):
         for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
     }
     cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
-    return Question(Naming("home", "m"), spec, cluster, RequestShape((20,)), Epoch(1, 1), in_flight=2, **asked)
+    return Question(Naming("home", "m"), spec, cluster, PackedTokens((20,)), Epoch(1, 1), in_flight=2, **asked)
 
 
 def per_s(speed):

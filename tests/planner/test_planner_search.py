@@ -14,12 +14,13 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import program, programs, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, programs_bytes, sent_bytes, weight_total
-from hepti_mqtt.spec import RequestShape, TaskHead
+from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 
 BASE = ModelSpec(
@@ -52,7 +53,7 @@ def cluster(*devices: DeviceProfile, mbit: float = 940.0) -> Cluster:
 
 
 def question(spec: ModelSpec, site: Cluster, tokens: int = 128, **pins) -> Question:
-    return Question(Naming("home", "m"), spec, site, RequestShape((tokens,)), Epoch(1, 1), **pins)
+    return Question(Naming("home", "m"), spec, site, PackedTokens((tokens,)), Epoch(1, 1), **pins)
 
 
 def four_pis(mbit: float, memory: float = 8e9) -> Cluster:
@@ -208,7 +209,7 @@ def test_predicted_bytes_are_those_of_the_programs():
     spec = FAMILIES["vit-classifier"]
     ask = question(spec, four_pis(240), tokens=17, strategy="block")
     decision = decide(ask)
-    shape = RequestShape((17,))
+    shape = PackedTokens((17,))
     parts = programs(spec, decision.chosen.plan, shape)
     assert decision.chosen.price.nbytes == sent_bytes(ask.naming, spec, shape, parts)
 
@@ -247,7 +248,7 @@ def test_a_plan_packet_bounds_every_request_of_one_sequence():
     for candidate in decide(asked).ranking:
         bound = plan_packet(asked, candidate.plan)
         for length in (20, 7, 1):
-            shape = RequestShape((length,))
+            shape = PackedTokens((length,))
             parts = programs(spec, candidate.plan, shape)
             assert largest_packet_bytes(asked.naming, spec, shape, parts) <= bound
 

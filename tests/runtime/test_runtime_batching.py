@@ -42,7 +42,7 @@ def busy(batching: Batching = TOGETHER, **more: object) -> Site:
 
 def lengths(site: Site, admission: int) -> tuple[int, ...]:
     """Return the lengths of the sequences of a run."""
-    return decode_work(site.work[admission])[0].lengths
+    return decode_work(site.work[admission])[0].sizes
 
 
 def fail(site: Site, admission: int, code: str) -> None:
@@ -334,7 +334,7 @@ def test_devices_build_the_programs_of_the_runs_that_wait() -> None:
     site.join("a")
     site.tick(1.1)
     (prepare,) = site.prepares().values()
-    assert [len(shape.lengths) for shape in prepare.shapes[:3]] == [16, 4, 1]
+    assert [len(shape.sizes) for shape in prepare.shapes[:3]] == [16, 4, 1]
     assert prepare.needed == URGENT, "the last one need not hold up the first"
 
 

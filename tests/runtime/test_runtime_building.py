@@ -15,6 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.runtime.device.building import build, study
 from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Study
@@ -24,7 +25,6 @@ from hepti_mqtt.runtime.device.local import pack
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import PROGRAMS, programs_bytes
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import frames, messages
 
 SPEC = FAMILIES["bert-embedding"]
@@ -33,15 +33,15 @@ KEY = ("m", Epoch(1, 1))
 WORKERS = Workers(1)
 
 
-def shape(*lengths: int) -> RequestShape:
-    return RequestShape(lengths)
+def shape(*lengths: int) -> PackedTokens:
+    return PackedTokens(lengths)
 
 
 class Device:
     """A session under a plan for one device, whose orders are carried out when the test says so."""
 
-    def __init__(self, shapes: Iterable[RequestShape] = (), needed: int | None = None, spec=SPEC) -> None:
-        shapes = tuple(shapes)
+    def __init__(self, shapes: Iterable[PackedTokens] = (), needed: int | None = None, spec=SPEC) -> None:
+        shapes = tuple(shape.plain() for shape in shapes)
         self.spec = spec
         self.session = WorkerSession("d0", "home", 1 << 30)
         self.orders: list[Build] = []
@@ -74,7 +74,7 @@ class Device:
     def tell(self, message: messages.Message) -> None:
         self(MessageIn(message))
 
-    def build(self, *, most: int = 100) -> list[RequestShape]:
+    def build(self, *, most: int = 100) -> list[PackedTokens]:
         """Carry out orders, and return their shapes."""
         built = []
         while self.orders and len(built) < most:
@@ -83,7 +83,7 @@ class Device:
             self(build(order, "d0", WORKERS))
         return built
 
-    def request(self, wanted: RequestShape, session: frames.Session | None = None) -> int:
+    def request(self, wanted: PackedTokens, session: frames.Session | None = None) -> int:
         self.admission += 1
         inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(0))
         payload = frames.encode_work(*KEY, self.admission, wanted, inputs, session or frames.Session())
@@ -124,7 +124,7 @@ def test_a_request_that_was_foreseen_finds_its_program() -> None:
 def test_nothing_is_built_before_the_weights_are_there() -> None:
     device = Device()
     second = replace(plan(SPEC, ("single", {}), (1.0,)), model="m", epoch=Epoch(1, 2))
-    device.tell(messages.Prepare(2, second.to_dict(), SPEC.to_dict(), bytes(32), 2, (shape(3),), 1))
+    device.tell(messages.Prepare(2, second.to_dict(), SPEC.to_dict(), bytes(32), 2, (shape(3).plain(),), 1))
     assert not device.orders
 
 
@@ -162,7 +162,7 @@ def test_what_a_request_waits_for_is_built_first() -> None:
 
 
 def test_the_steps_of_a_session_are_foreseen() -> None:
-    prompt, step = RequestShape((7,), cache=64), RequestShape((1,), cache=64)
+    prompt, step = PackedTokens((7,), cache=64), PackedTokens((1,), cache=64)
     device = Device([prompt], spec=GPT2)
     device.build()
     device.request(prompt, frames.Session(1))

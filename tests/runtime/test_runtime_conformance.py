@@ -111,7 +111,7 @@ class Driven:
         self.prepare(spec, fixed)
 
     def prepare(self, spec, fixed):
-        shapes = tuple(dict.fromkeys(shape for shape, _, _ in self.asked))
+        shapes = tuple(dict.fromkeys(shape.plain() for shape, _, _ in self.asked))
         peers = tuple(Peer(d, Endpoint("127.0.0.1", 1), "out", "in") for d in fixed.devices if d != self.name)
         begun = messages.Prepare(
             1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes), peers
@@ -161,7 +161,7 @@ class Driven:
         if frame.key is not None:
             return sent.get((frame.admission, frame.key))
         shape, inputs, _ = self.asked[frame.admission - 1]
-        session = Session(frame.admission, final=True) if shape.cache else Session()
+        session = Session(frame.admission, final=True) if shape.session_rows else Session()
         return encode_work("m", EPOCH, frame.admission, shape, inputs, session)
 
     def seconds(self, step):

@@ -12,20 +12,22 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import PlanError
+from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.model_state import FORESEEN, FORESEEN_NUMBERS, URGENT
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
 
 
-def shapes(*lengths: int) -> tuple[RequestShape, ...]:
-    return tuple(RequestShape((n,)) for n in lengths)
+def shapes(*lengths: int) -> tuple[PackedTokens, ...]:
+    return tuple(PackedTokens((n,)) for n in lengths)
 
 
-def foreseen(site: Site, device: str = "a") -> tuple[tuple[RequestShape, ...], int]:
+def foreseen(site: Site, device: str = "a") -> tuple[tuple[PackedTokens, ...], int]:
     prepare = site.prepares()[device]
-    return prepare.shapes, prepare.needed
+    reads = spec_from_dict(prepare.spec).reads
+    return tuple(reads.shape_of(plain) for plain in prepare.shapes), prepare.needed
 
 
 def site_of(*devices: str) -> Site:
@@ -86,7 +88,7 @@ def test_no_more_is_foreseen_than_fits() -> None:
         site.submit(f"r{number}", number)
         site.answer(number)
     model = site.session.slots.own("m")
-    model.dispatched(RequestShape((1,) * (FORESEEN_NUMBERS + 1)))
+    model.dispatched(PackedTokens((1,) * (FORESEEN_NUMBERS + 1)))
     found, needed = model.foreseen()
     assert found[: FORESEEN - 1] == shapes(*range(FORESEEN + 3, 4, -1))
     assert needed == len(found) == FORESEEN - 1, "the large one would fill the message"

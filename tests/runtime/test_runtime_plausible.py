@@ -13,9 +13,9 @@ from hepti_mqtt.runtime.device import resident
 from hepti_mqtt.runtime.device.building import study
 from hepti_mqtt.runtime.device.commands import Study
 from hepti_mqtt.runtime.device.events import MessageIn
-from hepti_mqtt.runtime.device.plausible import MAX_DEVICES, check_prepare, check_shape
+from hepti_mqtt.runtime.device.plausible import MAX_DEVICES, check_prepare, shape_of
 from hepti_mqtt.runtime.device.worker import ASKED, WorkerSession
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -43,7 +43,7 @@ def found(made=None, spec=None, shapes=(), in_flight=1):
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_plans_of_every_family_are_believed(name):
     spec = EVERY_FAMILY[name]
-    check_prepare("d0", plan(spec, ("single", {}), (1.0,)), spec, [largest_shape(spec)], 2)
+    check_prepare("d0", plan(spec, ("single", {}), (1.0,)), spec, [largest_shape(spec).plain()], 2)
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def test_an_absurd_plan_is_refused_before_anything_is_built(nothing_built, path,
 
 
 def test_so_are_shapes_and_numbers_of_runs_that_no_plan_was_made_for(nothing_built):
-    assert "tokens" in str(found(shapes=(RequestShape((2**20,)),)))
+    assert "tokens" in str(found(shapes=(PlainShape((2**20,)),)))
     assert "in_flight" in str(found(in_flight=2**40))
     decoder = EVERY_FAMILY["tiny-gpt2"]
     with pytest.raises(PlanError, match="cache"):
-        check_shape(decoder, RequestShape((1,), cache=2**20))
+        shape_of(decoder, PlainShape((1,), session_rows=2**20))
 
 
 def test_plans_wait_to_be_studied_in_a_bounded_number():

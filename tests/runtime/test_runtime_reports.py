@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scripted_site import ROW, SPEC, Site
 
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.planner import events
 from hepti_mqtt.runtime.planner.flight import Chunk, Job, RequestKey
 from hepti_mqtt.runtime.planner.packs import Batching
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import decode_work
 
@@ -24,7 +24,7 @@ def running(**options) -> tuple[Site, Plan]:
 
 
 def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
-    chunks = tuple(Chunk(RequestShape((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+    chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
     job = Job(RequestKey("m", "c", name), chunks, None, site.now + 60, report=report)
     site.event(events.Submit(job))
     return job
@@ -33,7 +33,7 @@ def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
 def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:
     """Send rows of the output, which are the lengths of the sequences."""
     frame = site.work[admission]
-    whole = np.repeat(np.array(decode_work(frame)[0].lengths, np.float32)[:, None], SPEC.hidden, axis=1)
+    whole = np.repeat(np.array(decode_work(frame)[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
     body, source = whole[rows], source or plan.head
     first = rows.start or 0
     sent = replace(
@@ -93,7 +93,7 @@ def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
         events.Submit(
             Job(
                 RequestKey("m", "c", "two"),
-                (Chunk(RequestShape((4, 5)), np.zeros(9, np.int32)),),
+                (Chunk(PackedTokens((4, 5)), np.zeros(9, np.int32)),),
                 None,
                 60.0,
                 report=False,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt.models.shapes import Images, PackedTokens
 from hepti_mqtt.service.chunks import cut
 from hepti_mqtt.service.requests import Prepared
-from hepti_mqtt.spec import RequestShape
 
 LIMIT = 20
 
@@ -21,7 +21,7 @@ def test_chunks_hold_the_whole_request_in_order(lengths, data):
     total = sum(lengths)
     rows = tuple(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=8))))
     inputs = np.arange(total, dtype=np.int32)
-    chunks = cut(Prepared(RequestShape(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
+    chunks = cut(Prepared(PackedTokens(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
     assert [n for c in chunks for n in c.shape.lengths] == lengths
     assert np.concatenate([c.inputs for c in chunks]).tolist() == list(range(total))
     assert all(c.shape.tokens == len(c.inputs) <= LIMIT for c in chunks)
@@ -35,16 +35,16 @@ def test_chunks_hold_the_whole_request_in_order(lengths, data):
 @given(st.integers(1, 9), st.integers(1, 4))
 def test_pictures_are_cut_along_the_batch(count, fit):
     pixels = np.arange(count * 12, dtype=np.uint8).reshape(count, 3, 2, 2)
-    chunks = cut(Prepared(RequestShape((5,) * count), pixels, True, 5), 5 * fit)
+    chunks = cut(Prepared(Images(count, 5), pixels, True, 5), 5 * fit)
     assert all(len(c.inputs) == len(c.shape.lengths) <= fit for c in chunks)
     np.testing.assert_array_equal(np.concatenate([c.inputs for c in chunks]), pixels)
 
 
 def test_want_is_kept():
-    (chunk,) = cut(Prepared(RequestShape((3,), "hidden"), np.zeros(3, np.int32), False, 5), LIMIT)
+    (chunk,) = cut(Prepared(PackedTokens((3,), "hidden"), np.zeros(3, np.int32), False, 5), LIMIT)
     assert chunk.shape.want == "hidden"
 
 
 def test_a_sequence_that_fits_no_run_is_an_error():
-    with pytest.raises(ValueError, match="sequence 1"):
-        cut(Prepared(RequestShape((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
+    with pytest.raises(ValueError, match="item 1"):
+        cut(Prepared(PackedTokens((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)

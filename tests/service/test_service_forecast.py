@@ -10,6 +10,7 @@ from swarm import profile_curve
 
 from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.runtime.planner.flight import RunStats
@@ -17,12 +18,11 @@ from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import Forecast, Forecasts, shares
 from hepti_mqtt.simulate import Naming, sent_bytes
-from hepti_mqtt.spec import RequestShape
 
 PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
-SHAPES = [RequestShape((n,)) for n in (5, 6, 7)]
+SHAPES = [PackedTokens((n,)) for n in (5, 6, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, mad
 
 
 def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, made):
-    one, shape = standing(spec), RequestShape((5, 6))
+    one, shape = standing(spec), PackedTokens((5, 6))
     forecasts.stand((one,))
     first = run_of(one, shape)
     forecasts.met(first)
@@ -113,23 +113,23 @@ def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypat
 
 def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, spec):
     one = standing(spec)
-    first = forecasts.told(one.plan, RequestShape((5,)))
+    first = forecasts.told(one.plan, PackedTokens((5,)))
     assert (first.seconds, first.nbytes, first.simulated) == (pytest.approx(0.002), 500, False)
     assert shares([first]) == {"a": 0.75, "b": 0.25}
-    forecasts.then([run_of(one, RequestShape((n,))) for n in (5, 20)], lambda: None)
+    forecasts.then([run_of(one, PackedTokens((n,))) for n in (5, 20)], lambda: None)
     assert forecasts.step()
-    known = forecasts.told(one.plan, RequestShape((5,)))
-    near = forecasts.told(one.plan, RequestShape((6,)))
+    known = forecasts.told(one.plan, PackedTokens((5,)))
+    near = forecasts.told(one.plan, PackedTokens((6,)))
     assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
     other = standing(spec, 2)
-    assert forecasts.told(other.plan, RequestShape((5,))).nbytes == 500, "of another plan nothing is known"
+    assert forecasts.told(other.plan, PackedTokens((5,))).nbytes == 500, "of another plan nothing is known"
 
 
 def test_what_is_asked_for_comes_before_what_is_only_foreseen(forecasts, spec, made):
     one = standing(spec)
     forecasts.stand((one,))
     forecasts.begin("bert", SHAPES)
-    asked = RequestShape((9,))
+    asked = PackedTokens((9,))
     forecasts.then([run_of(one, asked)], lambda: made.append("answered"))
     make_all(forecasts)
     assert made[:2] == [(1, asked), "answered"]

@@ -9,11 +9,11 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.runtime.planner.flight import Chunk, Job, RequestKey
 from hepti_mqtt.service import journal as module
 from hepti_mqtt.service.inbox import Asked
 from hepti_mqtt.service.journal import KEPT, LIVES, Journal
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.transport import Delivery, Receipt
 
 KEY = RequestKey("m", "me", "q1")
@@ -39,7 +39,7 @@ def asked(packet=1, repeated=False, payload=b"{}"):
 
 
 def job(key=KEY, digest=b"d"):
-    return Job(key, (Chunk(RequestShape((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
+    return Job(key, (Chunk(PackedTokens((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
 
 
 def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live):

@@ -11,6 +11,7 @@ from sites import FAMILIES
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
@@ -19,7 +20,6 @@ from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.simulate import Naming
-from hepti_mqtt.spec import RequestShape
 
 SPEC = FAMILIES["bert-embedding"]
 
@@ -27,7 +27,7 @@ SPEC = FAMILIES["bert-embedding"]
 def question(*names: str, memory: float = 1e9) -> Question:
     profiles = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, memory) for n in names}
     return Question(
-        Naming("home", "m"), SPEC, Cluster(profiles, {n: Link() for n in names}), RequestShape((8,)), Epoch(1, 2)
+        Naming("home", "m"), SPEC, Cluster(profiles, {n: Link() for n in names}), PackedTokens((8,)), Epoch(1, 2)
     )
 
 

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
 from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import Builder, Program, Send, SlotSpec
 from hepti_mqtt.simulate import Naming, explain, simulate, timeline_svg, timeline_text
 from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
 from hepti_mqtt.simulate.memory import live_bytes
-from hepti_mqtt.spec import RequestShape, TaskHead
+from hepti_mqtt.spec import TaskHead
 
 NAMING = Naming("home", "m")
 SPEC = ModelSpec(
     "bert", "BertModel", 1, 8, 1, 8, False, "gelu", 1e-12, 8, TaskHead("embedding", "mean"), TextStem(9, 9, 1)
 )
-SHAPE = RequestShape((4,))
+SHAPE = PackedTokens((4,))
 RATE = 1e6
 LATENCY = 0.01
 SLOT = SlotSpec((4, 8))

@@ -7,10 +7,10 @@ from sites import FAMILIES, METHODS, plan, request
 
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, price
 from hepti_mqtt.simulate import Load, Naming, Request, RunTimes, load_of, play, simulate, under_load
-from hepti_mqtt.spec import RequestShape
 
 NAMING = Naming("home", "m")
 SPEC = FAMILIES["vit-classifier"]
@@ -70,7 +70,7 @@ def test_one_device_gains_nothing_but_the_time_of_its_frames():
 
 
 def test_the_sequences_of_a_request_are_micro_batches():
-    shape = RequestShape((17,) * 4)
+    shape = PackedTokens((17,) * 4)
     wanted, cluster = asked("pipeline", 3, shape), site(3)
     events = simulate(NAMING, SPEC, shape, wanted.programs, cluster, record=True).events
     busy = {d: [(e.start, e.stop) for e in events if e.device == d and e.lane == "compute"] for d in wanted.programs}

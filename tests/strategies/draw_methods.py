@@ -15,12 +15,13 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered, make_plan, programs
 from hepti_mqtt.shares import Lane
 from hepti_mqtt.simulate import Naming, layout_svg, play, request_of, simulate, timeline_svg
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 HERE = Path(__file__).parents[2] / "docs" / "methods"
@@ -90,7 +91,7 @@ def time_line(method: str, options: dict[str, str]) -> str:
     weights = [cluster.devices[d].speed(TOKENS) for d in devices]
     template = Plan("model", Epoch(1, 1), method, devices, devices[0], route="mesh" if len(devices) > 1 else "broker")
     chosen = make_plan(spec, template, method, options, weights, lanes)
-    shape = RequestShape(lengths)
+    shape = PackedTokens(lengths)
     played = simulate(Naming("home", "model"), spec, shape, programs(spec, chosen, shape), cluster, record=True)
     what = "two groups of DeBERT-Base" if method == "decoupled" else f"{deep} layer{'s' * (deep > 1)} of BERT-Base"
     batch = f"{len(lengths)} x {lengths[0]}" if len(lengths) > 1 else f"{TOKENS}"

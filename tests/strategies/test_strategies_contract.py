@@ -13,10 +13,10 @@ from swarm import Swarm, plan_of
 from together import bound, run_together
 
 from hepti_mqtt import models
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import Compute, Recv, Send, check
 from hepti_mqtt.simulate import Naming, sent_bytes
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES
 
 SITES = {
@@ -219,7 +219,7 @@ def test_the_last_layer_computes_only_what_the_task_needs():
 
 @pytest.mark.parametrize("name", [n for n, s in STRATEGIES.items() if s.most_devices is None])
 def test_shares_of_many_devices_cover_everything_once(name):
-    graph = models.graph(FAMILIES["bert-embedding"], RequestShape((20,)))
+    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((20,)))
     if STRATEGIES[name].unsupported(graph):
         pytest.skip(f"{name} does not divide this family")
     _, ranges = STRATEGIES[name].divide(graph, {}, (1.0, 0.0, 3.0, 0.2))

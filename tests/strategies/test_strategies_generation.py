@@ -9,9 +9,9 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Compute
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
@@ -120,13 +120,13 @@ def test_one_program_serves_every_position():
     host = swarm.hosts["d1"].session
     (key,) = host.epochs
     resident = host.epochs.get(*key)
-    assert list(resident.bound) == [RequestShape((7,), cache=64), RequestShape((1,), cache=64)]
-    whole = [c for p in programs(SPEC, plans, RequestShape((1,), cache=64)).values() for c in p.ops]
+    assert list(resident.bound) == [PackedTokens((7,), cache=64), PackedTokens((1,), cache=64)]
+    whole = [c for p in programs(SPEC, plans, PackedTokens((1,), cache=64)).values() for c in p.ops]
     kept = [c.kernel for c in whole if isinstance(c, Compute) and c.kernel == "append_rows"]
     assert len(kept) == 2 * SPEC.layers
 
 
-GRAPH = models.graph(SPEC, RequestShape((1,), cache=64))
+GRAPH = models.graph(SPEC, PackedTokens((1,), cache=64))
 # Pipeline places every tensor, the cache too, and could keep it layer by layer if it said so.
 NO_CACHE = [n for n, s in STRATEGIES.items() if not s.keeps_cache and set(s.needs) <= GRAPH.roles and n != "pipeline"]
 
@@ -135,7 +135,7 @@ NO_CACHE = [n for n, s in STRATEGIES.items() if not s.keeps_cache and set(s.need
 def test_methods_that_keep_no_cache_say_so(name):
     assert "cache" in (STRATEGIES[name].unsupported(GRAPH) or "")
     with pytest.raises(ValueError, match=r"kv: d1 would be sent|attention: d0 is to hold"):
-        programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), RequestShape((3,), cache=64))
+        programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), PackedTokens((3,), cache=64))
 
 
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():

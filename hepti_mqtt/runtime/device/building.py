@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
@@ -48,7 +48,7 @@ def study(order: Study, device: str, topics: Topics) -> Studied:
 
 def next_step(shape: RequestShape, session: Session) -> RequestShape | None:
     """Return the shape of the run that follows in a session, None after the last one and without a session."""
-    return None if session.final or not session.number else replace(shape, lengths=(1,))
+    return None if session.final or not session.number else shape.step(1)
 
 
 @dataclass(frozen=True, slots=True)

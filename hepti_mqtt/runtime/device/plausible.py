@@ -14,7 +14,7 @@ from hepti_mqtt.errors import BadNameError, PlanError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan, Storage, WireDtype
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_DEVICES: Final = 64
@@ -35,23 +35,28 @@ _COUNTS: Final[Mapping[str, int]] = {
 }
 
 
-def check_prepare(device: str, plan: Plan, spec: Spec, shapes: Iterable[RequestShape], in_flight: int) -> None:
-    """Raise PlanError, which names the field, for a plan, spec or shape that no planner asks for."""
+def check_prepare(
+    device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
+) -> list[RequestShape]:
+    """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
     _check_plan(device, plan)
     _check_spec("spec", spec.to_dict())
     if not 0 <= in_flight <= MAX_IN_FLIGHT:
         raise _wrong("in_flight", in_flight, f"is not within 0 to {MAX_IN_FLIGHT}")
-    for shape in shapes:
-        check_shape(spec, shape)
+    return [shape_of(spec, plain) for plain in shapes]
 
 
-def check_shape(spec: Spec, shape: RequestShape) -> None:
-    """Raise PlanError for a request that is longer than the plan of its model was made for."""
+def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
+    """Return a request's shape; raises PlanError for none of the family's, or larger than the plan was made for."""
     largest = largest_shape(spec)
-    if shape.tokens > largest.tokens:
-        raise _wrong("shape", shape.tokens, f"tokens are more than the {largest.tokens} that a run has at the most")
-    if shape.cache > largest.cache:
-        raise _wrong("shape", shape.cache, f"rows of a cache are more than {largest.cache}")
+    if plain.size > largest.size:
+        raise _wrong("shape", plain.size, f"tokens or rows are more than the {largest.size} that a run has at the most")
+    if plain.session_rows > largest.session_rows:
+        raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
+    try:
+        return spec.reads.shape_of(plain)
+    except ValueError as error:
+        raise _wrong("shape", plain.size, f"is none of {spec.architecture}: {error}") from error
 
 
 def _check_plan(device: str, plan: Plan) -> None:

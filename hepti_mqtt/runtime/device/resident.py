@@ -98,7 +98,7 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
     """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
-        check_prepare(device, plan, spec, message.shapes, message.in_flight)
+        shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
         refs = resident_weights(spec, plan, device)
         live = most_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)
@@ -112,7 +112,7 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
     relayed = [source for source in sources if source not in {peer.device for peer in heard}]
     filters = tuple(sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device)))
     sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
-    shapes = tuple(dict.fromkeys(message.shapes))
+    different = list(dict.fromkeys(shapes))
     return Resident(
         plan=plan,
         spec=spec,
@@ -125,8 +125,8 @@ def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
         filters=filters,
         work=topics.work(plan.model, plan.devices[0]),
         digest=digest,
-        urgent=deque(shapes[: message.needed]),
-        foreseen=deque(shapes[message.needed :]),
+        urgent=deque(different[: message.needed]),
+        foreseen=deque(different[message.needed :]),
         heard=heard,
     )
 

@@ -19,7 +19,7 @@ from hepti_mqtt.runtime.device.early import EarlyFrames, EarlyLeases
 from hepti_mqtt.runtime.device.epochs import Epochs, Key
 from hepti_mqtt.runtime.device.events import Built
 from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
-from hepti_mqtt.runtime.device.plausible import check_shape
+from hepti_mqtt.runtime.device.plausible import shape_of
 from hepti_mqtt.runtime.device.resident import Resident
 from hepti_mqtt.runtime.device.sessions import SessionLostError, Sessions
 from hepti_mqtt.runtime.publish import Publish
@@ -160,15 +160,15 @@ class Runs:
         if frame.admission in self._executor or frame.admission in self._building:
             self._counters["duplicate"] += 1
             return []
-        shape, inputs = decode_work(frame)
+        plain, inputs = decode_work(frame)
         session = decode_session(frame)
+        try:
+            shape = shape_of(resident.spec, plain)
+        except PlanError as error:
+            self.end(frame.admission)
+            return [self._refused(frame, error.code, str(error))]
         bound = resident.bound.get(shape)
         if bound is None:
-            try:
-                check_shape(resident.spec, shape)
-            except PlanError as error:
-                self.end(frame.admission)
-                return [self._refused(frame, error.code, str(error))]
             self._building.wait(frame, shape)
             return []
         resident.bound.move_to_end(shape)
@@ -219,12 +219,12 @@ class Runs:
         self, resident: Resident, bound: Bound, session: Session, inputs: Array, shape: RequestShape
     ) -> Mapping[str, Array]:
         """Return the arrays that a run's session keeps here."""
-        if not shape.cache:
+        if not shape.session_rows:
             return {}
         at, plan = int(inputs[0]), resident.plan
         key = (plan.model, plan.epoch, session.number)
         busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        return self._sessions.arrays(key, bound.template.program, at, at + shape.tokens, resident.sessions, busy)
+        return self._sessions.arrays(key, bound.template.program, at, at + shape.size, resident.sessions, busy)
 
     def tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""

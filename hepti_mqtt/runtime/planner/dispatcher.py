@@ -90,7 +90,7 @@ class Dispatcher:
             return [Refuse(job, model.error)]
         self._number += 1
         job.number, job.came_s = self._number, now
-        longest = max(c.shape.tokens for c in job.chunks)
+        longest = max(c.shape.size for c in job.chunks)
         model.recent.append(longest + (job.generation.most if job.generation else 0))
         if model.active is not None and model.active.replicas and job.computes and job.generation is None:
             job.chunks = micro_batches(job.chunks)  # each goes to the replica that is free first
@@ -284,7 +284,7 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
-        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer(plan, part.shape.tokens)
+        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer(plan, part.shape.size)
         expected_s = alone_s * max(len(beside), 1)
         until_s = max([now, *(run.until_s for run in beside)]) + alone_s
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
@@ -322,8 +322,8 @@ class Dispatcher:
         del model.runs[run.admission]
         self._counters["foreign_frame"] += run.unannounced()
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
-        if run.alone and len(run.items) == 1 and (not run.shape.cache or run.shape.tokens == 1):
-            model.experience.ran(run.plan, run.shape.tokens, now - run.begun_s, now)
+        if run.alone and len(run.items) == 1 and (not run.shape.session_rows or run.shape.size == 1):
+            model.experience.ran(run.plan, run.shape.size, now - run.begun_s, now)
         stats, generation = run.stats(), run.items[0].job.generation
         if generation is not None:
             if run.jobs:

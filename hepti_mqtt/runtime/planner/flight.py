@@ -72,13 +72,13 @@ class Pins:
 class Generation:
     """Tokens that come one after the other: the prompt, what was generated, and the session that has them cached.
 
-    most: tokens to generate; end: the token after which there are no more, if any. cache: rows that the session's cache
-    has room for. session: its number, 0 before it begins; epoch: under which it was begun; rows: cached so far.
+    most: tokens to generate; end: the token after which there are no more, if any. shape: of the prompt's run.
+    session: its number, 0 before it begins; epoch: under which it was begun; rows: cached so far.
     """
 
     prompt: tuple[int, ...]
     most: int
-    cache: int
+    shape: RequestShape
     end: int | None = None
     tokens: list[int] = field(default_factory=list)
     session: int = 0
@@ -97,7 +97,7 @@ class Generation:
     def next(self) -> tuple[Chunk, Session]:
         """Return the next run: the tokens that are not cached, and whether it is the session's last."""
         ids = (*self.prompt, *self.tokens)[self.rows :]
-        chunk = Chunk(RequestShape((len(ids),), cache=self.cache), np.array([self.rows, *ids], np.int32))
+        chunk = Chunk(self.shape.step(len(ids)), np.array([self.rows, *ids], np.int32))
         return chunk, Session(self.session, final=len(self.tokens) + 1 >= self.most)
 
     def take(self, logits: Array) -> int:
@@ -148,14 +148,14 @@ class Job:
         chunks = [chunk.shape for chunk in self.chunks]
         if self.generation is None:
             return chunks
-        return chunks + [RequestShape((1,), cache=self.generation.cache)] * (self.generation.most - 1)
+        return chunks + [self.generation.shape.step(1)] * (self.generation.most - 1)
 
     def next_shapes(self, chunk: int) -> list[RequestShape]:
         """Return the shapes of the runs that a waiting chunk leads to, should the plan change before the first."""
         if self.generation is None:
             return [self.chunks[chunk].shape]
-        rows, cache = len(self.generation.prompt) + len(self.generation.tokens), self.generation.cache
-        return [RequestShape((rows,), cache=cache), RequestShape((1,), cache=cache)]
+        rows = len(self.generation.prompt) + len(self.generation.tokens)
+        return [self.generation.shape.step(rows), self.generation.shape.step(1)]
 
     def output(self) -> Array:
         """Return the outputs of all chunks, one below the other; the tokens [n] i32 of a job that generates."""
@@ -179,7 +179,7 @@ class Item:
     @property
     def tokens(self) -> int:
         """Return the tokens of its own batch."""
-        return self.part.shape.tokens
+        return self.part.shape.size
 
     @property
     def packable(self) -> bool:

@@ -24,7 +24,7 @@ from hepti_mqtt.spec import RequestShape
 
 FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
 URGENT: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
-FORESEEN_NUMBERS: Final = 1024  # lengths and mask rows of such a shape; larger ones would fill the Prepare
+FORESEEN_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 
 
@@ -115,7 +115,7 @@ class ModelState:
 
     def _next(self, queue: Waiting, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
         share = -(-len(queue) // replicas) if replicas > 1 else None
-        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).tokens, share)
+        return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).size, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
@@ -144,7 +144,7 @@ class ModelState:
         """
         waiting = dict.fromkeys(self._waiting())
         shapes = dict.fromkeys((*waiting, *reversed(self.late), shape_for(self.served.spec, self.tokens())))
-        first = [s for s in shapes if len(s.lengths) + len(s.mask_rows) <= FORESEEN_NUMBERS][:FORESEEN]
+        first = [s for s in shapes if len(s.sizes) + len(s.plain().marks) <= FORESEEN_NUMBERS][:FORESEEN]
         if not waiting or self.plans.standing is not None:
             return tuple(first), len(first)
         urgent = set(islice(waiting, URGENT))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from math import inf
 from typing import Final
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.runtime.planner.flight import Array, Chunk, Item
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.spec import Spec
 
 MICRO: Final = 64  # tokens: with fewer rows kernels stream weights instead of computing
 
@@ -53,7 +52,7 @@ def choose(
     full = full or len(chosen) == batching.requests or tokens == max_tokens
     due_s = -inf if full else min(map(partial(_waits_until, batching.delay_s), chosen))
     size = 1 << (min(len(chosen), share or len(chosen)).bit_length() - 1)
-    return tuple(sorted(chosen[:size], key=lambda item: item.part.shape.lengths)), due_s
+    return tuple(sorted(chosen[:size], key=lambda item: item.part.shape.sizes)), due_s
 
 
 def _waits_until(delay_s: float, item: Item) -> float:
@@ -66,37 +65,25 @@ def packed(chunks: Sequence[Chunk]) -> Chunk:
     """Return the batch of several chunks one behind the other; they ask for the same."""
     if len(chunks) == 1:
         return chunks[0]
-    shapes = [chunk.shape for chunk in chunks]
-    starts = np.cumsum([0, *(shape.tokens for shape in shapes)]).tolist()
-    shape = RequestShape(
-        tuple(chain.from_iterable(s.lengths for s in shapes)),
-        shapes[0].want,
-        tuple(start + row for start, s in zip(starts, shapes, strict=False) for row in s.mask_rows),
-    )
-    return Chunk(shape, np.concatenate([chunk.inputs for chunk in chunks]))
+    first, *others = (chunk.shape for chunk in chunks)
+    return Chunk(first.joined(others), np.concatenate([chunk.inputs for chunk in chunks]))
 
 
 def micro_batches(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Return texts cut into batches of consecutive sequences with `MICRO` tokens or a little more, in their order."""
+    """Return chunks cut into batches of consecutive items of size `MICRO` or a little more, in their order."""
     return tuple(part for chunk in chunks for part in _cut(chunk))
 
 
 def _cut(chunk: Chunk) -> Iterator[Chunk]:
     shape = chunk.shape
-    if shape.cache or len(chunk.inputs) != shape.tokens:  # a generation, or pictures
-        yield chunk
-        return
-    lengths: list[int] = []
-    first, left = 0, shape.tokens
-    for length in shape.lengths:
-        lengths.append(length)
-        left -= length
-        tokens = sum(lengths)
-        if left and (tokens < MICRO or left < MICRO):
+    first, taken, left = 0, 0, shape.size
+    for stop, size in enumerate(shape.sizes, 1):
+        taken, left = taken + size, left - size
+        if left and (taken < MICRO or left < MICRO):
             continue
-        rows = tuple(row - first for row in shape.mask_rows if first <= row < first + tokens)
-        yield Chunk(RequestShape(tuple(lengths), shape.want, rows), chunk.inputs[first : first + tokens])
-        first, lengths = first + tokens, []
+        part, where = shape.part(first, stop)
+        yield Chunk(part, chunk.inputs[where])
+        first, taken = stop, 0
 
 
 def parted(spec: Spec, chunks: Sequence[Chunk], output: Array) -> list[Array]:

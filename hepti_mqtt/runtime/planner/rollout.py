@@ -109,9 +109,12 @@ class Rollout:
         record.asked_s = now
         served = model.served
         spec = served.spec.to_dict()
-        foreseen, out = model.foreseen(), list[CoordinatorCommand]()
+        shapes, needed = model.foreseen()
+        foreseen, out = tuple(shape.plain() for shape in shapes), list[CoordinatorCommand]()
         for plan in record.plan.runs:
-            message = messages.Prepare(record.txn, plan.to_dict(), spec, served.manifest, self._in_flight, *foreseen)
+            message = messages.Prepare(
+                record.txn, plan.to_dict(), spec, served.manifest, self._in_flight, foreseen, needed
+            )
             waiting = [d for d in plan.devices if d in record.waiting]
             out += [self.tell(d, replace(message, peers=self._introduce(plan, d))) for d in waiting]
         return out

@@ -1,0 +1,186 @@
+"""The request shapes of the families: a packed batch of token sequences, and a batch of images."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Protocol
+
+from hepti_mqtt.spec import PlainShape, RequestShape, Want
+
+
+class PackedShape(RequestShape, Protocol):
+    """What the graph of a transformer reads of a batch of token sequences or patches, packed one below the other."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the rows of each item."""
+
+    @property
+    def tokens(self) -> int:
+        """Return m, all rows."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Return the first row of each item."""
+
+    @property
+    def mask_rows(self) -> tuple[int, ...]:
+        """Return the rows of mask tokens."""
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """A packed batch of token sequences; its unit of size is the token.
+
+    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task only). want: `task` for
+    the task's output, `hidden` for the final hidden states of all rows [m, h]. cache: rows for which a decoder's cache
+    has room, those of this run included; its inputs are the number of rows there already, then the ids, so that one
+    Program serves every position.
+    """
+
+    lengths: tuple[int, ...]
+    want: Want = "task"
+    mask_rows: tuple[int, ...] = ()
+    cache: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Return m, the packed rows of the whole batch."""
+        return sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Return the first packed row of each sequence."""
+        return _starts(self.lengths)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the tokens of each sequence."""
+        return self.lengths
+
+    @property
+    def size(self) -> int:
+        """Return the tokens of all sequences."""
+        return self.tokens
+
+    @property
+    def session_rows(self) -> int:
+        """Return the rows of the cache."""
+        return self.cache
+
+    @property
+    def marked(self) -> tuple[tuple[int, int], ...]:
+        """Return the sequence of each mask token and its place there."""
+        starts = self.starts
+        items = [bisect_right(starts, row) - 1 for row in self.mask_rows]
+        return tuple((item, row - starts[item]) for item, row in zip(items, self.mask_rows, strict=True))
+
+    def asking(self, want: Want) -> PackedTokens:
+        """Return the same sequences with another want."""
+        return replace(self, want=want)
+
+    def step(self, rows: int) -> PackedTokens:
+        """Return the run of so many tokens in the same session."""
+        return replace(self, lengths=(rows,))
+
+    def joined(self, others: Sequence[PackedTokens]) -> PackedTokens:
+        """Return the batch of these sequences and of others behind them, which want the same."""
+        shapes = (self, *others)
+        starts = _starts([shape.tokens for shape in shapes])
+        masks = (start + row for start, shape in zip(starts, shapes, strict=True) for row in shape.mask_rows)
+        return replace(
+            self, lengths=tuple(chain.from_iterable(shape.lengths for shape in shapes)), mask_rows=tuple(masks)
+        )
+
+    def part(self, first: int, stop: int) -> tuple[PackedTokens, slice]:
+        """Return the shape of some of the sequences, and where their ids are in the inputs."""
+        if self.cache and (first, stop) != (0, len(self.lengths)):
+            raise ValueError("a request with a session is not divided")
+        if self.cache:
+            return self, slice(None)  # the first of its inputs is no id
+        start, tokens = sum(self.lengths[:first]), sum(self.lengths[first:stop])
+        masks = tuple(row - start for row in self.mask_rows if start <= row < start + tokens)
+        return replace(self, lengths=self.lengths[first:stop], mask_rows=masks), slice(start, start + tokens)
+
+    def plain(self) -> PlainShape:
+        """Return the shape as it travels."""
+        return PlainShape(self.lengths, self.want, self.mask_rows, self.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """A batch of images of one size, or of the feature maps that a net makes of them; it keeps no session.
+
+    rows: the size of each: the patches of a transformer and the row before them; 1 where a net takes an image as it is.
+    """
+
+    count: int
+    rows: int = 1
+    want: Want = "task"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the rows of each image, for the graph of a transformer."""
+        return (self.rows,) * self.count
+
+    @property
+    def tokens(self) -> int:
+        """Return the rows of all images."""
+        return self.count * self.rows
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Return the first row of each image."""
+        return _starts(self.lengths)
+
+    @property
+    def mask_rows(self) -> tuple[int, ...]:
+        """Return no row: nothing of an image is masked."""
+        return ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the rows of each image."""
+        return self.lengths
+
+    @property
+    def size(self) -> int:
+        """Return the rows of all images."""
+        return self.tokens
+
+    @property
+    def session_rows(self) -> int:
+        """Return 0: images have no session."""
+        return 0
+
+    @property
+    def marked(self) -> tuple[tuple[int, int], ...]:
+        """Return nothing: no place of an image is asked for."""
+        return ()
+
+    def asking(self, want: Want) -> Images:
+        """Return the same images with another want."""
+        return replace(self, want=want)
+
+    def step(self, rows: int) -> Images:
+        """Raise ValueError: images have no session."""
+        raise ValueError(f"images have no session that could go on with {rows} rows")
+
+    def joined(self, others: Sequence[Images]) -> Images:
+        """Return the batch of these images and of others behind them, which want the same."""
+        return replace(self, count=self.count + sum(other.count for other in others))
+
+    def part(self, first: int, stop: int) -> tuple[Images, slice]:
+        """Return the shape of some of the images, and where they are in the inputs."""
+        return replace(self, count=stop - first), slice(first, stop)
+
+    def plain(self) -> PlainShape:
+        """Return the shape as it travels."""
+        return PlainShape(self.lengths, self.want)
