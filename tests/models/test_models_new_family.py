@@ -1,0 +1,77 @@
+"""A family whose request shape is a class of its own is planned, divided, joined and answered like any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import readings
+from readings import ReadingsSpec, Series
+from sites import TOLERANCE, everyone, tensors
+from swarm import Swarm, plan_of
+
+from hepti_mqtt import models
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.models import families
+from hepti_mqtt.planner import decide
+from hepti_mqtt.runtime.device.plausible import shape_of
+from hepti_mqtt.runtime.planner.flight import Chunk
+from hepti_mqtt.runtime.planner.packs import Batching, micro_batches
+from hepti_mqtt.service.chunks import cut
+from hepti_mqtt.service.requests import Prepared
+from hepti_mqtt.spec import PlainShape
+
+SPEC = ReadingsSpec(layers=2)
+ASKED = (Series(((9, 4),)), Series(((3, 2), (5, 0))), Series(((6, 1),), "hidden"))
+
+
+@pytest.fixture(autouse=True)
+def _one_more_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, readings.FAMILY, readings)
+
+
+def inputs(shape: Series, seed: int = 0) -> np.ndarray:
+    return models.random_inputs(SPEC, shape, np.random.default_rng(seed))
+
+
+DECIDERS = {"searched": decide, "row": everyone(("row", {"variant": "kv"})), "column": everyone(("column", {}))}
+
+
+@pytest.mark.parametrize("decider", DECIDERS)
+def test_it_is_planned_divided_and_answered(decider: str) -> None:
+    held = tensors(SPEC)
+    hosts = dict.fromkeys(("d0", "d1"), (1e9, 1 << 30))
+    swarm = Swarm(SPEC, held, hosts, decider=DECIDERS[decider], batching=Batching())
+    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    assert plan_of(swarm) is not None, [note.text for note in swarm.notes]
+    assert len(plan_of(swarm).devices) == (1 if decider == "searched" else 2)
+    asked = [(i, shape) for i in range(4) for shape in ASKED]
+    for i, shape in asked:
+        swarm.submit((i, shape), shape, inputs(shape, i))
+    swarm.run(60, until=lambda: len(swarm.answers) + len(swarm.errors) == len(asked))
+    assert not swarm.errors
+    for i, shape in asked:
+        ((got, _),) = swarm.answers[i, shape]
+        expected = models.reference(SPEC, held, inputs(shape, i), shape)[1]
+        assert got.shape == SPEC.output_shape(shape)
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+    runs = [stats for ((_, told),) in swarm.answers.values() for stats in told]
+    assert max(stats.requests for stats in runs) > 1, "none was joined with another"
+    assert {type(stats.shape) for stats in runs} == {Series}
+
+
+def test_what_is_too_large_for_one_run_is_cut() -> None:
+    shape = Series(((9, 8), (7, 0), (8, 3)))
+    readings_of_all = inputs(shape)
+    whole = Prepared(shape, readings_of_all, several=True, top_k=1)
+    for chunks in (cut(whole, models.largest_shape(SPEC).size), micro_batches(cut(whole, 9))):
+        assert len(chunks) > 1
+        assert chunks[0].shape.joined([chunk.shape for chunk in chunks[1:]]) == shape
+        np.testing.assert_array_equal(np.concatenate([chunk.inputs for chunk in chunks]), readings_of_all)
+    parts = micro_batches([Chunk(Series(((64, 1), (70, 2))), np.zeros(134, np.int32))])
+    assert [part.shape for part in parts] == [Series(((64, 1),)), Series(((70, 2),))]
+
+
+@pytest.mark.parametrize("forged", [PlainShape((3,)), PlainShape((3, 3), marks=(1, 2)), PlainShape((21,), marks=(0,))])
+def test_a_shape_that_none_of_its_requests_has_is_refused(forged: PlainShape) -> None:
+    with pytest.raises(PlanError, match="shape"):
+        shape_of(SPEC, forged)
