@@ -22,16 +22,16 @@ def start(group: Group, code: str) -> subprocess.Popen[bytes]:
 
 
 def throttled(group: Group) -> int:
-    """Return in how many periods the group has used its quota up while 0.2 s were computed."""
+    """Return for how many microseconds the group stood still, its quota used up, while 0.2 s were computed."""
     stat = group.directories[0] / "cpu.stat"
 
-    def count() -> int:
+    def still_us() -> int:
         words = dict(line.split() for line in stat.read_text().splitlines())
-        return int(words["nr_throttled"])
+        return int(words["throttled_usec"])
 
-    before = count()
+    before = still_us()
     assert start(group, SPIN).wait() == 0
-    return count() - before
+    return still_us() - before
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def test_quotas_and_limits_on_a_real_hierarchy_of_version_2(said: str) -> None:
     assert seen["memory"], "both controllers in one place"
     free, tenth, half, again = seen["throttled"]
     assert (free, again) == (0, 0)
-    assert tenth > half > 0, "the smaller quota is used up in more periods"
+    assert tenth > half > 0, "the smaller quota stands still for longer"
     assert (seen["small"], seen["large"]) == (0, -9), "the kernel ends what holds more than the limit"
     assert seen["members"]
     assert seen["left"] == []
