@@ -124,7 +124,9 @@ def test_a_message_that_our_link_does_not_read_is_left_to_paho(mosquitto, topic,
     """One that was retained and is large: nobody who keeps to the topics sends it."""
     large = os.urandom(100_000)
     sender = peers(mosquitto.url, protocol=4)
+    sender.subscribe(topic, qos=0)
     sender.transport.publish(topic, large, 1, retain=True)
+    assert bytes(sender.message()[1]) == large, "the broker has it before anybody asks for it"
     peer = peers(mosquitto.url, tensors=True)
     peer.transport.subscribe([(topic, 0)])
     peer.await_state(Disconnected)
