@@ -80,6 +80,7 @@ class HeartbeatThread:
         if not self._network.stands():
             return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()
+        frame = None if self._peers is None else self._meter.frame_cost(*self._peers.tensors())
         self._seq += 1
         heartbeat = Heartbeat(
             boot=self._boot,
@@ -94,7 +95,8 @@ class HeartbeatThread:
             counters=self._counters(),
             peers={} if self._peers is None else self._peers.reports(),
             edges={} if self._peers is None else self._peers.edges(),
-            frame_slowdown=None if self._peers is None else self._meter.frame_slowdown(*self._peers.tensors()),
+            peer_frame_s=None if frame is None else frame.frame_s,
+            peer_byte_s=None if frame is None else frame.byte_s,
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):

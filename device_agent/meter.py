@@ -6,7 +6,10 @@ from collections import deque
 from math import inf
 from typing import Any, Final
 
-from hepti_mqtt.cluster import profile_from_caps
+import numpy as np
+import numpy.typing as npt
+
+from hepti_mqtt.cluster import DeviceProfile, FrameCost, profile_from_caps, unseen
 from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 
@@ -17,8 +20,46 @@ SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than abo
 SAMPLES: Final = 8192
 OPS: Final = 8192
 FRAMES: Final = 64  # tensors; the first of a plan say more about caches than about the way
+SMALL_BYTES: Final = 4096.0
+REMEMBERED: Final = 0.8  # part that earlier looks keep
+LEAST: Final = 0.05
 
+Floats = npt.NDArray[np.float64]
 Sample = tuple[Op, tuple[SlotSpec, ...], float]
+
+
+class FrameFit:
+    """What frames cost: seconds = p * frames + q * bytes, by least squares over the last few looks.
+
+    A network card, TLS or a link that is shaped cuts a frame into packets: its bytes cost many times what loopback
+    shows, and the rest of it about as much. One ratio for both priced plans of large frames too low. Where all frames
+    are alike, as those of one plan often are, loopback decides how much of the time is the frame's.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((2, 2))  # of products of (frames, bytes) with themselves ...
+        self._seconds = np.zeros(2)  # ... and with the seconds
+
+    def add(self, frames: float, nbytes: float, seconds: float) -> None:
+        """Add what was seen between two looks."""
+        seen = np.array([frames, nbytes], np.float64)
+        self._sums = REMEMBERED * self._sums + np.outer(seen, seen)
+        self._seconds = REMEMBERED * self._seconds + seconds * seen
+
+    def cost(self, profile: DeviceProfile) -> FrameCost | None:
+        """Return the fit; None before anything was added."""
+        if not self._sums.any():
+            return None
+        expected = np.array(unseen(profile))
+        # As if FRAMES small ones had been seen that cost what is expected of them.
+        weights = (FRAMES * np.array([1.0, SMALL_BYTES])) ** 2
+        found = np.linalg.solve(self._sums + np.diag(weights), self._seconds + weights * expected)
+        if found.min() < 0:  # one would be more than all of the time: it is all
+            kept = int(found.argmax())
+            found = np.zeros(2)
+            found[kept] = self._seconds[kept] / self._sums[kept, kept]
+        frame_s, byte_s = map(float, np.maximum(found, LEAST * expected))
+        return FrameCost(frame_s, byte_s)
 
 
 class Meter:
@@ -35,7 +76,7 @@ class Meter:
         self.frames_s = 0.0
         self._frames_seen = self._frames_looked = (0.0, 0, 0)
         self._frames_idle_s = 0.0
-        self._frame_value: float | None = None
+        self._fit = FrameFit()
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
@@ -67,27 +108,22 @@ class Meter:
         self.slowdown_now = self._value
         return self._value
 
-    def frame_slowdown(self, frames: int, nbytes: int) -> float | None:
-        """Return observed over predicted time of tensors over mesh of late, None before there were enough of them.
+    def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
+        """Return what a tensor over mesh has cost of late, and each of its bytes.
 
-        frames, nbytes: of tensors that came and went since the start, each receiver counted; a network card, TLS or a
-        link that is shaped cost time that no measurement on loopback shows. Probes between two looks do not count:
-        they meet an idle device, and were told as half of what tensors cost.
+        None before there were enough of them. frames, nbytes: of tensors that came and went since the start, each
+        receiver counted. Probes between two looks do not count: they meet an idle device, and were told as half of
+        what tensors cost.
         """
         now = (self.frames_s, frames, nbytes)
         if frames == self._frames_looked[1]:
             self._frames_idle_s += now[0] - self._frames_looked[0]
         self._frames_looked = now
         spent_s, more, more_bytes = (a - b for a, b in zip(now, self._frames_seen, strict=True))
-        if more < FRAMES:
-            return self._frame_value
-        spent_s -= self._frames_idle_s
-        self._frames_seen, self._frames_idle_s = now, 0.0
-        profile = self._profile
-        ratio = spent_s / (profile.mesh_frame_s * more + more_bytes / profile.mesh_copy_bytes_per_s)
-        before = ratio if self._frame_value is None else self._frame_value
-        self._frame_value = before + SMOOTHING * (ratio - before)
-        return self._frame_value
+        if more >= FRAMES:
+            self._fit.add(more, more_bytes, spent_s - self._frames_idle_s)
+            self._frames_seen, self._frames_idle_s = now, 0.0
+        return self._fit.cost(self._profile)
 
     def _expected(self, op: Op, slots: tuple[SlotSpec, ...]) -> float:
         known = self._predicted.get(id(op))

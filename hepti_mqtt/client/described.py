@@ -12,6 +12,7 @@ from hepti_mqtt.cluster import (
     Link,
     PeerLink,
     cluster_of,
+    frame_cost,
     frames_foreseen,
     peer_links_of,
     profile_from_caps,
@@ -39,7 +40,7 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             device["curves"],
             device["memory_budget_bytes"],
             hb.get("slowdown") or 1.0,
-            hb.get("frame_slowdown"),
+            frame_cost(hb.get("peer_frame_s"), hb.get("peer_byte_s")),
         )
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
         links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)

@@ -24,8 +24,9 @@ MOST_CURVES: Final = 64
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
 MESH_FRAME_S: Final = 40e-6
 MESH_COPY_BYTES_PER_S: Final = 4e9
-# How much longer a frame takes off loopback, where it was measured, until somebody has met some.
-UNSEEN_FRAMES: Final = 2.0
+# What a byte costs off loopback, as a part of what a frame costs, until somebody has met some: a network card or a
+# shaped link cuts frames into packets of about 1448 bytes, 30 of which cost as much as the frame itself.
+UNSEEN_BYTE: Final = 1 / (30 * 1448)
 MOST_POINTS: Final = 64
 
 
@@ -57,15 +58,22 @@ class Power(NamedTuple):
     link_w: float
 
 
+class FrameCost(NamedTuple):
+    """What a frame over mesh costs a device's session thread, sent or received: seconds, and seconds of each byte."""
+
+    frame_s: float
+    byte_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """One device as it measured itself.
 
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured);
-    frame_slowdown: that of frames over mesh, None until some were seen. frame_s,
-    copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
-    mesh_frame_s, mesh_copy_bytes_per_s: over mesh, for each receiver. power: where it is known; nothing measures it.
+    frame_s, copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
+    mesh_frame_s, mesh_copy_bytes_per_s: over mesh on loopback, for each receiver; seen: what frames over mesh have cost
+    of late, None until there were some. power: where it is known; nothing measures it.
     """
 
     name: str
@@ -80,7 +88,7 @@ class DeviceProfile:
     mesh_frame_s: float = MESH_FRAME_S
     mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
     power: Power | None = None
-    frame_slowdown: float | None = None
+    seen: FrameCost | None = None
 
     def seconds(self, *parts: Work) -> float:
         """Return the predicted time of one op, whose kernels do so much work."""
@@ -105,8 +113,9 @@ class DeviceProfile:
     def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
         """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""
         if route == "mesh":
-            slowdown = self.slowdown if self.frame_slowdown is None else self.frame_slowdown
-            return slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
+            if self.seen is not None:
+                return self.seen.frame_s * frames + self.seen.byte_s * nbytes
+            return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
     def speed(self, rows: int) -> float:
@@ -189,9 +198,13 @@ def plausible(what: str, value: Any, low: float, high: float) -> float:
 
 
 def profile_from_caps(
-    name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float, frame_slowdown: float | None = None
+    name: str,
+    curves: Mapping[str, Any],
+    memory_bytes: float,
+    slowdown: float,
+    seen: FrameCost | None = None,
 ) -> DeviceProfile:
-    """Return the profile that an agent's caps describe.
+    """Return the profile that an agent's caps describe; seen: what its heartbeat tells of frames.
 
     Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
     """
@@ -217,21 +230,36 @@ def profile_from_caps(
         ),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
-        frame_slowdown=frame_slowdown,
+        seen=seen,
     )
 
 
 def frames_foreseen(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
-    """Return the profiles, those of `remote` devices that have met no tensors of peers yet with a frame_slowdown too.
+    """Return the profiles, with what frames cost also of `remote` devices that have met no tensors yet.
 
-    What others of the site have met counts, relative to their slowdown. remote: who has an endpoint off loopback.
+    What others of the site have met counts, relative to their frames on loopback. remote: who has an endpoint off it.
     """
-    met = [d.frame_slowdown / d.slowdown for d in devices.values() if d.frame_slowdown is not None]
-    foreseen = median(met) if met else UNSEEN_FRAMES
-    return {
-        name: replace(d, frame_slowdown=foreseen * d.slowdown) if d.frame_slowdown is None and name in remote else d
-        for name, d in devices.items()
-    }
+    met = [(max(d.mesh_frame_s, 1e-9), d.seen) for d in devices.values() if d.seen is not None]
+    found = dict(devices)
+    for name in remote:
+        device = found[name]
+        if device.seen is None:
+            frame_s, byte_s = unseen(device)
+            if met:
+                frame_s = device.mesh_frame_s * median(seen.frame_s / own_s for own_s, seen in met)
+                byte_s = device.mesh_frame_s * median(seen.byte_s / own_s for own_s, seen in met)
+            found[name] = replace(device, seen=FrameCost(device.slowdown * frame_s, device.slowdown * byte_s))
+    return found
+
+
+def frame_cost(frame_s: float | None, byte_s: float | None) -> FrameCost | None:
+    """Return what a device tells of frames to and from peers, None where it has met none."""
+    return None if frame_s is None or byte_s is None else FrameCost(frame_s, byte_s)
+
+
+def unseen(device: DeviceProfile) -> FrameCost:
+    """Return what frames off loopback cost as long as none was seen."""
+    return FrameCost(device.mesh_frame_s, device.mesh_frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
 
 
 def _curve(told: Mapping[str, Any]) -> Curve:

@@ -54,8 +54,9 @@ class Heartbeat:
     """What changes on a device from second to second.
 
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured; frame_slowdown: that of frames from and to peers, None until there were some. counters: bytes, packets,
-    drops, ... since the boot. peers: the ways to peers, as measured; edges: what went there and came from them.
+    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways to peers, as measured; edges: what
+    went there and came from them. peer_frame_s, peer_byte_s: what a frame from or to a peer costs the device, and each
+    byte of it, None until there were some.
     """
 
     boot: int
@@ -70,4 +71,5 @@ class Heartbeat:
     counters: Mapping[str, int] = field(default_factory=dict)
     peers: Mapping[str, LinkReport] = field(default_factory=dict)
     edges: Mapping[str, Edge] = field(default_factory=dict)
-    frame_slowdown: float | None = None
+    peer_frame_s: float | None = None
+    peer_byte_s: float | None = None

@@ -240,7 +240,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "counters": checks.counters,
         "peers": peers.reports,
         "edges": peers.edges,
-        "frame_slowdown": checks.maybe_real,
+        **dict.fromkeys(("peer_frame_s", "peer_byte_s"), checks.maybe_real),
     },
 }
 # What may be left out of a JSON object, and what that means.

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from device_agent.meter import FRAMES, IDLE_S, METERED, SHORTEST_S, Meter
@@ -93,32 +93,65 @@ def test_samples_are_bounded(meter):
     assert len(meter.samples) < 10_000
 
 
-@given(factor=st.floats(0.1, 20), counts=st.lists(st.integers(FRAMES, 100), min_size=1, max_size=5))
-def test_frames_that_cost_more_than_on_loopback_are_told(factor, counts):
-    meter = Meter({**CURVES, "mesh_frame_s": 1e-4, "mesh_copy_bytes_per_s": 1e9})
-    frames = 0
-    assert meter.frame_slowdown(0, 0) is None
-    for count in counts:
-        frames += count
-        meter.frames_s += factor * count * (1e-4 + 1e-3)
-        assert meter.frame_slowdown(frames, frames * 10**6) == pytest.approx(factor)
+FRAME_S, BYTES_PER_S = 1e-4, 1e9
 
 
-def test_a_few_frames_say_nothing_until_there_are_more(meter):
+def frame_meter() -> Meter:
+    return Meter({**CURVES, "mesh_frame_s": FRAME_S, "mesh_copy_bytes_per_s": BYTES_PER_S})
+
+
+def seen(meter: Meter, windows: list[tuple[int, int]], cost: tuple[float, float]):
+    """Return what the meter tells after looks at so many frames of so many bytes each, at `cost` times the price."""
+    frames = nbytes = 0
+    told = meter.frame_cost(0, 0)
+    assert told is None
+    for count, each in windows:
+        frames, nbytes = frames + count, nbytes + count * each
+        meter.frames_s += cost[0] * count * FRAME_S + cost[1] * count * each / BYTES_PER_S
+        told = meter.frame_cost(frames, nbytes)
+    assert told is not None
+    return told.frame_s / FRAME_S, told.byte_s * BYTES_PER_S
+
+
+@given(of_frames=st.floats(0.2, 5), of_bytes=st.floats(1, 30), rounds=st.integers(2, 5))
+def test_frames_and_bytes_are_told_apart_where_there_are_small_and_large_ones(of_frames, of_bytes, rounds):
+    found = seen(frame_meter(), [(1000, 2000), (1000, 200_000)] * rounds, (of_frames, of_bytes))
+    assert found == (pytest.approx(of_frames, rel=0.15, abs=0.15), pytest.approx(of_bytes, rel=0.05))
+
+
+@given(of_bytes=st.floats(1, 30), each=st.integers(60_000, 10**6), rounds=st.integers(1, 5))
+def test_where_all_frames_are_alike_it_is_their_bytes_that_cost_more_than_on_loopback(of_bytes, each, rounds):
+    found = seen(frame_meter(), [(300, each)] * rounds, (1.0, of_bytes))
+    assert found == (pytest.approx(1.0, abs=0.2), pytest.approx(of_bytes, rel=0.05, abs=0.5))
+
+
+@given(windows=st.lists(st.tuples(st.integers(FRAMES, 500), st.integers(0, 10**6)), min_size=1, max_size=5))
+@example(windows=[(FRAMES, 0)])
+def test_what_is_told_is_never_negative_and_explains_what_was_seen(windows):
+    meter = frame_meter()
+    of_frames, of_bytes = seen(meter, windows, (0.0, 3.0))  # frames that cost nothing but their bytes
+    assert of_frames > 0
+    assert of_bytes > 0
+
+
+def test_a_few_frames_say_nothing_until_there_are_more():
+    meter = frame_meter()
     meter.frames_s = 5.0
-    assert meter.frame_slowdown(FRAMES - 1, 0) is None
-    assert meter.frame_slowdown(FRAMES, 0) is not None
+    assert meter.frame_cost(FRAMES - 1, 0) is None
+    assert meter.frame_cost(FRAMES, 0) is not None
 
 
 def test_what_probes_cost_between_two_looks_is_not_what_tensors_cost():
-    meter = Meter({**CURVES, "mesh_frame_s": 1e-4, "mesh_copy_bytes_per_s": 1e9})
+    meter, other = frame_meter(), frame_meter()
+    other.frames_s += 3 * FRAMES * FRAME_S
+    expected = other.frame_cost(FRAMES, 0)
     meter.frames_s += 7.0
-    assert meter.frame_slowdown(0, 0) is None
-    meter.frames_s += 3 * FRAMES / 2 * 1e-4
-    assert meter.frame_slowdown(FRAMES // 2, 0) is None
+    assert meter.frame_cost(0, 0) is None
+    meter.frames_s += 3 * FRAMES / 2 * FRAME_S
+    assert meter.frame_cost(FRAMES // 2, 0) is None
     meter.frames_s += 7.0
-    assert meter.frame_slowdown(FRAMES // 2, 0) is None
-    meter.frames_s += 3 * FRAMES / 2 * 1e-4
-    assert meter.frame_slowdown(FRAMES, 0) == pytest.approx(3.0)
+    assert meter.frame_cost(FRAMES // 2, 0) is None
+    meter.frames_s += 3 * FRAMES / 2 * FRAME_S
+    assert meter.frame_cost(FRAMES, 0) == pytest.approx(expected)
     meter.frames_s += 7.0
-    assert meter.frame_slowdown(FRAMES, 0) == pytest.approx(3.0)
+    assert meter.frame_cost(FRAMES, 0) == pytest.approx(expected)

@@ -13,9 +13,11 @@ from hepti_mqtt.cluster import (
     FAST_BYTES_PER_S,
     Cluster,
     DeviceProfile,
+    FrameCost,
     Link,
     PeerLink,
     cluster_of,
+    frame_cost,
     frames_foreseen,
     peer_links_of,
     plausible,
@@ -42,7 +44,8 @@ STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 # A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
 PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "slowdown": (0.0, 1e4, 1.0),
-    "frame_slowdown": (0.0, 1e4, None),
+    "peer_frame_s": (0.0, 10.0, None),
+    "peer_byte_s": (0.0, 1e-3, None),
     "round_trip_s": (0.0, 3600.0, None),
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
@@ -136,8 +139,8 @@ class Member:
         """Return the device's measured profile; raises WireError if its caps cannot be read."""
         assert self.caps is not None
         try:
-            slowdown, frames = max(self._slowdown(), 0.05), self._frame_slowdown()
-            return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, frames)
+            slowdown = max(self._slowdown(), 0.05)
+            return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, self._frame_cost())
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
@@ -170,10 +173,10 @@ class Member:
         found = median(self.slowdowns) if self.slowdowns else 1.0
         return found if abs(log(max(found, 1e-9))) > NOISE else 1.0
 
-    def _frame_slowdown(self) -> float | None:
-        """Return how much longer frames take than was measured, in calm or else of late; None where none were seen."""
-        told = [hb.frame_slowdown for hb in (self.calm, self.heartbeat) if hb is not None]
-        return next((max(value, 0.05) for value in told if value is not None), None)
+    def _frame_cost(self) -> FrameCost | None:
+        """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
+        told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
+        return next((cost for cost in told if cost is not None), None)
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
