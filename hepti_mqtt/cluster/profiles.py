@@ -24,8 +24,10 @@ MOST_CURVES: Final = 64
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
 MESH_FRAME_S: Final = 40e-6
 MESH_COPY_BYTES_PER_S: Final = 4e9
-# What a byte costs off loopback, as a part of what a frame costs, until somebody has met some: a network card or a
-# shaped link cuts frames into packets of about 1448 bytes, 30 of which cost as much as the frame itself.
+# What a frame costs, and a byte of it off loopback, as a part of what a frame was measured to cost, until somebody has
+# met some. A plan's frames come close together, and find caches that the measurement has cleared. A network card or a
+# shaped link cuts frames into packets of about 1448 bytes.
+UNSEEN_FRAME: Final = 1 / 2
 UNSEEN_BYTE: Final = 1 / (30 * 1448)
 MOST_POINTS: Final = 64
 
@@ -259,7 +261,8 @@ def frame_cost(frame_s: float | None, byte_s: float | None) -> FrameCost | None:
 
 def unseen(device: DeviceProfile) -> FrameCost:
     """Return what frames off loopback cost as long as none was seen."""
-    return FrameCost(device.mesh_frame_s, device.mesh_frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
+    frame_s = device.mesh_frame_s
+    return FrameCost(frame_s * UNSEEN_FRAME, frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
 
 
 def _curve(told: Mapping[str, Any]) -> Curve:

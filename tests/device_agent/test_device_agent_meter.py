@@ -120,9 +120,11 @@ def test_frames_and_bytes_are_told_apart_where_there_are_small_and_large_ones(of
 
 
 @given(of_bytes=st.floats(1, 30), each=st.integers(60_000, 10**6), rounds=st.integers(1, 5))
-def test_where_all_frames_are_alike_it_is_their_bytes_that_cost_more_than_on_loopback(of_bytes, each, rounds):
-    found = seen(frame_meter(), [(300, each)] * rounds, (1.0, of_bytes))
-    assert found == (pytest.approx(1.0, abs=0.2), pytest.approx(of_bytes, rel=0.05, abs=0.5))
+def test_where_all_frames_are_alike_their_price_is_what_they_cost(of_bytes, each, rounds):
+    of_frames, found = seen(frame_meter(), [(300, each)] * rounds, (1.0, of_bytes))
+    price, cost = (p * FRAME_S + q * each / BYTES_PER_S for p, q in ((of_frames, found), (1.0, of_bytes)))
+    assert price == pytest.approx(cost, rel=0.05)
+    assert 0.2 < of_frames < 1.5  # no more is the frame's than loopback lets expect
 
 
 @given(windows=st.lists(st.tuples(st.integers(FRAMES, 500), st.integers(0, 10**6)), min_size=1, max_size=5))

@@ -22,6 +22,7 @@ from hepti_mqtt.cluster import (
     peer_links_of,
     plausible,
     profile_from_caps,
+    unseen,
 )
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import Pair
@@ -50,6 +51,7 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
 MEMORY_BYTES: Final = 1 << 50  # no device has more
+MIDDLING_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
@@ -180,10 +182,15 @@ class Member:
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
-        return {
+        found = {
             f"slowdown of {self.name}": self._slowdown(),
             f"bandwidth of {self.name}": min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
         }
+        if self.endpoint is not None and not self.endpoint.loopback:
+            profile = self.profile(0)
+            cost = profile.seen or unseen(profile)
+            found[f"cost of frames of {self.name}"] = cost.frame_s + MIDDLING_BYTES * cost.byte_s
+        return found
 
 
 class Membership:

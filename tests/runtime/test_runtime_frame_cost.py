@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 import pytest
-from scripted_site import Site, caps, heartbeat
+from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster, unseen
@@ -93,3 +93,28 @@ def test_a_plan_prices_frames_over_mesh_as_the_device_has_seen_them() -> None:
     site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=1e-3, peer_byte_s=2e-8)))
     assert member.profile(0).frame_seconds(2, MUCH, "mesh") == pytest.approx(2e-3 + MUCH * 2e-8)
     assert member.profile(0).frame_seconds(2, MUCH) == broker
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "factor", "again"),
+    [(THERE, 4.0, True), (THERE, 1.0, False), (HERE, 4.0, False)],
+    ids=["others than foreseen", "as foreseen", "on loopback"],
+)
+def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint, factor: float, again: bool) -> None:
+    site = Site(decider=everyone)
+    for name in "ab":
+        site.boots[name] = 1
+        site.event(events.DeviceCaps(name, replace(caps(name, 1), endpoint=endpoint)))
+        site.event(events.DeviceHeartbeat(name, heartbeat(1)))
+        site.event(events.DeviceStatus(name, Status("online", 1)))
+    site.settle()
+    site.submit("r1")
+    site.answer(1)
+    cost = unseen(site.session.membership.members["a"].profile(0))
+    told = {"peer_frame_s": factor * cost.frame_s, "peer_byte_s": factor * cost.byte_s}
+    for _ in range(40):
+        site.now += 1
+        for name in "ab":
+            site.event(events.DeviceHeartbeat(name, replace(heartbeat(1), **told)))
+        site.event(events.Tick())
+    assert bool(site.notes()["drift"]) is again
