@@ -52,10 +52,17 @@ def capacities(root: Path = SYSTEM) -> list[int]:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """Yield what is left in each control group: its limit less what it uses, but for files that can be let go."""
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    """Yield what is left in each control group: its limit less what it uses, but for files that can be let go.
+
+    Beyond memory.high nothing is killed, but slowed down until it gives memory back: as good as a limit.
+    """
+    names = (
+        ("memory.max", "memory.current"),
+        ("memory.high", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
     for group in _groups(root, "memory"):
-        for limit_file, used_file in names:  # version 2, version 1
+        for limit_file, used_file in names:  # version 2 twice, version 1
             limit, used = _number(group / limit_file), _number(group / used_file)
             if limit is not None and used is not None:
                 yield limit - used + _inactive_files(group / "memory.stat")
@@ -91,11 +98,9 @@ def _groups(root: Path, controller: str) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = (
-            mount
-            if not controllers
-            else next((d for d in (mount / controllers, mount / controller) if d.is_dir()), mount)
-        )
+        # Version 2 lies beside the hierarchies of version 1 where a system has both.
+        names = (controllers, controller) if controllers else ("unified",)
+        top = next((mount / name for name in names if (mount / name).is_dir()), mount)
         inner = top / path.lstrip("/")
         # In a container the path may be the host's: its own group is then the top of what is mounted.
         out += [d for d in (inner, *inner.parents) if d.is_relative_to(top) and d.is_dir()]

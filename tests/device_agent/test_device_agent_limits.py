@@ -51,6 +51,37 @@ def test_the_tightest_group_above_counts(system):
     assert free_memory(root) == 10 * MIB
 
 
+@pytest.mark.parametrize("tightest", ["a", "a/b", "a/b/c"])
+def test_of_nested_groups_the_one_with_the_least_left_counts(system, tightest):
+    root = system("0::/a/b/c\n")
+    for group in ("a", "a/b", "a/b/c"):
+        place = root / "sys/fs/cgroup" / group
+        place.mkdir(parents=True)
+        (place / "memory.max").write_text(f"{(150 if group == tightest else 400) * MIB}\n")
+        (place / "memory.current").write_text(f"{100 * MIB}\n")
+        (place / "cpu.max").write_text("30000 100000\n" if group == tightest else "max 100000\n")
+    assert free_memory(root) == 50 * MIB
+    assert cores(root) == 0.3
+
+
+def test_what_a_group_may_use_before_it_is_slowed_down_counts(system):
+    used = {"app__memory_dot_max": f"{600 * MIB}", "app__memory_dot_current": f"{100 * MIB}"}
+    assert free_memory(system("0::/app\n", **used, app__memory_dot_high=f"{300 * MIB}")) == 200 * MIB
+
+
+def test_version_2_beside_version_1_has_a_directory_of_its_own(system):
+    root = system(
+        "4:memory:/\n0::/app\n",
+        memory__memory_dot_limit_in_bytes=f"{500 * MIB}",
+        memory__memory_dot_usage_in_bytes=f"{100 * MIB}",
+        unified__app__cpu_dot_max="20000 100000\n",
+        unified__app__memory_dot_max=f"{300 * MIB}",
+        unified__app__memory_dot_current=f"{100 * MIB}",
+    )
+    assert free_memory(root) == 200 * MIB
+    assert cores(root) == 0.2
+
+
 def test_a_container_sees_its_group_as_the_top(system):
     root = system("0::/\n", memory_dot_max=f"{300 * MIB}", memory_dot_current=f"{100 * MIB}")
     assert free_memory(root) == 200 * MIB

@@ -34,8 +34,8 @@ from hepti_mqtt.work import Work
 Matrix = PackedMatrix | NarrowMatrix
 
 # A panel is used for ROWS rows of x, in pieces [depth, NR] that stay near while the tiles pass over them. Every piece
-# begins by reading its sums and filling the pipelines: pieces of 256 took 1 to 2 % longer, though one of 512 is
-# larger than the first-level cache there (AMD EPYC, AVX-512).
+# begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
+# 256 another 1 to 2 %, though even one of 256 is larger than the first-level cache there (AMD EPYC, AVX-512).
 ROWS: Final = 384
 
 # The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,

@@ -50,6 +50,7 @@ class Tiling(NamedTuple):
 # in the table for the same reason: 14 x 2 (Cascade Lake), 10 x 2 of NEON (a CPU without a name).
 TILINGS: Final[Mapping[str, tuple[Tiling, ...]]] = {
     "avx512": (
+        Tiling(6, 4, 1024),
         Tiling(6, 4, 512),
         Tiling(6, 4, 256),
         Tiling(12, 2, 512, unroll=False),
