@@ -329,6 +329,8 @@ class CoordinatorSession:
         if model is None:
             return []
         record = model.plans.preparing
+        if way := self._standby.make_way(record, device, message, now):
+            return way
         if isinstance(message, messages.Ready) and record is not None and not record.derived_by(device, message):
             why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
             return [Note("refused", why), *self._lost(device, "is of another version", now)]
