@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
+from rich.console import Console
 
-from hepti_mqtt.cli import show
+from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_edges, print_story
 
@@ -124,6 +126,22 @@ def test_a_device_without_capabilities_of_its_own_is_listed_with_the_reason(
     assert "refused" in shown
     assert f"a is not used: {why}" in shown
     assert "not used" not in listed(monkeypatch, capsys, status="offline"), "it is not there, and that is shown"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(output, "_console", lambda stderr: console)
+    columns = ("device", "status", "threads", "GFLOP/s", "round trip ms", "Mbit/s", "slowdown", "hears directly")
+    rows = [("kitchen-pi", "online", 1, "106.7", "1.76", "-", "1.00", "attic, livingroom")] * 2
+    output.print_table("site home", columns, rows)
+    shown = file.getvalue()
+    assert {"kitchen-pi", "directly", "GFLOP/s", "livingroom"} <= set(shown.replace("│", " ").replace("┃", " ").split())
+    drawn = width >= 80
+    assert ("━" in shown or "─" in shown) == drawn
+    if drawn:
+        assert max(map(len, shown.splitlines())) <= width
 
 
 def test_what_is_not_believed_of_a_device_is_told(
