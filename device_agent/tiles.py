@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from hepti_mqtt.config.state import write_atomically
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
+_log: Final = logging.getLogger("hepti.agent")
 
 
 def room_bytes(directory: Path) -> int:
@@ -45,6 +47,7 @@ class TileCache:
         self._counters = counters
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self.bytes = 0
+        self._told = False
         if limit_bytes > 0:
             self._scan()
             if not self._evict(0, ()):  # whatever is left to do with the disk, it is not for tiles
@@ -73,17 +76,33 @@ class TileCache:
 
     def put(self, digest: bytes, data: bytes | memoryview, keep: Collection[bytes] = ()) -> None:
         """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
-        if len(data) > self._limit or digest in self._sizes or not self._evict(len(data), keep):
+        if len(data) > self._limit or digest in self._sizes:
+            return
+        if not self._evict(len(data), keep):
+            if len(data) > self._room():
+                self._full("the disk is full")
             return
         path = self._path(digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, bytes(data))
-        except OSError:
+        except OSError as error:
             self._counters["cache_errors"] += 1
+            self._full(error.strerror or str(error))
             return
         self._sizes[digest] = len(data)
         self.bytes += len(data)
+
+    def _full(self, why: str) -> None:
+        """Say once that weights are not kept, which nobody would notice before the next start."""
+        if not self._told:
+            _log.warning(
+                "weights are not kept in %s (%s): each start loads them anew; make room there, or choose another "
+                "place with --cache",
+                self._directory,
+                why,
+            )
+        self._told = True
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()

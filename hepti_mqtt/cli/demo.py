@@ -40,6 +40,7 @@ MODEL: Final = "minilm"
 STALLED_S: Final = 120.0  # without any progress: a busy machine may be slow for as long as it likes
 CPU_STEP_S: Final = 5.0  # of CPU time that count as progress: kernels compile; processes that only wait use less
 SHOWN_S: Final = 15.0  # between two lines about agents that compile
+LOOKS_S: Final = 1.0  # for devices of a site that is not the demo's own
 SETTLED_S: Final = 4.0  # after the last agent joined; the planner waits a second for others before it searches
 
 SENTENCES: Final = (
@@ -101,12 +102,24 @@ def find_model() -> Path:
 @contextmanager
 def _broker_url(args: argparse.Namespace) -> Iterator[str]:
     if args.broker is not None and BrokerUrl.parse(args.broker).user is None:
+        refuse_others_devices(args.broker, args.site)
         yield args.broker
         return
     with start_broker() as broker:  # also beside a closed site: a login is for one user, and the demo plays several
         if not args.json:
             output.print_lines([f"broker: {broker.kind} ({broker.reason})"])
         yield broker.url
+
+
+def refuse_others_devices(url: str, site: str) -> None:
+    """Raise ConfigError if a site has devices: those of the demo have the same names, so these would have to end."""
+    with Hepti.connect(url, site=site, client_id="demo") as hepti:
+        found = [d["device"] for d in hepti.devices(wait_s=LOOKS_S) if d["status"] in ("online", "starting")]
+    if found:
+        raise ConfigError(
+            f"site {site} has devices already ({', '.join(found)}), and the demo starts its own; choose another "
+            "--site, or none of HEPTI_BROKER and --broker, so that it starts a broker too"
+        )
 
 
 @contextmanager

@@ -55,16 +55,25 @@ def print_text(text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right."""
+    """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right.
+
+    On a narrow terminal lines are left out, so that no word of it is broken; where that is not enough, it is plain too.
+    """
     cells = [[str(value) for value in row] for row in rows]
     right = [all(_numeric(row[i]) for row in cells) for i in range(len(columns))]
     out = _console(stderr=False)
-    if out.is_terminal:
+    longest = [
+        max(len(word) for row in [columns, *cells] for word in row[i].split() or [""]) for i in range(len(columns))
+    ]
+    if out.is_terminal and sum(longest) + 2 * len(columns) <= out.width:
+        from rich import box
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left")
-        for name, is_number in zip(columns, right, strict=True):
-            table.add_column(name, justify="right" if is_number else "left", overflow="fold")
+        light = sum(longest) + 3 * len(columns) + 1 > out.width
+        plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False} if light else {}
+        table = Table(title=title, title_justify="left", collapse_padding=light, **plain)
+        for name, is_number, least in zip(columns, right, longest, strict=True):
+            table.add_column(name, justify="right" if is_number else "left", min_width=least, overflow="fold")
         for row in cells:
             table.add_row(*row)
         out.print(table)

@@ -16,13 +16,12 @@ from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described
 from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.cluster.profiles import plausible, profile_from_caps
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Objective, Plan
 from hepti_mqtt.plan_programs import lowered, programs
 from hepti_mqtt.program import Program
-from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, believed
+from hepti_mqtt.runtime.planner.believed import believed, caps_refused
 from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
@@ -138,15 +137,16 @@ def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _refused(device: Mapping[str, Any]) -> str | None:
-    """Return why no plan uses a device, by the planner's own rules; None if its numbers can be right."""
+    """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
+    if unread := device.get("caps_unread"):
+        return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
+    if device["status"] == "online" and device.get("caps_boot", device["boot"]) != device["boot"]:
+        return "its capabilities are those of an earlier start; restart the agent there"
     if "curves" not in device:
-        return None
-    try:
-        plausible("memory_budget_bytes", device["memory_budget_bytes"], 0, MEMORY_BYTES)
-        profile_from_caps(device["device"], device["curves"], device["memory_budget_bytes"], 1.0)
-    except (KeyError, TypeError, ValueError) as error:
-        return f"its capabilities cannot be right ({str(error)[:200]}); restart the agent there, or update it"
-    return None
+        none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
+        return none if device["status"] == "online" else None
+    wrong = caps_refused(device["device"], device["curves"], device["memory_budget_bytes"])
+    return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 
 def _doubted(device: Mapping[str, Any]) -> str | None:

@@ -51,18 +51,21 @@ DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
 
 @dataclass(slots=True)
 class Device:
-    """A device as it described itself."""
+    """A device as it described itself. unread: why its last caps cannot be read, "" if they can."""
 
     status: described.Status | None = None
     caps: described.Caps | None = None
     heartbeat: described.Heartbeat | None = None
+    unread: str = ""
 
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
 
-        Of a device that is starting also `doing`, `done` and `total`.
+        Of a device that is starting also `doing`, `done` and `total`; `caps_unread` and `caps_boot` say why its caps
+        cannot be read, and of which start they are.
         """
-        out: dict[str, Any] = {} if self.caps is None else asdict(self.caps)
+        out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
+        out |= {"caps_unread": self.unread} if self.unread else {}
         out["device"] = name
         out["status"] = "unknown" if self.status is None else self.status.state
         out["boot"] = 0 if self.status is None else self.status.boot
@@ -197,13 +200,20 @@ class ClientSession:
         if topic.kind == "status":
             device.status = messages.decode_status(payload)
         elif topic.kind == "caps":
-            device.caps = messages.decode_caps(payload)
+            self._caps(device, payload)
         else:
             device.heartbeat = messages.decode_heartbeat(payload)
         if topic.device not in self.devices and len(self.devices) >= DEVICES:
             self.counters["devices beyond"] += 1
             return
         self.devices[topic.device] = device
+
+    def _caps(self, device: Device, payload: bytes) -> None:
+        try:
+            device.caps, device.unread = messages.decode_caps(payload), ""
+        except (WireError, ValueError, TypeError) as error:  # the device is there, so that it is listed with the reason
+            self.counters["unread caps"] += 1
+            device.caps, device.unread = None, str(error)
 
 
 def _plain(value: Any) -> Any:

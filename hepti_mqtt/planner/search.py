@@ -77,7 +77,8 @@ def _through_the_broker(question: Question, guesses: Sequence[Guess]) -> Sequenc
         return guesses
     tiles = tile_packet(question)
     if tiles > limit:
-        raise packet_limit_error(limit, tiles, f"bringing the weights of {question.naming.model}", _BROKER)
+        what = f"bringing the weights of {question.naming.model}"
+        raise packet_limit_error(limit, tiles, what, _BROKER, narrows=False)
     sizes = [plan_packet(question, g.plan) for g in guesses]
     if min(sizes) > limit:
         raise packet_limit_error(limit, min(sizes), f"every plan of {question.naming.model}", _BROKER)

@@ -16,6 +16,8 @@ from hepti_mqtt.wire.checks import MAX_BOOT
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Parsed, Topics
 
+_log: Final = logging.getLogger("hepti.planner")
+TOLD: Final = 64  # devices whose caps cannot be read that are told of
 DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 
 
@@ -107,6 +109,7 @@ class Decoder:
         self.topics = Topics(site)
         self._latest_boot = latest_boot
         self.counters: Counter[str] = Counter()
+        self._told: set[str] = set()
         self._decoders: Mapping[str, Callable[[Parsed, bytes], Arrival]] = {
             "status": _status,
             "caps": _caps,
@@ -137,6 +140,7 @@ class Decoder:
         """Return what a message says, None if it is empty (a retained one that was cleared) or not valid."""
         if not payload:
             return None
+        parsed = None
         try:
             parsed = self.topics.parse(topic)
             decoder = self._decoders.get(parsed.kind)
@@ -144,14 +148,22 @@ class Decoder:
                 self.counters["foreign"] += 1
                 return None
             arrival = decoder(parsed, payload)
-        except WireError:
+        except WireError as error:
             self.counters["malformed"] += 1
+            if parsed is not None and parsed.kind == "caps":
+                self._unread(parsed.device, error)
             return None
         boot = _boot(arrival)
         if boot <= self._latest_boot():
             return arrival
         self.counters["implausible_boot"] += 1
         return Implausible(topic, parsed.kind, boot)
+
+    def _unread(self, device: str, error: WireError) -> None:
+        """Tell once of a device that no plan can use; names cost nothing to invent, so of a bounded number of them."""
+        if device not in self._told and len(self._told) < TOLD:
+            self._told.add(device)
+            _log.warning("refused: the caps of %s cannot be read (%s); update the agent there", device, error)
 
 
 def _boot(arrival: Arrival) -> int:

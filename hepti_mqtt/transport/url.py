@@ -52,9 +52,10 @@ class BrokerUrl:
             with path.open(encoding="utf-8") as file:
                 content = file.read(MAX_LOGIN_BYTES)
         except (FileNotFoundError, IsADirectoryError, ValueError, RuntimeError):  # whatever it is, no login file
+            looks = f"there is no login file {name}: " if "@" not in name and name.isprintable() else ""
             raise ConfigError(
-                f"the broker must be a URL that begins with mqtt:// or mqtts://, or a login file that is there; write "
-                f"it as {FORM}"
+                f"{looks}the broker must be a URL that begins with mqtt:// or mqtts://, or a login file that is there; "
+                f"write it as {FORM}"
             ) from None
         except OSError as error:
             raise ConfigError(f"the login file {name} cannot be read: {error.strerror or error}") from error

@@ -29,9 +29,15 @@ def low_limit(largest_bytes: int, place: str) -> str:
     return f"the broker at {place} lets no packet through over about {largest_bytes} bytes; {SETTINGS}"
 
 
-def packet_limit_error(largest_bytes: int, needed_bytes: int, what: str, broker: str) -> PacketLimitError:
-    """Return the error that names the setting; what: who needs the packets, broker: which one takes no more."""
+def packet_limit_error(
+    largest_bytes: int, needed_bytes: int, what: str, broker: str, *, narrows: bool = True
+) -> PacketLimitError:
+    """Return the error that names the setting; what: who needs the packets, broker: which one takes no more.
+
+    narrows: a smaller wire dtype makes them smaller; it does not those of weights.
+    """
+    instead = ", or choose a smaller wire dtype (--wire f16)" if narrows else ""
     return PacketLimitError(
-        f"{what} needs packets of {needed_bytes} bytes, but {broker} takes at most about {largest_bytes}; {SETTINGS}, "
-        "or choose a smaller wire dtype (--wire f16)"
+        f"{what} needs packets of {needed_bytes} bytes, but {broker} takes at most about {largest_bytes}; "
+        f"{SETTINGS}{instead}"
     )

@@ -8,6 +8,7 @@ import pytest
 
 from hepti_mqtt.cli import demo
 from hepti_mqtt.cli.shared import Processes
+from hepti_mqtt.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,26 @@ def test_a_second_demo_has_places_of_its_own(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("another demo runs") == 2
     with demo.own_places(tmp_path / "one") as again:
         assert again is None
+
+
+def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [{"device": "kitchen", "status": "online"}, {"device": "old", "status": "offline"}]
+
+    class Found:
+        def __enter__(self) -> Found:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def devices(self, wait_s: float) -> list[dict[str, str]]:
+            return there
+
+    monkeypatch.setattr(demo.Hepti, "connect", lambda *_, **__: Found())
+    with pytest.raises(ConfigError, match=r"has devices already \(kitchen\).*--site"):
+        demo.refuse_others_devices("mqtt://h", "home")
+    there[0]["status"] = "offline"
+    demo.refuse_others_devices("mqtt://h", "home")
 
 
 def test_agents_keep_their_files_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

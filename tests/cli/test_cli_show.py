@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
+from rich.console import Console
 
-from hepti_mqtt.cli import show
+from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_edges, print_story
 
@@ -63,7 +65,10 @@ def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys: pytest.Ca
     assert said == "a does not hear c directly: connection refused; the broker is between them"
 
 
-CURVES = {"linear": [{"k": 8, "n": 8, "points": [[1, 1e-6], [8, 5e-6]]}]}
+CURVES = {
+    "linear": [{"k": 8, "n": 8, "points": [[1, 1e-6], [8, 5e-6]]}], "frame_s": 1e-4, "attention_flops_per_s": 1e9,
+    "rowwise_bytes_per_s": 1e9, "op_overhead_s": 1e-6, "copy_bytes_per_s": 1e9,
+}  # fmt: skip
 BEAT = {
     "boot": 1, "seq": 1, "cpu_other": 0.1, "free_bytes": 1, "temperature_c": None, "round_trip_s": None,
     "bandwidth_bytes_per_s": None, "slowdown": 1.0, "rss_bytes": 0, "counters": {},
@@ -74,6 +79,7 @@ def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     device = {
         "device": "a",
         "status": "online",
+        "boot": 1,
         "threads": 1,
         "memory_budget_bytes": 1 << 30,
         "heartbeat": None,
@@ -102,11 +108,45 @@ def test_a_device_that_no_plan_uses_is_listed_with_the_reason(
     said = listed(monkeypatch, capsys, **wrong)
     assert "refused" in said
     assert "a is not used: its capabilities cannot be right" in said
+    assert ("(memory_budget_bytes is" if "memory_budget_bytes" in wrong else "(frame_s is missing)") in said
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"caps_unread": "Caps.threads is -1"}, "its capabilities cannot be read (Caps.threads is -1)"),
+        ({"curves": CURVES, "boot": 3, "caps_boot": 2}, "its capabilities are those of an earlier start"),
+        ({}, "it has told nothing of its capabilities"),
+    ],
+)
+def test_a_device_without_capabilities_of_its_own_is_listed_with_the_reason(
+    said: dict, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = listed(monkeypatch, capsys, **said)
+    assert "refused" in shown
+    assert f"a is not used: {why}" in shown
+    assert "not used" not in listed(monkeypatch, capsys, status="offline"), "it is not there, and that is shown"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(output, "_console", lambda stderr: console)
+    columns = ("device", "status", "threads", "GFLOP/s", "round trip ms", "Mbit/s", "slowdown", "hears directly")
+    rows = [("kitchen-pi", "online", 1, "106.7", "1.76", "-", "1.00", "attic, livingroom")] * 2
+    output.print_table("site home", columns, rows)
+    shown = file.getvalue()
+    assert {"kitchen-pi", "directly", "GFLOP/s", "livingroom"} <= set(shown.replace("│", " ").replace("┃", " ").split())
+    drawn = width >= 80
+    assert ("━" in shown or "─" in shown) == drawn
+    if drawn:
+        assert max(map(len, shown.splitlines())) <= width
 
 
 def test_what_is_not_believed_of_a_device_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "not" not in listed(monkeypatch, capsys, heartbeat=BEAT)
-    said = listed(monkeypatch, capsys, heartbeat={**BEAT, "slowdown": 1e12})
+    assert "not" not in listed(monkeypatch, capsys, curves=CURVES, heartbeat=BEAT)
+    said = listed(monkeypatch, capsys, curves=CURVES, heartbeat={**BEAT, "slowdown": 1e12})
     assert "a says what is not believed: slowdown" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -184,6 +185,10 @@ def test_a_terminal_shows_the_beginning_of_vectors() -> None:
     assert json.loads(text)["results"][1]["ids"] == [1, 2, 3]
     assert len(text) < 400
     assert json.loads(shown(result, terminal=False)) == result
+    numbers = np.arange(60, dtype="<f4").reshape(3, 20)
+    hidden = {"dtype": "f32", "shape": [3, 20], "base64": base64.b64encode(numbers.tobytes()).decode()}
+    told = json.loads(shown(hidden, terminal=True))
+    assert told == {"dtype": "f32", "shape": "[3, 20]", "numbers": "[0, 1, 2, 3, 4, 5, ...] (60 numbers)"}
 
 
 def test_infer_pictures(ask: Any, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hepti_mqtt.wire.messages import encode_status
 from hepti_mqtt.wire.topics import Topics
 
 T = Topics("home")
+CAPS = described.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
 
 
 @pytest.fixture
@@ -131,10 +132,9 @@ def test_records_count_while_their_planner_is_there(session):
 
 
 def test_devices_are_put_together_from_what_they_say(session):
-    caps = described.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
     beat = described.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
     session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
-    session.heard(T.caps("a"), messages.encode_caps(caps), 0.0)
+    session.heard(T.caps("a"), messages.encode_caps(CAPS), 0.0)
     device = session.devices["a"].to_dict("a")
     assert (device["device"], device["status"], device["boot"], device["threads"]) == ("a", "online", 3, 2)
     assert device["heartbeat"] is None
@@ -148,6 +148,18 @@ def test_devices_are_put_together_from_what_they_say(session):
     device = session.devices["b"].to_dict("b")
     assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
     assert status_words(device) == "starting: compiling kernels 3 of 23"
+
+
+def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
+    session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
+    session.heard(T.caps("a"), b'{"device": "a", "boot": 3, "threads": 1e400}', 0.0)
+    told = session.devices["a"].to_dict("a")
+    assert told["status"] == "online"
+    assert "Caps lacks" in told["caps_unread"]
+    session.heard(T.caps("a"), messages.encode_caps(CAPS), 0.0)
+    told = session.devices["a"].to_dict("a")
+    assert "caps_unread" not in told
+    assert told["caps_boot"] == 3
 
 
 def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):

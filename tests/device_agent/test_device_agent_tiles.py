@@ -113,6 +113,18 @@ def test_a_full_disk_is_counted_not_raised(tmp_path, counters, monkeypatch):
     assert cache.get(sha(b"tile")) is None
 
 
+def test_it_is_said_once_that_the_disk_has_no_room(tmp_path, counters, caplog):
+    left = [1000]
+    cache = TileCache(tmp_path, 150, counters, lambda _: left[0])
+    for number in range(3):
+        cache.put(sha(blob(number)), blob(number), keep=[sha(blob(0))])
+    assert not caplog.records, "that there is a limit is as it was asked for"
+    left[0] = 10
+    for number in range(3, 6):
+        cache.put(sha(blob(number)), blob(number), keep=[sha(blob(0))])
+    assert [record.getMessage().count("--cache") for record in caplog.records] == [1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=60), st.integers(0, 900))
 def test_bytes_on_disk_never_exceed_the_limit(tmp_path_factory, operations, limit):
     directory = tmp_path_factory.mktemp("tiles")

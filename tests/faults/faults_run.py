@@ -84,10 +84,11 @@ class Report:
             lines.append(f"{name:11}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
             lines += [f"  errors: {t.errors}"] if t.errors else []
             lines += [f"  lost: {name}" for name in t.lost[:5]]
-        lines += ["", "fault              times  longest silence   median"]
+        lines += ["", "fault              times  of who served  longest silence   median"]
         for kind, gaps in self.gaps.items():
             if took := [gap.seconds for gap in gaps]:
-                lines.append(f"{kind:18} {len(took):5d} {max(took):14.2f} s {np.median(took):6.2f} s")
+                served = str(sum(gap.fault.served for gap in gaps)) if kind.startswith("agent") else "-"
+                lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {np.median(took):6.2f} s")
         return "\n".join(lines)
 
     def time_lines(self) -> str:
@@ -96,8 +97,10 @@ class Report:
         for kind, lines in self.lines.items():
             longest = max(self.gaps[kind], key=lambda gap: gap.seconds)
             span = f"from {longest.start_s - longest.begun_s:.3f} s to {longest.end_s - longest.begun_s:.3f} s after it"
-            at = f"{longest.fault.whom} at {longest.fault.at_s:.1f} s"
-            out += ["", f"longest silence, {longest.seconds:.2f} s, {kind}: {at}, {span}"]
+            out += [
+                "",
+                f"longest silence, {longest.seconds:.2f} s: {longest.fault}, at {longest.fault.at_s:.1f} s, {span}",
+            ]
             out += [f"  {line.at_s - longest.begun_s:8.3f} s  {line.text}" for line in lines]
         return "\n".join(out)
 
@@ -166,16 +169,16 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
         for client in clients:
             client.start()
         start = time.monotonic()
-        for fault in schedule(what.seed, what.seconds, what.every_s, what.kinds):
-            while (now := time.monotonic()) < start + fault.at_s:
+        for planned in schedule(what.seed, what.seconds, what.every_s, what.kinds):
+            while (now := time.monotonic()) < start + planned.at_s:
                 site.mend(now)
                 time.sleep(LOOK_S)
-            faults.append(fault)
+            faults.append(fault := planned.among(listener.serving()))
             begun.append(time.monotonic())
-            listener.note(f"{fault.kind}: {fault.whom}", begun[-1])
+            listener.note(str(fault), begun[-1])
             site.happen(fault)
             if say:
-                print(f"{fault.at_s:7.1f} s  {fault.kind}: {fault.whom} {fault.lasts_s or ''}", flush=True)
+                print(f"{fault.at_s:7.1f} s  {fault}", flush=True)
         while time.monotonic() < start + what.seconds:
             site.mend(time.monotonic())
             time.sleep(LOOK_S)

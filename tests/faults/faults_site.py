@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from site_processes import Site, poll
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 
 DEVICES = ("a", "b", "c")
+AIMED = 0.8  # of the faults of agents, at one that serves
 STOPPED_S = (3.0, 8.0)
 CUT_S = (0.2, 3.0)
 SAVED_S = 30.0  # more than the broker's `autosave_interval`
@@ -91,12 +92,27 @@ class Cable:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, to whom, when (seconds after the start), and for how long if it passes by itself."""
+    """What happens, to whom, when (seconds after the start), and for how long if it passes by itself.
+
+    aimed: it is to happen to an agent that serves then, whoever that is. served: whether that one did.
+    """
 
     at_s: float
     kind: str
     whom: str
     lasts_s: float = 0.0
+    aimed: bool = False
+    served: bool = False
+
+    def among(self, serving: Collection[str]) -> Fault:
+        """Return the fault as it is to happen while these devices serve."""
+        elsewhere = self.aimed and serving and self.whom not in serving
+        whom = min(serving) if elsewhere else self.whom
+        return replace(self, whom=whom, served=whom in serving)
+
+    def __str__(self) -> str:
+        serves = f", which {'serves' if self.served else 'does not serve'}" if self.kind.startswith("agent") else ""
+        return f"{self.kind}: {self.whom}{serves}" + (f", for {self.lasts_s:.1f} s" if self.lasts_s else "")
 
 
 def mosquitto_of(broker: EmbeddedBroker) -> psutil.Process:
@@ -125,8 +141,11 @@ KINDS = ("planner killed", "broker killed", "broker restarted", "agent killed", 
 def schedule(
     seed: int, seconds: float, every_s: tuple[float, float], kinds: tuple[str, ...] = KINDS
 ) -> Iterator[Fault]:
-    """Yield the faults of a run; each kind comes once in every round, in an order of its own."""
-    rng = random.Random(seed)
+    """Yield the faults of a run; each kind comes once in every round, in an order of its own.
+
+    Most of those of agents are aimed at one that serves: who only stands by is missed by nobody.
+    """
+    rng, aim = random.Random(seed), random.Random(f"aim {seed}")
     at_s, round_ = 0.0, list[str]()
     while True:
         at_s += rng.uniform(*every_s)
@@ -136,7 +155,8 @@ def schedule(
         kind = round_.pop()
         whom = rng.choice(DEVICES) if kind.startswith("agent") else kind.partition(" ")[0]
         lasts = {"agent stopped": STOPPED_S, "agent cut off": CUT_S}.get(kind, (0.0, 0.0))
-        yield Fault(at_s, kind, whom, rng.uniform(*lasts))
+        aimed = kind.startswith("agent") and aim.random() < AIMED
+        yield Fault(at_s, kind, whom, rng.uniform(*lasts), aimed)
 
 
 class Installed(Site):

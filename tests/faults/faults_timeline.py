@@ -44,6 +44,7 @@ class Listener:
         self._lock = threading.Lock()
         self._lines: list[Line] = []
         self._steps: set[tuple[float, str, str]] = set()
+        self._serving: frozenset[str] = frozenset()
         self._root = self.topics.planner_status().removesuffix("planner/status")
         place = BrokerUrl.parse(url)
         self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, "listener")
@@ -57,6 +58,11 @@ class Listener:
         """Keep a line that is no message."""
         with self._lock:
             self._lines.append(Line(time.monotonic() if at_s is None else at_s, text))
+
+    def serving(self) -> frozenset[str]:
+        """Return the devices of the plan that is active, none before one is."""
+        with self._lock:
+            return self._serving
 
     def between(self, start_s: float, end_s: float) -> list[Line]:
         """Return what was said in a time, in its order; the same several times in a row once, with its number."""
@@ -81,9 +87,11 @@ class Listener:
             self.note(f"{message.topic}: {error}", now)
 
     def _story(self, record: bytes, now: float) -> None:
-        """Keep the steps of plans that are new, at the time that the planner says."""
-        behind_s = time.time() - now
-        for step in msgpack.unpackb(record)["story"] if record else ():
+        """Keep who serves, and the steps of plans that are new, at the time that the planner says."""
+        behind_s, told = time.time() - now, msgpack.unpackb(record) if record else {}
+        with self._lock:
+            self._serving = frozenset((told.get("active") or {}).get("devices", ()))
+        for step in told.get("story", ()):
             key = round(step["time"], 2), step["plan"], step["to"]  # the planner derives it anew for each record
             if key not in self._steps:
                 self._steps.add(key)

@@ -152,6 +152,19 @@ def test_a_schedule_of_some_kinds_has_no_others() -> None:
     assert {fault.kind for fault in schedule(1, 200.0, (5.0, 9.0), some)} == set(some)
 
 
+def test_most_faults_of_agents_happen_to_one_that_serves_and_say_so() -> None:
+    faults = [fault for fault in schedule(1, 2000.0, (5.0, 9.0)) if fault.kind.startswith("agent")]
+    found = [fault.among({"b"}) for fault in faults]
+    assert len(found) / 2 < sum(fault.served for fault in found) < len(found)
+    assert all(fault.served == (fault.whom == "b") for fault in found)
+    assert [fault.among(()) for fault in faults] == faults, "nobody serves yet"
+    assert str(Fault(0.0, "agent killed", "c", aimed=True).among({"a", "b"})) == "agent killed: a, which serves"
+    assert (
+        str(Fault(0.0, "agent stopped", "c", 3.14).among({"a"})) == "agent stopped: c, which does not serve, for 3.1 s"
+    )
+    assert str(Fault(0.0, "planner killed", "planner").among({"a"})) == "planner killed: planner"
+
+
 def test_a_time_line_says_once_what_comes_several_times_in_a_row() -> None:
     said = [Line(0.0, "tile"), Line(0.1, "tile"), Line(0.2, "ready"), Line(0.3, "tile")]
     assert list(together(said)) == [Line(0.0, "tile (2 times)"), Line(0.2, "ready"), Line(0.3, "tile")]

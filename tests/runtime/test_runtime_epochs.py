@@ -233,6 +233,23 @@ def test_what_the_planner_goes_on_with_is_in_doubt_no_more(proof: str) -> None:
     assert list(device.session.epochs) == [ONE]
 
 
+def test_a_plan_that_was_refused_for_want_of_memory_fits_once_what_was_loading_is_released() -> None:
+    device = Device()
+    device.reach(ONE, "loading")
+    device.session.memory_bytes = device.session.epochs.needed_bytes()
+    (failed,) = ups(device.tell(prepare(OTHER)))
+    assert isinstance(failed, messages.Failed)
+    assert failed.code == "memory"
+    device.tell(messages.Release(2, *ONE))
+    again = device.tell(prepare(OTHER))
+    assert [(c.model, c.epoch) for c in again if isinstance(c, Load)] == [OTHER]
+    assert device.loaded(ONE) == [], "what was under way for the other one changes nothing"
+    device.loaded(OTHER)
+    (ready,) = ups(device(Subscribed(*OTHER)))
+    assert isinstance(ready, messages.Ready)
+    assert ready.epoch == OTHER[1]
+
+
 def test_an_epoch_in_doubt_still_gets_ready() -> None:
     device = Device()
     device.reach(ONE, "doubted")

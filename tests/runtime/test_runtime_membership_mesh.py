@@ -9,8 +9,9 @@ from scripted_site import caps, heartbeat
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.planner.believed import believed
 from hepti_mqtt.runtime.planner.introductions import Introductions
-from hepti_mqtt.runtime.planner.membership import RELAYED_S, Membership, believed
+from hepti_mqtt.runtime.planner.membership import RELAYED_S, Membership
 from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.peers import Endpoint, LinkReport
 

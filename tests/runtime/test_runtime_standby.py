@@ -106,3 +106,65 @@ def test_a_device_that_refuses_or_says_nothing_is_tried_again_much_later() -> No
         plan = made.session.plan("m")
         assert isinstance(plan, Plan)
         assert plan.devices != (other,)
+
+
+def test_what_is_loaded_ahead_gives_way_to_a_plan_that_lacks_its_memory() -> None:
+    made = site("a", "b")
+    other = ({"a", "b"} - set(made.session.plan("m").devices)).pop()
+    made.mute = {other}
+    calm(made)
+    ahead = sought(made)[0].question.epoch
+    made.submit("pinned", pins=Pins(strategy="single", devices=(other,)), within=1e6)
+    made.tick(0.1)
+    refused = made.prepares()[other]
+    epoch = Plan.from_dict(refused.plan).epoch
+    before = len(made.told)
+    made.event(events.UpMessage(other, messages.Failed(refused.txn, "m", epoch, "memory", "no room", 1 << 30)))
+    release, again = (m for device, m in made.told[before:] if device == other)
+    assert isinstance(release, messages.Release)
+    assert release.epoch == ahead, "first, so that there is room when the plan comes again"
+    assert isinstance(again, messages.Prepare)
+    assert again.plan == refused.plan, "the device is not thought to be smaller than it is"
+    made.ready(other)
+    made.answer(max(made.work))
+    assert "pinned" in made.answers
+
+
+def test_a_plan_that_is_refused_though_nothing_is_loaded_ahead_any_more_is_searched_anew() -> None:
+    made = site("a", "b")
+    other = ({"a", "b"} - set(made.session.plan("m").devices)).pop()
+    made.mute = {other}
+    calm(made)
+    made.submit("pinned", pins=Pins(strategy="single", devices=(other,)), within=1e6)
+    made.tick(0.1)
+    for _ in range(2):
+        asked = made.prepares()[other]
+        epoch = Plan.from_dict(asked.plan).epoch
+        made.event(events.UpMessage(other, messages.Failed(asked.txn, "m", epoch, "memory", "no room", 1 << 30)))
+    calm(made, 2.0)
+    assert f"{other} needs" in str(made.errors["pinned"])
+
+
+def test_who_refused_to_load_ahead_once_serves_after_it_has_at_the_second_time() -> None:
+    made = site("a", "b")
+    first = made.session.plan("m").head
+    other = ({"a", "b"} - {first}).pop()
+    made.mute = {other}
+    calm(made)
+    failed = messages.Failed(0, "m", sought(made)[0].question.epoch, "memory", "no room", 1)
+    made.event(events.UpMessage(other, failed))
+    made.mute = set()
+    for n in range(int(ENDS_S) // 10 + 2):
+        made.submit(f"{n}")
+        made.answer(max(made.work))
+        calm(made, 8.0)
+    assert len(sought(made)) == 2
+    (*_, released) = [m for device, m in made.told if device == other and isinstance(m, messages.Release)]
+    assert released.epoch == sought(made)[1].question.epoch, "it has loaded, and keeps the weights"
+    made.leave(first)
+    made.submit("next")
+    made.tick(0.1)
+    made.ready()
+    assert made.session.plan("m").devices == (other,)
+    made.answer(max(made.work))
+    assert "next" in made.answers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.service.inbox import Asked, Decoder, Implausible, PlannerSeen, PlanSeen
+from hepti_mqtt.service.inbox import TOLD, Asked, Decoder, Implausible, PlannerSeen, PlanSeen
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 
@@ -84,3 +84,16 @@ def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on()
     assert decoder.counters == {"implausible_boot": 4}
     assert decoder.decode(T.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
     assert decoder.counters["malformed"] == 1
+
+
+def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
+    decoder = Decoder("home")
+    for _ in range(3):
+        assert decoder.decode(T.caps("a"), b'{"device": "a", "boot": 1}') is None
+        assert decoder.decode(T.heartbeat("a"), b"x") is None
+    assert decoder.counters["malformed"] == 6
+    (record,) = caplog.records
+    assert "caps of a cannot be read (Caps lacks" in record.getMessage()
+    for number in range(2 * TOLD):
+        decoder.decode(T.caps(f"d{number}"), b"x")
+    assert len(caplog.records) == TOLD, "names cost nothing to invent"

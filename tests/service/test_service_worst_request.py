@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import worst_request
 
+from hepti_mqtt.service.limits import MAX_CHARACTERS
+
 MOST_MB = 256
 USUAL = ("megabytes-of-words", "wide-characters", "transparent")
 KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.wide) for kind in worst_request.WORST]
@@ -25,3 +27,6 @@ def test_the_worst_request_is_read_or_refused_in_bounded_memory(kind, tmp_path):
     found = json.loads(done.stdout)
     assert found["said"].startswith("job of ") or '"code": "bad_request"' in found["said"]
     assert found["mb"] <= MOST_MB
+    assert found["tokenised"] <= MAX_CHARACTERS
+    words = worst_request.WORST[kind][0] == "text" and kind not in ("ids", "objects")
+    assert bool(found["tokenised"]) == words, "nothing is tokenised but texts, and these are"

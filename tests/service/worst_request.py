@@ -1,5 +1,7 @@
 """A program: read the worst request of a kind, and print what became of it, the seconds, and the most MB in use.
 
+The characters that were tokenised are printed too: they are the work of a text, whatever the machine.
+
 Arguments: the kind, and a directory for the model. Its own process, since what was in use at the most is a process's.
 """
 
@@ -13,12 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.runtime.planner.flight import Job, Pins
+from hepti_mqtt.service import texts
 from hepti_mqtt.service.desk import Desk, Model
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.limits import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
@@ -77,6 +81,14 @@ def in_use_mb(name: str) -> int:
     return int(status.split(f"{name}:")[1].split()[0]) >> 10
 
 
+def counted(module: ModuleType) -> list[int]:
+    """Return the lengths, as they come, of the texts that the tokenizer is given."""
+    lengths: list[int] = []
+    encode = module._encode
+    module._encode = lambda way, name, text: (lengths.append(len(text)), encode(way, name, text))[1]  # type: ignore[attr-defined]
+    return lengths
+
+
 def main() -> None:
     reads, made = WORST[sys.argv[1]]
     payload = made()
@@ -88,11 +100,14 @@ def main() -> None:
         assert isinstance(desk.request("worst", "me", usual, 0.0), Job)
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
+        tokenised = counted(texts)
         found = desk.request("worst", "me", payload, 0.0)
         seconds = time.perf_counter() - begun
         said = f"job of {found.chunks[0].shape.tokens} tokens" if isinstance(found, Job) else found.payload.decode()
         mb = in_use_mb("VmHWM") - before
-        print(json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload)}))
+        print(
+            json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload), "tokenised": sum(tokenised)})
+        )
 
 
 if __name__ == "__main__":

@@ -107,6 +107,8 @@ def test_a_login_file_that_is_not_there_shows_no_password():
     with pytest.raises(ConfigError, match="login file") as caught:
         BrokerUrl.parse("u:s3cret@broker")
     assert "s3cret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no login file site/me\.login"):
+        BrokerUrl.parse("site/me.login")
 
 
 def test_a_client_id_is_one_users_own_and_the_same_after_each_start():

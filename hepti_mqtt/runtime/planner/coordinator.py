@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import plausible, profile_from_caps
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
+from hepti_mqtt.runtime.planner.believed import believed, caps_refused
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
 from hepti_mqtt.runtime.planner.events import (
@@ -35,7 +35,7 @@ from hepti_mqtt.runtime.planner.events import (
     UpMessage,
 )
 from hepti_mqtt.runtime.planner.introductions import Introductions
-from hepti_mqtt.runtime.planner.membership import MEMORY_BYTES, Membership, believed
+from hepti_mqtt.runtime.planner.membership import Membership
 from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
 from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
@@ -141,12 +141,10 @@ class CoordinatorSession:
     def _caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._known(event.device):
             return []
-        try:
-            plausible("memory_budget_bytes", event.caps.memory_budget_bytes, 0, MEMORY_BYTES)
-            profile_from_caps(event.device, event.caps.curves, event.caps.memory_budget_bytes, 1.0)
-        except (KeyError, TypeError, ValueError) as exc:
+        wrong = caps_refused(event.device, event.caps.curves, event.caps.memory_budget_bytes)
+        if wrong is not None:
             self.counters["foreign_caps"] += 1
-            return self._doubt(event.device, f"caps of {event.device} are refused ({exc}); update the agent there")
+            return self._doubt(event.device, f"caps of {event.device} are refused ({wrong}); update the agent there")
         return self._changed(event.device, self.membership.caps(event.device, event.caps), now)
 
     def _heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
@@ -331,6 +329,8 @@ class CoordinatorSession:
         if model is None:
             return []
         record = model.plans.preparing
+        if way := self._standby.make_way(record, device, message, now):
+            return way
         if isinstance(message, messages.Ready) and record is not None and not record.derived_by(device, message):
             why = f"{self.membership.refuse(device)}, the planner {__version__}: install one version on both"
             return [Note("refused", why), *self._lost(device, "is of another version", now)]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from hepti_mqtt.cluster import (
     FAST_BYTES_PER_S,
@@ -20,14 +20,13 @@ from hepti_mqtt.cluster import (
     frame_cost,
     frames_foreseen,
     peer_links_of,
-    plausible,
     profile_from_caps,
     unseen,
 )
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import Pair
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
-from hepti_mqtt.wire.peers import Endpoint, LinkReport
+from hepti_mqtt.wire.peers import Endpoint
 
 TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
@@ -40,43 +39,9 @@ ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
 MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
-
-
-# A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
-PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
-    "slowdown": (0.0, 1e4, 1.0),
-    "peer_frame_s": (0.0, 10.0, None),
-    "peer_byte_s": (0.0, 1e-3, None),
-    "round_trip_s": (0.0, 3600.0, None),
-    "bandwidth_bytes_per_s": (1.0, 1e15, None),
-}
-MEMORY_BYTES: Final = 1 << 50  # no device has more
 MIDDLING_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
-
-
-def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
-    """Return a heartbeat without the numbers that no device can have, and what was wrong with the first of them."""
-    wrong: str | None = None
-    instead: dict[str, Any] = {}
-    for key, (low, high, taken) in PLAUSIBLE.items():
-        value = getattr(heartbeat, key)
-        if value is None:
-            continue
-        try:
-            plausible(key, value, low, high)
-        except ValueError as error:
-            wrong, instead[key] = wrong or str(error), taken
-    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
-    if len(peers) < len(heartbeat.peers):
-        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
-    return replace(heartbeat, **instead), wrong
-
-
-def _link_believed(report: LinkReport) -> bool:
-    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
-    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
 
 @dataclass(slots=True)

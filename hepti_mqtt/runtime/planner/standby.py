@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from hepti_mqtt.ids import Epoch
@@ -19,9 +20,10 @@ from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Solve
 from hepti_mqtt.runtime.planner.events import CoordinatorEvent, Solved, Tick, UpMessage
 from hepti_mqtt.runtime.planner.membership import Membership
 from hepti_mqtt.runtime.planner.model_state import ModelState
+from hepti_mqtt.runtime.planner.plans import PlanRecord
 from hepti_mqtt.runtime.planner.rollout import Rollout
 from hepti_mqtt.runtime.planner.slots import Slots
-from hepti_mqtt.wire.messages import Failed, Ready
+from hepti_mqtt.wire.messages import Failed, Message, Ready
 
 CALM_S: Final = 3.0  # a plan is in use for so long before the next device loads
 LOADS_S: Final = 10.0  # a load that would fill the device's link for longer is not worth it
@@ -80,6 +82,20 @@ class Standby:
         if isinstance(event, UpMessage) and isinstance(event.message, Ready | Failed):
             return self._prepared(event.message, now)
         return []
+
+    def make_way(
+        self, record: PlanRecord | None, device: str, message: Message, now: float
+    ) -> list[CoordinatorCommand]:
+        """Release what a device loads ahead if a plan is refused there for want of memory, which is then asked again.
+
+        Weights loaded ahead serve nobody yet; without this the device would be taken for smaller than it is.
+        """
+        if record is None or not isinstance(message, Failed) or message.code != "memory":
+            return []
+        ahead = [ahead for ahead in self._loads() if ahead.plan is not None and device in ahead.plan.devices]
+        if ahead:
+            record.asked_s = -inf
+        return [command for load in ahead for command in self._give_up(load, now)]
 
     def _tick(self, model: ModelState, now: float) -> list[CoordinatorCommand]:
         ahead, record = self._ahead.get(model.name), model.plans.active
