@@ -268,7 +268,7 @@ def _group(
 def _objectives(value: Any, strategies: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Return what each strategy is chosen by: of one value or list for all, or of a mapping; latency without one."""
     named = value if isinstance(value, Mapping) else dict.fromkeys(strategies, value)
-    found = dict.fromkeys(strategies, (str(LATENCY),))
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(strategies, (LATENCY,))
     for key, each in named.items():
         sought = tuple(one_of("objective", o, OBJECTIVES) for o in listed("objective", each))
         if not (own := [name for name in strategies_of(key) if name in found]):

@@ -154,7 +154,7 @@ def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:
     alike = (name, devices, plan["wire"], cell.weights, cell.requests)
     same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire, c.weights, c.requests) == alike]
     equals = f" (= {same[0].label})" if same else ""
-    return f"{plan_words(plan)}{equals}"
+    return f"{plan_words(_whole(turn))}{equals}"
 
 
 def _range(i: statistics.Interval) -> str:
