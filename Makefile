@@ -99,7 +99,10 @@ bench-leasing: $(VENV)/.dev
 # A sample of the experiments that come with Hepti, on emulated hosts: Linux, root. Starting a lab takes most of it, so
 # what another one's cells stand for has no lab of its own: `methods` for strategies, wire, scaling and ablation,
 # `parallelism` for both of decoupled, `robustness` for replanning. QUICK="wire scaling" samples those instead.
-QUICK ?= aa matmul-chain methods methods-memory methods-simulated parallelism robustness scaling-simulated
+QUICK ?= scaling-simulated methods-simulated methods parallelism throughput robustness debert cnn methods-memory aa \
+	matmul-chain
+# It ends by itself when these are over, and says what it did not reach.
+QUICK_SECONDS ?= 600
 BENCH ?= .cache/bench-venv/bin/hepti bench
 OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
 
@@ -108,10 +111,7 @@ bench-batching: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/batching.py
 
 bench-quick: bench-venv
-	$(BENCH) kernels --quick --seconds 30 --out $(OUT)/kernels
-	for name in $(QUICK); do \
-		$(BENCH) $$name --quick --calibrations $(OUT)/calibrations --out $(OUT)/$$name || exit 1; done
-	@echo "reports:"; ls $(OUT)/kernels/kernels.md $(OUT)/*/report.md
+	.ci/bench-quick.sh "$(BENCH)" $(OUT) $(QUICK_SECONDS) $(QUICK)
 
 # PyTorch, ONNX Runtime and matplotlib, in an environment of their own.
 bench-venv: $(VENV)/.dev

@@ -12,7 +12,8 @@ from typing import Any, Final
 from hepti_mqtt.bench.chain import PRIMARY, SECONDARY, Case
 from hepti_mqtt.bench.chain_pair import cases
 from hepti_mqtt.bench.chain_results import Condition
-from hepti_mqtt.bench.experiment import lab_of, listed, number, whole
+from hepti_mqtt.bench.experiment import lab_of
+from hepti_mqtt.bench.values import listed, number, whole
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.spec import LabSpec
 

@@ -1,8 +1,9 @@
 """`python -m hepti_mqtt.bench.driver`: asks a site and times it, from inside the lab's network; speaks JSON lines.
 
 stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
-"options", "devices" (or null), "wire", "weights", "route" (or null)}, {"do": "measure"} with the same keys and
-"warmup", "repetitions", "describe", "requests" (asked at once; 0: one by one), or {"do": "once"} with those of "bring".
+"options", "devices" (or null), "wire", "weights", "route" (or null), "objective"}, {"do": "measure"} with the same
+keys and "warmup", "repetitions", "describe", "requests" (asked at once; 0: one by one), or {"do": "once"} with those of
+"bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -31,7 +32,7 @@ TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
 LOOK_S: Final = 0.5
 PATIENCE_S: Final = 120.0  # of all this: a lab's hub may search for half a minute, and large models are long to load
-_PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route")
+_PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route", "objective")
 
 
 @dataclass
@@ -92,7 +93,10 @@ class Driver:
         }
 
     def _loaded(self, order: Mapping[str, Any]) -> tuple[list[Answer], dict[str, Any]]:
-        """Return the answers to requests that were asked at once, the last turn's, and what came out per second."""
+        """Return the answers to requests that were asked at once, the last turn's, and what came out per second.
+
+        batches: with how many others each of them ran.
+        """
         model, body, _ = self.inputs[order["key"]]
         per_s, answers = [], []
         for _ in range(order["repetitions"]):
@@ -100,7 +104,7 @@ class Driver:
             asked = [self.hepti.submit(model, **body, **_pins(order), report=True) for _ in range(order["requests"])]
             answers = [future.result(TIMEOUT_S) for future in asked]
             per_s.append(order["requests"] / (time.perf_counter() - since))
-        return answers, {"requests_per_s": per_s}
+        return answers, {"requests_per_s": per_s, "batches": [answer.raw["batched_with"] + 1 for answer in answers]}
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, check the answer, and say how long it took from publish to answer, whatever plan came between."""
@@ -131,11 +135,12 @@ class Driver:
         return self.needs[key]
 
     def _described(self, model: str, epoch: list[int]) -> dict[str, Any]:
-        """Return what the time line of the planner's own choice is drawn from: the plan of an epoch, or its latest."""
+        """Return what a plan is simulated from for the report: the plan of an epoch, or the latest."""
         shown = self.hepti.plan(model)
         plans = [plan for plan in (*shown["pinned"], shown["active"]) if plan is not None]
         active = next((plan for plan in plans if list(plan["epoch"]) == epoch), shown["active"])
-        return {"active": active, "spec": shown["spec"], "devices": self.hepti.devices(wait_s=1.5)}
+        told = {"spec": shown["spec"], "in_flight": shown["in_flight"]}
+        return {"active": active, **told, "devices": self.hepti.devices(wait_s=1.5)}
 
 
 def under_way(story: Sequence[Mapping[str, Any]]) -> bool:

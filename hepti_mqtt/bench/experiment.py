@@ -10,8 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
+from hepti_mqtt.bench.bars import bars_of
 from hepti_mqtt.bench.contenders import AUTO, CONTENDERS, SITE, STRATEGY_NAMES
 from hepti_mqtt.bench.outside import BASELINES
+from hepti_mqtt.bench.values import listed, number, one_of, whole
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import examples, load_yaml
@@ -22,16 +24,19 @@ from hepti_mqtt.lab.spec import MEMORY_BYTES, LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.reads import Pictures
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import Objective, Storage
 from hepti_mqtt.spec import Spec
 
 Parsed = TypeVar("Parsed")
 
 ALL: Final = "all"
+EACH: Final = "each"  # every host of a lab, alone
 WIRES: Final = ("f32", "f16", "i8")
 FREE: Final = "auto"  # the planner chooses the route
 ROUTES: Final = (FREE, "broker", "mesh")
 STORAGES: Final = get_args(Storage)
+OBJECTIVES: Final = get_args(Objective)
+LATENCY: Final[Objective] = "latency"
 KINDS: Final = ("infer",)
 
 
@@ -46,7 +51,7 @@ class Cell:
 
     rate: Mbit/s, None as the lab file has it. tokens: None for pictures. strategy: of CONTENDERS. copy: of an A/A pair.
     route: of ROUTES. weights: how the layers' matrices are kept. requests: that are asked at once, for the throughput;
-    0: one after the other.
+    0: one after the other. objective: what the planner chooses by.
     """
 
     lab: str
@@ -60,6 +65,7 @@ class Cell:
     route: str = FREE
     weights: str = "f32"
     requests: int = 0
+    objective: str = LATENCY
 
     @property
     def id(self) -> str:
@@ -79,10 +85,11 @@ class Cell:
         route = "" if self.route == FREE else f" {self.route}"
         weights = "" if self.weights == "f32" else f" weights {self.weights}"
         load = f" {self.requests} at once" if self.requests else ""
-        return f"{self.strategy} x{len(self.devices)}{wire}{route}{weights}{load}{' again' * self.copy}"
+        sought = "" if self.objective == LATENCY else f" for {self.objective}"
+        return f"{self.strategy} x{len(self.devices)}{wire}{route}{weights}{load}{sought}{' again' * self.copy}"
 
 
-_LATER: Final = {"weights": "f32", "requests": 0}
+_LATER: Final = {"weights": "f32", "requests": 0, "objective": LATENCY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,8 @@ class Experiment:
     """An experiment file. models: name -> kind of `hepti model make`, or directory. layers: fewer than the kind has.
 
     outside: baselines that take turns with the strategies. weights: how the layers' matrices are kept. requests: that
-    are asked at once, 0 for one after the other. watched: strategies that are asked while the changes are made.
+    are asked at once, 0 for one after the other. objectives: by strategy. watched: strategies that are asked while the
+    changes are made.
     """
 
     name: str
@@ -101,11 +109,12 @@ class Experiment:
     lengths: tuple[int, ...]
     strategies: tuple[str, ...]
     outside: tuple[str, ...]
-    devices: tuple[int | tuple[str, ...], ...]
+    devices: tuple[int | str | tuple[str, ...], ...]
     wire: tuple[str, ...]
     route: tuple[str, ...]
     weights: tuple[str, ...]
     requests: tuple[int, ...]
+    objectives: Mapping[str, tuple[str, ...]]
     repetitions: int
     warmup: int
     rounds: int
@@ -117,8 +126,9 @@ class Experiment:
 
     @property
     def digest(self) -> str:
-        """Return a hash of what is measured: the file and every lab in it."""
-        content = {"file": self.source, "labs": {name: asdict(spec) for name, spec in self.labs.items()}}
+        """Return a hash of what is measured: the file without its bars, and every lab in it."""
+        measured = {key: value for key, value in self.source.items() if key != "bars"}
+        content = {"file": measured, "labs": {name: asdict(spec) for name, spec in self.labs.items()}}
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -182,6 +192,7 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
             spec.with_rate(rate)
     given = listed("strategies", data["strategies"])
     strategies = STRATEGY_NAMES if given == [ALL] else tuple(s for name in given for s in strategies_of(name))
+    bars_of(data.get("bars", []))  # the report reads them from the results
     outside = listed("outside", data.get("outside", []))
     outside = list(BASELINES) if outside == [ALL] else outside
     changes: tuple[Change, ...] = ()
@@ -191,25 +202,26 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
             changes = load_script(script, spec)
     made = Experiment(
         name=str(data["name"]),
-        kind=_one_of("kind", data.get("kind", "infer"), KINDS),
+        kind=one_of("kind", data.get("kind", "infer"), KINDS),
         labs=labs,
         rates=rates,
         models=dict(_model(each, base) for each in listed("models", data["models"])),
         lengths=tuple(whole("lengths", n, 1) for n in listed("lengths", data.get("lengths", [128]))),
         strategies=strategies,
-        outside=tuple(_one_of("outside", name, tuple(BASELINES)) for name in outside),
+        outside=tuple(one_of("outside", name, tuple(BASELINES)) for name in outside),
         devices=tuple(_devices(each, labs) for each in listed("devices", data["devices"])),
-        wire=tuple(_one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
-        route=tuple(_one_of("route", each, ROUTES) for each in listed("route", data.get("route", [FREE]))),
-        weights=tuple(_one_of("weights", each, STORAGES) for each in listed("weights", data.get("weights", ["f32"]))),
+        wire=tuple(one_of("wire", each, WIRES) for each in listed("wire", data.get("wire", ["f32"]))),
+        route=tuple(one_of("route", each, ROUTES) for each in listed("route", data.get("route", [FREE]))),
+        weights=tuple(one_of("weights", each, STORAGES) for each in listed("weights", data.get("weights", ["f32"]))),
         requests=tuple(whole("requests", each, 0) for each in listed("requests", data.get("requests", [0]))),
+        objectives=_objectives(data.get("objective", LATENCY), strategies),
         repetitions=whole("repetitions", data.get("repetitions", 3), 1),
         warmup=whole("warmup", data.get("warmup", 1), 0),
         rounds=whole("rounds", data.get("rounds", 6), 1),
         seed=whole("seed", data.get("seed", 0), 0),
         layers=None if data.get("layers") is None else whole("layers", data["layers"], 1),
         changes=changes,
-        watched=tuple(_one_of("watched", name, strategies) for name in listed("watched", data.get("watched", [AUTO])))
+        watched=tuple(one_of("watched", name, strategies) for name in listed("watched", data.get("watched", [AUTO])))
         if changes
         else (),
         source=dict(data),
@@ -244,13 +256,25 @@ def _group(
         if name not in able:
             continue
         contender, copy = CONTENDERS[name], names[:place].count(name)
-        for count in experiment.devices:
-            devices = tuple(h.name for h in spec.hosts[:count]) if isinstance(count, int) else count
+        for devices in (each for count in experiment.devices for each in _groups_of(count, spec)):
             if contender.takes(len(devices)):
                 ways = product(e.wire, e.route) if contender.wires else (("f32", FREE),)
-                kept = product(e.weights, e.requests) if contender.source == SITE else (("f32", 0),)
-                for (wire, route), (weights, requests) in product(ways, tuple(kept)):
-                    yield Cell(*group, name, devices, wire, copy, route, weights, requests)
+                plain = (("f32", 0, LATENCY),)
+                kept = product(e.weights, e.requests, e.objectives[name]) if contender.source == SITE else plain
+                for (wire, route), (weights, requests, objective) in product(ways, tuple(kept)):
+                    yield Cell(*group, name, devices, wire, copy, route, weights, requests, objective)
+
+
+def _objectives(value: Any, strategies: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return what each strategy is chosen by: of one value or list for all, or of a mapping; latency without one."""
+    named = value if isinstance(value, Mapping) else dict.fromkeys(strategies, value)
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(strategies, (LATENCY,))
+    for key, each in named.items():
+        sought = tuple(one_of("objective", o, OBJECTIVES) for o in listed("objective", each))
+        if not (own := [name for name in strategies_of(key) if name in found]):
+            raise ConfigError(f"`objective` has {key!r}, which is not among `strategies`")
+        found.update(dict.fromkeys(own, sought))
+    return found
 
 
 def spec_of(kind: str | Path, layers: int | None = None) -> Spec:
@@ -313,7 +337,16 @@ def _model(value: Any, base: Path) -> tuple[str, str | Path]:
     )
 
 
-def _devices(value: Any, labs: Mapping[str, LabSpec]) -> int | tuple[str, ...]:
+def _groups_of(count: int | str | tuple[str, ...], spec: LabSpec) -> list[tuple[str, ...]]:
+    names = tuple(h.name for h in spec.hosts)
+    if isinstance(count, tuple):
+        return [count]
+    return [names[:count]] if isinstance(count, int) else [(name,) for name in names]
+
+
+def _devices(value: Any, labs: Mapping[str, LabSpec]) -> int | str | tuple[str, ...]:
+    if value == EACH:
+        return EACH
     for spec in labs.values():
         if isinstance(value, list) and value:
             for name in value:
@@ -332,36 +365,20 @@ def _path(value: Any, base: Path) -> Path:
     return (base / value).resolve()
 
 
-def listed(key: str, value: Any) -> list[Any]:
-    """Return a value or a list of them as a list; raises ConfigError for a mapping."""
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, Mapping):
-        raise ConfigError(f"`{key}` is a mapping; it needs a value or a list of values")
-    return [value]
-
-
-def whole(key: str, value: Any, least: int) -> int:
-    """Return a whole number from `least`; raises ConfigError that names the key."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"`{key}` is {value!r}; it needs a whole number from {least}")
-    return value
-
-
-def number(key: str, value: Any) -> float:
-    """Return a number of Mbit/s; raises ConfigError that names the key."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"`{key}` has {value!r}; it needs Mbit/s as numbers")
-    return float(value)
-
-
-def _one_of(key: str, value: Any, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"`{key}` is {value!r}; it is one of {', '.join(allowed)}")
-    return str(value)
-
-
 _KEYS: Final = (
     *("name", "kind", "lab", "rates", "models", "lengths", "strategies", "outside", "devices", "wire", "route"),
-    *("weights", "memory", "requests", "repetitions", "warmup", "rounds", "seed", "layers", "changes", "watched"),
+    *(
+        "weights",
+        "memory",
+        "requests",
+        "objective",
+        "bars",
+        "repetitions",
+        "warmup",
+        "rounds",
+        "seed",
+        "layers",
+        "changes",
+        "watched",
+    ),
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from hepti_mqtt.bench import foreseen
 from hepti_mqtt.bench.contenders import ALONE, AUTO, CONTENDERS, SITE
-from hepti_mqtt.bench.experiment import FREE, Cell, size_words
+from hepti_mqtt.bench.experiment import FREE, LATENCY, Cell, size_words
 from hepti_mqtt.bench.plays import plan_words
 from hepti_mqtt.bench.results import Results
 
@@ -19,12 +20,17 @@ Column = tuple[float | None, tuple[str, ...]]  # rate, devices
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One cell: the median of its rounds in ms, what was predicted last (None without), and the last turn."""
+    """One cell: the median of its rounds in ms, what was predicted last (None without), and the last turn.
+
+    ms: of a request; of requests that are asked at once, what one of them takes of the time for all: the inverse of the
+    throughput. by_round: the same, whose median it is.
+    """
 
     cell: Cell
     ms: float
     predicted_ms: float | None
     turn: Any
+    by_round: Mapping[int, float]
 
     @property
     def column(self) -> Column:
@@ -38,14 +44,20 @@ def figures(results: Results) -> list[Figures]:
     found = []
     for name, cell in results.cells().items():
         if name in last:
-            ms = median(results.medians(name).values())
-            found.append(Figures(cell, ms, last[name].get("predicted_ms"), last[name]))
+            turns = [r for r in results.turns() if r["cell"] == name and r["ok"]]
+            if cell.requests:
+                by_round = {r["round"]: 1e3 / median(r["requests_per_s"]) for r in turns}
+                told = [r for r in turns if r.get("active")] or turns
+                per_s = foreseen.requests_per_s(told[-1])
+                predicted_ms = None if per_s is None else 1e3 / per_s
+            else:
+                by_round, predicted_ms = results.medians(name), last[name].get("predicted_ms")
+            found.append(Figures(cell, median(by_round.values()), predicted_ms, turns[-1], by_round))
     return found
 
 
-def overview(results: Results) -> Iterator[str]:
+def overview(found: Sequence[Figures]) -> Iterator[str]:
     """Return a table per lab, model and length, where there is more than one column; then choices and predictions."""
-    found = figures(results)
     subjects = sorted({(f.cell.lab, f.cell.model, f.cell.tokens) for f in found}, key=repr)
     for lab, model, tokens in subjects:
         own = [f for f in found if (f.cell.lab, f.cell.model, f.cell.tokens) == (lab, model, tokens)]
@@ -87,12 +99,14 @@ def matrix(found: Sequence[Figures]) -> Iterator[str]:
 
 def _row(cell: Cell) -> tuple[str, ...]:
     load = f"{cell.requests} at once" if cell.requests else FREE
-    return cell.strategy, cell.wire, cell.route, cell.weights, load
+    sought = FREE if cell.objective == LATENCY else f"for {cell.objective}"
+    return cell.strategy, cell.wire, cell.route, cell.weights, load, sought
 
 
 def choices(found: Sequence[Figures]) -> Iterator[str]:
     """Return what Hepti chose, and how its pinned equal compares with the best pinned cell that it could have been."""
-    own = (f for f in found if f.cell.strategy == AUTO and not f.cell.requests)
+    # Under load only a choice for throughput is one that could have been the best.
+    own = (f for f in found if f.cell.strategy == AUTO and (f.cell.objective == "throughput" or not f.cell.requests))
     for f in sorted(own, key=lambda f: (-(f.cell.rate or 0), f.cell.devices)):
         pinned = [
             other
@@ -105,7 +119,8 @@ def choices(found: Sequence[Figures]) -> Iterator[str]:
             and (other.cell.devices == f.cell.devices or other.cell.strategy == ALONE)
         ]
         rate = "" if f.cell.rate is None else f" at {f.cell.rate:g} Mbit/s"
-        line = f"- {len(f.cell.devices)} devices{rate}: Hepti chose {plan_words(f.turn['plan'])}"
+        sought = "" if f.cell.objective == LATENCY else f", for {f.cell.objective}"
+        line = f"- {len(f.cell.devices)} devices{rate}{sought}: Hepti chose {plan_words(f.turn['plan'])}"
         if pinned:
             best = min(pinned, key=lambda other: other.ms)
             line += (

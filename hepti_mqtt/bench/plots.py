@@ -31,7 +31,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
         if len(group) > 1:  # one bar compares nothing
             files.append(_latency(results, group, timed, directory / f"latency-{place + 1}.svg"))
     predicted = {r["cell"] for r in results.turns() if r["ok"] and "predicted_ms" in r}
-    if own := [c for c in cells if c.id in predicted]:
+    if own := [c for c in cells if c.id in predicted and not c.requests]:  # under load times hold the waiting
         files.append(_predicted(results, own, timed, directory / "predicted.svg"))
     if len({c.rate for c in cells}) > 1:
         files += _rates(cells, timed, directory)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from hepti_mqtt.bench import plots, statistics
+from hepti_mqtt.bench.bars_report import verdicts
 from hepti_mqtt.bench.contenders import ALONE, AUTO
 from hepti_mqtt.bench.experiment import Cell, size_words
-from hepti_mqtt.bench.overview import overview
+from hepti_mqtt.bench.overview import Figures, figures, overview
 from hepti_mqtt.bench.plays import Play, parts, plan_words
 from hepti_mqtt.bench.results import FILE, Results, read, write_csv
 from hepti_mqtt.lab.calibrate import Calibration
@@ -38,12 +38,12 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         lines += [f"## Lab {r['lab']['name']}, {'links as they are' if rate is None else f'{rate:g} Mbit/s'}", ""]
         lines += [calibration_table(Calibration.from_dict(r["calibration"])), ""]
         lines += [f"- off target: {miss}" for miss in r["misses"]] + [""]
-    lines += overview(results)
-    found = results.cells()
-    groups = sorted(found.values(), key=lambda cell: repr(cell.group))
+    found = figures(results)
+    lines += [*verdicts(results, found), *overview(found)]
+    groups = sorted(results.cells().values(), key=lambda cell: repr(cell.group))
     for group, part in groupby(groups, key=lambda cell: cell.group):
         cells = list(part)
-        lines += [f"## {_title(group)}", "", *_table(results, cells), "", *_throughput(results, cells)]
+        lines += [f"## {_title(group)}", "", *_table(results, cells), "", *_throughput(found, cells)]
     for play in results.plays().values():
         lines += _changes(play)
     lines += [f"![{name}]({name})" for name in pictures]
@@ -97,7 +97,8 @@ def _table(results: Results, group: Sequence[Cell]) -> Iterator[str]:
             r = statistics.ratio(times[cell], times[single])
             against = f"{r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
         failed = f" ({len(turns[cell]) - len(good)} turns failed)" if len(good) < len(turns[cell]) else ""
-        predicted = f"{last['predicted_ms']:.1f}" if "predicted_ms" in last else ""
+        # That of a request alone: under load the times hold the waiting, and `throughput` has the prediction.
+        predicted = f"{last['predicted_ms']:.1f}" if "predicted_ms" in last and not cell.requests else ""
         yield (
             f"| {cell.label}{failed} | {median.median:.1f} | {_range(median)} | {against} | {predicted} | "
             f"{last.get('bytes', '')} | {_mib(last)} | {max(r['error'] for r in good):.0e} | "
@@ -111,20 +112,33 @@ def _mib(turn: Mapping[str, Any]) -> str:
     return f"{max(needs.values()) / 2**20:.0f}" if needs else ""
 
 
-def _throughput(results: Results, group: Sequence[Cell]) -> Iterator[str]:
+def _throughput(found: Sequence[Figures], group: Sequence[Cell]) -> Iterator[str]:
     """Tell what came out per second where requests were asked at once; latencies of such cells hold the waiting."""
-    loaded = [cell for cell in group if cell.requests]
+    loaded = [f for f in found if f.cell in group and f.cell.requests]
     if not loaded:
         return
-    yield "| throughput | requests/s | interval | bytes of a request |"
-    yield "|---|---:|---|---:|"
-    for cell in loaded:
-        turns = [r for r in results.turns() if r["cell"] == cell.id and r["ok"]]
-        if turns:
-            found = statistics.median_interval([median(r["requests_per_s"]) for r in turns])
-            interval = f"{found.low:.2f} to {found.high:.2f} ({found.level:.0%})"
-            yield f"| {cell.label} | {found.median:.2f} | {interval} | {turns[-1]['bytes']} |"
+    yield "| throughput | hosts | requests/s | interval | predicted | predicted / measured | bytes | plan |"
+    yield "|---|---|---:|---|---:|---:|---:|---|"
+    for f in loaded:
+        per_s = statistics.median_interval([1e3 / ms for ms in f.by_round.values()])
+        interval = f"{per_s.low:.2f} to {per_s.high:.2f} ({per_s.level:.0%})"
+        predicted = "| " if f.predicted_ms is None else f"{1e3 / f.predicted_ms:.2f} | {f.ms / f.predicted_ms:.2f}"
+        yield (
+            f"| {f.cell.label} | {', '.join(f.cell.devices)} | {per_s.median:.2f} | {interval} | {predicted} | "
+            f"{f.turn['bytes']} | {plan_words(_whole(f.turn))} |"
+        )
     yield ""
+    alone = {f.cell.devices: 1e3 / f.ms for f in loaded if f.cell.strategy == ALONE and not f.cell.copy}
+    if len(alone) > 1:
+        yield f"Hosts alone, added up: {sum(alone.values()):.2f} requests/s ({', '.join(h for (h,) in alone)})."
+        yield ""
+
+
+def _whole(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the plan of a turn with all of its devices: of replicas an answer names those of its own run."""
+    plan, active = turn["plan"], turn.get("active")
+    known = active and list(active["epoch"]) == list(plan["epoch"])
+    return {**plan, "devices": active["devices"]} if active and known else plan
 
 
 def _pinned(cell: Cell) -> tuple[Any, ...]:
@@ -140,7 +154,7 @@ def _choice(cell: Cell, turn: Mapping[str, Any], group: Sequence[Cell]) -> str:
     alike = (name, devices, plan["wire"], cell.weights, cell.requests)
     same = [c for c in group if (c.strategy, tuple(sorted(c.devices)), c.wire, c.weights, c.requests) == alike]
     equals = f" (= {same[0].label})" if same else ""
-    return f"{plan_words(plan)}{equals}"
+    return f"{plan_words(_whole(turn))}{equals}"
 
 
 def _range(i: statistics.Interval) -> str:
@@ -173,5 +187,5 @@ def _time_lines(results: Results, directory: Path) -> list[Path]:
     """Draw the simulated time line of every plan that Hepti chose itself; one per cell, as it last was."""
     from hepti_mqtt.bench.timeline import draw
 
-    last = {r["cell"]: r for r in results.turns() if r.get("active")}
+    last = {r["cell"]: r for r in results.turns() if r.get("active") and r["of"]["strategy"] == AUTO}
     return [draw(r, directory / f"timeline-{cell}.svg") for cell, r in last.items()]

@@ -31,6 +31,7 @@ _COLUMNS: Final = (
         "route",
         "weights",
         "requests",
+        "objective",
         "copy",
         "round",
         "repetition",

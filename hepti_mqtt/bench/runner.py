@@ -155,7 +155,7 @@ class _Measuring:
             for cell in turns(group, number, e.seed):
                 if number in todo[cell]:
                     self.bar.update(self.task, description=f"{cell.model} {cell.tokens or ''} {cell.label}")
-                    last = cell.strategy == AUTO and number == e.rounds - 1
+                    last = (cell.strategy == AUTO or cell.requests > 0) and number == e.rounds - 1
                     answer = sources[CONTENDERS[cell.strategy].source].measure(cell, describe=last)
                     self.writer.turn(cell, number, answer)
                     self.bar.advance(self.task)

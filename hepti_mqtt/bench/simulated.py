@@ -17,10 +17,11 @@ from typing import Any, Final, cast
 from rich.console import Console
 
 from hepti_mqtt.bench.contenders import ALONE, AUTO, CONTENDERS, SITE, STRATEGY_NAMES
-from hepti_mqtt.bench.experiment import ALL, STORAGES, WIRES, listed, number, spec_of, strategies_of, whole
+from hepti_mqtt.bench.experiment import ALL, STORAGES, WIRES, spec_of, strategies_of
 from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.report import head
 from hepti_mqtt.bench.results import FILE, Results, Writer, read
+from hepti_mqtt.bench.values import listed, number, whole
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.config import examples

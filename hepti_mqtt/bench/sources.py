@@ -126,6 +126,7 @@ def order(cell: Cell, spec: LabSpec, **fields: Any) -> dict[str, Any]:
         "wire": cell.wire,
         "weights": cell.weights,
         "route": None if cell.route == FREE else cell.route,
+        "objective": cell.objective,
         **fields,
     }
 

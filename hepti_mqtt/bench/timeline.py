@@ -16,7 +16,8 @@ from hepti_mqtt.simulate import Naming, simulate, timeline_svg
 
 def draw(turn: Mapping[str, Any], file: Path) -> Path:
     """Write the picture of a turn's `active` plan; return its path."""
-    plan, spec = Plan.from_dict(turn["active"]), spec_from_dict(turn["spec"])
+    spec = spec_from_dict(turn["spec"])
+    plan = Plan.from_dict(turn["active"]).runs[0]  # of replicas, which are alike, the first
     shape = shape_for(spec, turn["tokens"])
     cluster = cluster_described(turn["devices"], plan.devices)
     result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)

@@ -94,6 +94,9 @@ def test_baselines_are_cells_of_as_many_devices_as_they_take():
         ({"outside": [{}]}, "`outside` is {}"),
         ({"wire": ["f64"]}, "`wire` is 'f64'"),
         ({"route": ["post"]}, "`route` is 'post'; it is one of auto, broker, mesh"),
+        ({"objective": "speed"}, "`objective` is 'speed'; it is one of latency, throughput, memory"),
+        ({"objective": {"block": "memory"}}, "`objective` has 'block', which is not among `strategies`"),
+        ({"bars": [{"variant": "auto"}]}, "bar 1 of `bars` needs"),
         ({"rounds": 0}, "`rounds` is 0"),
         ({"repetitions": True}, "`repetitions`"),
         ({"lengths": [0]}, "`lengths`"),
@@ -147,6 +150,30 @@ def test_weights_and_requests_at_once_are_dimensions_of_the_site_alone():
     alike = {(c.strategy, c.weights, c.requests) for c in found}
     assert alike == {("torch", "f32", 0), *(("single", w, n) for w in ("f32", "f16") for n in (0, 8))}
     assert any(c.label == "single x1 weights f16 8 at once" for c in found)
+
+
+def test_an_objective_is_for_all_strategies_or_for_those_that_are_named():
+    alike = {"strategies": ["auto", "single"], "devices": [1, 2], "models": ["tiny-bert"], "lengths": [8], "rates": []}
+    spec = made().labs["four-pi4"]
+
+    def sought(objective):
+        found = cells(made(objective=objective, **alike))
+        return {(c.strategy, order(c, spec)["objective"]) for c in found}
+
+    assert sought("throughput") == {("auto", "throughput"), ("single", "throughput")}
+    assert sought({"auto": ["latency", "memory"]}) == {("auto", "latency"), ("auto", "memory"), ("single", "latency")}
+    assert cells(made(objective="throughput", **alike))[0].label == "auto x2 for throughput"
+
+
+def test_each_is_every_host_alone():
+    found = cells(made(strategies=["single", "auto"], devices=["each", 2], models=["tiny-bert"], lengths=[8], rates=[]))
+    assert [c.devices for c in found if c.strategy == "single"] == [("pi1",), ("pi2",), ("pi3",), ("pi4",)]
+    assert [c.devices for c in found if c.strategy == "auto"] == [("pi1", "pi2")]
+
+
+def test_bars_are_no_part_of_what_is_measured():
+    bars = [{"variant": "auto", "against": "single", "at least": 2}]
+    assert made().digest == made(bars=bars).digest != made(objective="memory").digest
 
 
 def test_what_came_later_does_not_change_the_ids_of_results_that_are_there():

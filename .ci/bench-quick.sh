@@ -1,0 +1,41 @@
+#!/bin/sh
+# Sample the experiments that come with Hepti within a time: .ci/bench-quick.sh HEPTI_BENCH OUT SECONDS NAME...
+# What the time cuts off keeps the turns that it has, and its report; what is not reached at all is named at the end.
+set -u
+bench=$1 out=$2 seconds=$3
+shift 3
+begun=$(date +%s)
+missed="" cut="" failed=""
+left() { echo $((begun + seconds - $(date +%s))); }
+
+mkdir -p "$out"
+# Sixty seconds are for taking a lab down and for the report of what was cut off.
+for name in kernels "$@"; do
+    if [ "$(left)" -lt 60 ]; then
+        missed="$missed $name"
+        continue
+    fi
+    # INT, as from a keyboard: a lab is taken down by who made it. What does not end by that is killed.
+    case $name in
+        kernels) timeout -s INT -k 30 "$(left)" $bench kernels --quick --seconds 30 --out "$out/kernels" ;;
+        *) timeout -s INT -k 30 "$(($(left) - 30))" \
+            $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" ;;
+    esac
+    status=$?
+    case $status in
+        0) ;;
+        124 | 137)
+            cut="$cut $name"
+            $bench report "$out/$name" || echo "nothing of $name was measured in the time"
+            ;;
+        130) exit 130 ;;
+        *) failed="$failed $name" ;;
+    esac
+    echo "$name: $(($(date +%s) - begun)) s of $seconds"
+done
+echo "reports:"
+ls "$out"/kernels/kernels.md "$out"/*/report.md 2>/dev/null
+[ -z "$cut" ] || echo "cut off when $seconds s were over:$cut"
+[ -z "$missed" ] || echo "not reached in $seconds s:$missed; QUICK=\"$(echo $missed)\" samples them"
+[ -z "$failed" ] || echo "failed:$failed"
+[ -z "$failed" ]
