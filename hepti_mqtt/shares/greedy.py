@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from math import inf, prod
+from typing import Final
 
 from hepti_mqtt.lowering import Graph, roles
 from hepti_mqtt.lowering.ops import Linear
 from hepti_mqtt.plan import Range
-from hepti_mqtt.shares.share import Lane, Weights
+from hepti_mqtt.shares.share import Lane, Options, Weights
+
+# How the original layers of a decoupled transformer are computed, and the last group's where that differs.
+PLACEMENTS: Final[tuple[Options, ...]] = (
+    {"original": "everywhere"},
+    {"original": "megatron"},
+    {"original": "everywhere", "last": "megatron"},
+    {"original": "megatron", "last": "everywhere"},
+)
 
 
 def greedy(total: int, speeds: Weights) -> tuple[Range, ...]:

@@ -1,13 +1,15 @@
 """Stages of a pipeline by PipeEdge's dynamic programme (Hu et al., 2022): what is cut where, and who computes it.
 
-A model is a chain of parts; a layer is four of them. The programme goes over the parts that are done, the devices that
+A model is a chain of parts; a layer is four of them: it may be cut before its attention, the attention's output, and
+each matrix of its MLP. The programme goes over the parts that are done, the devices that
 are used and the last of them, so stages may stand on the devices in any order. d devices, n parts. A net of
-convolutions is a chain of its units, on the devices in their order.
+convolutions is a chain of its units, on the devices in their order. Options are `goal`, for most throughput or for the
+least sum over the devices, and `micro`, sequences of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import inf, prod
 from typing import Final, Literal, NamedTuple
@@ -31,6 +33,24 @@ PART_OF: Final = {
     **dict.fromkeys((roles.BEFORE_MLP, roles.MLP_UP, roles.MLP_HIDDEN), 2),
     **dict.fromkeys((roles.MLP_DOWN, roles.MLP_SUM, roles.AFTER_MLP), 3),
 }
+VARIANTS: Final[tuple[Options, ...]] = (
+    {"goal": "throughput"},
+    {"goal": "latency"},
+    *({"micro": str(n)} for n in (2, 4, 8)),
+)
+# Of these there is no layout in a stage: they are placed with what they feed, so that one kernel does both.
+_INSIDE: Final = {roles.ATTENTION_OUT, roles.MLP_UP, roles.MLP_DOWN, roles.MOMENTS, roles.SLICE}
+_ENDS: Final = {roles.INPUT, roles.STEM, roles.TASK, roles.TASK_MOMENTS}
+
+
+def differs(graph: Graph, options: Options) -> bool:
+    """Return whether one request of one sequence, or picture, tells a variant from the others."""
+    return options.get("goal") == "throughput" or (roles.MAP not in graph.roles and "micro" not in options)
+
+
+def placed(graph: Graph) -> list[str]:
+    """Return the roles of a transformer's tensors that a stage has a layout of."""
+    return sorted(graph.roles - _INSIDE - _ENDS)
 
 
 def part_of(op: Op) -> int:
@@ -46,12 +66,14 @@ def parts_of(graph: Graph) -> Callable[[Op], int]:
     return lambda op: number[op.name]
 
 
-def micro_batches(graph: Graph, sequences: int) -> list[Set]:
-    """Return the rows of micro-batches of so many sequences of the request that a transformer's graph is of."""
+def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, Set]]:
+    """Return the rows, dimension 0, of micro-batches of so many sequences of a request; of a picture there is one."""
+    if roles.MAP in graph.roles:
+        return [{}]
     attention = graph.first(roles.ATTENTION)
     lengths = attention.lengths if isinstance(attention, Attention) else attention.space[:1]
     ends = [0, *accumulate(lengths)]
-    return [span(*cut) for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
+    return [{0: span(*cut)} for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
 
 
 def stages_of(graph: Graph, weights: Weights, lanes: Sequence[Lane], options: Options) -> tuple[Range, ...]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from hepti_mqtt.lowering import Piece, Rule, Table, box, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.greedy import sub_blocks
+from hepti_mqtt.shares.greedy import PLACEMENTS, sub_blocks
 from hepti_mqtt.strategies import megatron
 from hepti_mqtt.strategies.method import HEADS, MLP, PARTS, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts: the end of every sub-block has a place, what leads to it follows."""
-    owner = {part: i for i, (a, z) in enumerate(division.plan.ranges[PARTS.kind]) for part in range(a, z)}
+    owners = division.owners(PARTS)
     inner, end = division.option("original"), division.graph.layers() - 1
     outer = division.option("last", inner)
 
     def ends(op: Op) -> list[Piece] | None:
-        return [Piece(owner[op.branch], box(op, {}))] if op.branch >= 0 else None
+        return [Piece(owners[op.branch], box(op, {}))] if op.branch >= 0 else None
 
     def whole(rule: Rule) -> Rule:
         return lambda op: rule(op) if op.branch < 0 and (outer if op.layer == end else inner) == "megatron" else None
@@ -35,11 +35,6 @@ METHOD = Method(
     table,
     shares=(PARTS, ROWS, HEADS, MLP),
     needs=(roles.SLICE, roles.JOIN),
-    options=(
-        {"original": "everywhere"},
-        {"original": "megatron"},
-        {"original": "everywhere", "last": "megatron"},
-        {"original": "megatron", "last": "everywhere"},
-    ),
+    options=PLACEMENTS,
     solve=lambda graph, _, weights, lanes: ({}, {PARTS.kind: sub_blocks(graph, PARTS.total(graph), weights, lanes)}),
 )

@@ -43,6 +43,10 @@ class Division(NamedTuple):
             return [span(*r) for r in apportion(share.total(self.graph), self.plan.weights[share.kind])]
         return [span(*r) for r in self.plan.ranges[share.kind]]
 
+    def owners(self, share: Share) -> dict[int, int]:
+        """Return the device of each part, by its number."""
+        return {part: i for i, (first, stop) in enumerate(self.plan.ranges[share.kind]) for part in range(first, stop)}
+
     def equal(self, share: Share, devices: int) -> list[Set]:
         """Return equal parts of a dimension, in whole units."""
         return [span(*r) for r in share.ranges(self.graph, [1.0] * devices)]
