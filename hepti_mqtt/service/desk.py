@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -86,20 +86,22 @@ class Desk:
         self._answered: OrderedDict[RequestKey, _Answered] = OrderedDict()
         self._answered_bytes = 0
 
-    def request(self, model: str, client: str, payload: bytes, now: float, made: str = "") -> Job | Reply:
+    def request(
+        self, model: str, client: str, payload: bytes, now: float, made: Callable[[], str] | None = None
+    ) -> Job | Reply:
         """Return the job of a user's request, or the answer if there is one already: an error, or what it was told.
 
-        now: on the session's clock; deadlines count from it. made: the name of a request that brings none.
+        now: on the session's clock; deadlines count from it. made: gives the name of a request that brings none.
         """
-        generated = made or uuid.uuid4().hex
+        made = made or _new_name
         name: str | None = None
         try:
             data = parse(payload)
             name = request_id(data)
-            return self._job(model, client, name or generated, data, now)
+            return self._job(model, client, name or made(), data, now)
         except HeptiError as error:
             name = name or glimpsed_id(payload)
-            asked = name or generated
+            asked = name or made()
             return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
     def _job(self, model: str, client: str, name: str, data: Mapping[str, Any], now: float) -> Job | Reply:
@@ -139,7 +141,7 @@ class Desk:
     def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
         """Return the answer to a request that is not even looked at; callable on any thread."""
         name = glimpsed_id(payload)
-        asked = name or made or uuid.uuid4().hex
+        asked = name or made or _new_name()
         return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
     def foresee(self, job: Job) -> None:
@@ -176,10 +178,6 @@ class Desk:
                 self._forecasts.met(stats)
         plan = command.plan
         told = {
-            "id": ticket.request,
-            "model": job.key.model,
-            "ok": True,
-            "result": result,
             "plan": {
                 "id": str(plan.epoch),
                 "epoch": list(plan.epoch),
@@ -205,7 +203,9 @@ class Desk:
         }
         if job.generation is not None:
             told["final"] = True
-        payload = json.dumps(told, allow_nan=False).encode()
+        head = {"id": ticket.request, "model": job.key.model, "ok": True}
+        text = "null" if result is None else results.to_json(result)
+        payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
         self._keep(job, payload)
         return Reply(ticket.topic, payload, ticket.request)
 
@@ -235,6 +235,10 @@ class Desk:
             while len(self._answered) > KEPT or self._answered_bytes > KEPT_BYTES:
                 _, old = self._answered.popitem(last=False)
                 self._answered_bytes -= len(old.payload)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
 
 
 def repeated(reply: Reply) -> Reply:

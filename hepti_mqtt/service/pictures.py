@@ -24,6 +24,7 @@ _MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YC
 # Pillow decodes these in Python: seconds for a megabyte, and no other thread runs meanwhile.
 _SLOW: Final = {"ppm_plain": "PPM in plain text", "bmp_rle": "BMP with run lengths"}
 _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it takes to decode a pixel
+_SPACES: Final = b" \t\r\n"
 _SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound, which is higher than MAX_PIXELS: a warning, and a shorter word
@@ -61,7 +62,10 @@ def _file(name: str, value: Any) -> bytes:
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string of base64, not {kind(value)}")
     try:
-        return base64.b64decode(value.encode("ascii").translate(None, b" \t\r\n"), validate=True)
+        data = value.encode("ascii")
+        if any(space in data for space in _SPACES):
+            data = data.translate(None, _SPACES)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
 

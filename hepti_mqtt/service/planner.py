@@ -213,7 +213,7 @@ class _Planner:
             self.post.turn_away(asked, RemoteError(why))
             return
         try:
-            job = self.desk.request(asked.model, asked.client, asked.payload, now, self.post.name(asked))
+            job = self.desk.request(asked.model, asked.client, asked.payload, now, partial(self.post.name, asked))
         except Exception as error:
             self.post.turn_away(asked, self._mistake(error))
             return
@@ -221,10 +221,10 @@ class _Planner:
             self.post.reply(asked, job)
             return
         self.post.wait(asked, job)
-        self.desk.foresee(job)
         if not self.inbox.offer(events.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
             self._refuse(commands.Refuse(job, full))
+        self.desk.foresee(job)  # behind its dispatch: a forecast takes the interpreter from whoever has the request
 
     def _tell(self, command: commands.Answer) -> None:
         try:
@@ -309,12 +309,12 @@ class _Planner:
             if not isinstance(event, events.Submit):
                 raise
             wanted = [commands.Refuse(event.job, self._mistake(error))]
+        for command in wanted:
+            self._guarded(partial(self._carry_out, command))
         standing = self.session.snapshot()
         if standing != self.standing:
             self.standing = standing
             self.forecasts.stand(standing)
-        for command in wanted:
-            self._guarded(partial(self._carry_out, command))
 
     def _carry_out(self, command: commands.CoordinatorCommand) -> None:
         if isinstance(command, Publish):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -41,6 +42,21 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
     for place in prepared.empty:
         results.insert(place, {"embedding": [0.0] * values.shape[1]})
     return {"results": results} if prepared.several else results[0]
+
+
+def to_json(result: Mapping[str, Any]) -> str:
+    """Return what `answer` gave as text: the numbers of an embedding in nine digits, which tell any two f32 apart.
+
+    That takes a third of the time of `json.dumps`, which spells out 17 digits, and a third less room.
+    """
+    match result:
+        case {"embedding": [*numbers]}:
+            text = ", ".join(["%.9g"] * len(numbers)) % tuple(numbers)
+            return f'{{"embedding": [{text}]}}'
+        case {"results": [*results]}:
+            return f'{{"results": [{", ".join(map(to_json, results))}]}}'
+        case _:
+            return json.dumps(result, allow_nan=False)
 
 
 def _numbers(values: Floats) -> dict[str, Any]:

@@ -86,6 +86,27 @@ def test_a_text_becomes_a_job(desk):
     assert job.chunks[0].inputs.dtype == np.int32
 
 
+def test_a_name_is_made_only_where_it_is_needed(desk):
+    def made():
+        raise AssertionError("the request has a name")
+
+    assert desk.request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.request == "q1"
+    assert desk.request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.request == "m1"
+    assert desk.request("bert", "me", b"{", 0.0, lambda: "m2").request == "m2"
+
+
+def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
+    bits = np.random.default_rng(0).integers(0, 2**32, 32, np.uint32).view(np.float32)
+    row = np.where(np.isfinite(bits), bits, 0)
+    row[:3] = 16777217, 1e-45, 0.1
+    checkpoint = checkpoints["bert"]
+    job = ask(desk, {"text": "hello"})
+    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint, [row[None]])), now=100.5)
+    found = told(reply)["result"]["embedding"]
+    assert np.array(found, np.float32).tolist() == row.tolist()
+    assert b"0.100000001," in reply.payload
+
+
 def test_every_request_has_an_end(desk):
     assert ask(desk, {"text": "hello"}).deadline_s == 100.0 + module.DEADLINE_S
 

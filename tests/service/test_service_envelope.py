@@ -130,3 +130,20 @@ def test_commas_and_brackets_are_counted_before_anything_is_parsed(monkeypatch):
     monkeypatch.setattr(env.json, "loads", lambda _: pytest.fail("parsed"))
     with pytest.raises(RequestError, match="6 commas and brackets"):
         env.parse(b'{"ids": [1, 2, 3, 4, 5]}')
+
+
+def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
+    long, other = "a" * 5000, "a" * 4999 + "b"
+    asked = [
+        {"text": long},
+        {"text": other},
+        {"text": len(long)},
+        {"texts": [long]},
+        {"text": long, "image": other},
+        {"text": long + "a", "image": other[1:]},
+        {"text": "\ud800" * 5000},
+    ]
+    assert len({env.digest(data) for data in asked}) == len(asked)
+    again = {"image": other, "id": "x", "text": long}
+    assert env.digest(again) == env.digest(asked[4])
+    assert asked[4] == {"text": long, "image": other}, "and nothing of it has changed"
