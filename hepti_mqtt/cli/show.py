@@ -231,9 +231,7 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
             f"{c['predicted_ms']:.1f}",
             f"{c['expected_ms']:.1f}",
             c["bytes"],
-            "yes"
-            if c["feasible"]
-            else "; ".join(f"{d} lacks {b / output.MIB:.0f} MiB" for d, b in c["missing"].items()),
+            _fits(c),
         )
         for place, c in enumerate(shown.get("candidates") or [])
     ]
@@ -251,6 +249,13 @@ def print_plan(model: str, shown: Mapping[str, Any]) -> None:
     for plan in shown.get("pinned") or []:
         divided = f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
         output.print_lines([f"pinned by requests: {divided}, {_described(plan)}"])
+
+
+def _fits(candidate: Mapping[str, Any]) -> str:
+    if candidate["feasible"] is None:
+        return "not worked out: too slow"
+    lacking = (f"{d} lacks {b / output.MIB:.0f} MiB" for d, b in candidate["missing"].items())
+    return "yes" if candidate["feasible"] else "; ".join(lacking)
 
 
 def _described(plan: Mapping[str, Any]) -> str:

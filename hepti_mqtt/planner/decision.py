@@ -28,7 +28,8 @@ class Decision:
     """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
 
     `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
-    `digest`: `plan_programs.programs_digest` of the plan.
+    `digest`: `plan_programs.programs_digest` of the plan. `behind`: strategies and variants that the question did not
+    compare, each by the first price that showed it to be too slow, without its memory.
     """
 
     chosen: Candidate
@@ -36,6 +37,7 @@ class Decision:
     reason: str
     cluster: Cluster
     digest: bytes
+    behind: tuple[Candidate, ...] = ()
 
     @property
     def single(self) -> Candidate | None:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan, Storage
 from hepti_mqtt.plan_programs import make_plan, resident_weights
+from hepti_mqtt.planner.behind import Floor
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, needed_bytes, plan_packet, price
@@ -24,8 +25,6 @@ from hepti_mqtt.strategies import STRATEGIES
 ALONE: Final = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
 REFINED: Final = 6  # candidates whose shares are balanced
 MEMORY_ROUNDS: Final = 8
-# Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
-TOGETHER: Final = 0.8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
 
 
@@ -95,27 +94,46 @@ def reweighted(question: Question, plan: Plan, weights: Sequence[float]) -> Plan
 # -- in the order of time ---------------------------------------------------------------------------------------------
 
 
-def fitting(question: Question, guesses: Sequence[Guess]) -> tuple[list[Candidate], list[Draft]]:
-    """Return the candidates to balance, and the drafts found on the way that do not fit.
+class Found(NamedTuple):
+    """Candidates to balance; drafts found on the way that do not fit; of other methods the best price that is known."""
 
-    The fastest ones, and the fastest of every other strategy and variant, so that the comparison is fair. What a plan
-    costs is worked out no earlier than its turn comes: first what it cannot be faster than, then its price, then the
-    memory that it needs.
+    able: list[Candidate]
+    short: list[Draft]
+    behind: list[Candidate]
+
+
+def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
+    """Return the fastest candidates, those that do not fit, and those that are too far behind to be looked at.
+
+    Where the question compares, the fastest of every other strategy and variant is among the first, so that the
+    comparison is fair. What a plan costs is worked out no earlier than its turn comes: first what it cannot be faster
+    than, then its price, then the memory that it needs.
     """
     able, hopeless = _by_room(question, guesses)
-    queue = _queue(question, able)
+    queue, floor = _queue(question, able)
     found: list[Candidate] = []
     short: list[Draft] = []
+    behind: dict[str, Candidate] = {}
     while queue:
-        _, n, c, fits = heappop(queue)
+        cost, n, c, fits = heappop(queue)
         if len(found) >= REFINED and c.name in {other.name for other in found}:
             continue
         if isinstance(c, Candidate) and fits:
             found.append(c)
             continue
+        if not question.compare and c.name != ALONE:
+            least = floor.least(c.plan) if isinstance(c, Guess) else floor.refined(c)
+            if found and least >= found[0].price.cost[0]:
+                if isinstance(c, Candidate):
+                    behind.setdefault(c.name, c)
+                continue
+            if isinstance(c, Guess) and least > cost[0] >= 0:
+                heappush(queue, ((least, least), n, c, False))
+                continue
         with dividing(question, c.plan.strategy):
             if isinstance(c, Guess):
                 c = guessed(question, c)
+                floor.saw(c)
                 heappush(queue, (c.price.cost, n, c, False))
                 continue
             draft = _fit_memory(question, _draft(question, c))
@@ -126,14 +144,15 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> tuple[list[Candidat
                 c = priced(question, draft) if known is None else replace(c, price=known)
                 heappush(queue, (c.price.cost, n, c, True))
     explained = {c.name for c in found} | {draft.name for draft in short}
-    return found, short + [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
+    short += [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
+    return Found(found, short, [c for name, c in behind.items() if name not in explained])
 
 
 # (cost or its bound, number, plan, whether it is known to fit)
 _Step = tuple[tuple[float, float], int, Guess | Candidate, bool]
 
 
-def _queue(question: Question, guesses: Sequence[Guess]) -> list[_Step]:
+def _queue(question: Question, guesses: Sequence[Guess]) -> tuple[list[_Step], Floor]:
     """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
     queue: list[_Step] = []
     alone: dict[str, float] = {}
@@ -146,16 +165,24 @@ def _queue(question: Question, guesses: Sequence[Guess]) -> list[_Step]:
                     alone[c.plan.head] = c.price.seconds
     known = {number for _, number, _, _ in queue}
     like = kinds(question, list(dict.fromkeys((*alone, *(d for g in guesses for d in g.plan.devices)))))
-    seconds = {device: alone[kind] for device, kind in like.items() if kind in alone}
+    floor = Floor(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
+    first = set() if question.compare else _smallest(guesses)
     for n, guess in enumerate(guesses):
         if n not in known:
-            least = 0.0
-            if not guess.plan.replicas and all(d in seconds for d in guess.plan.devices):
-                together = 1 / sum(1 / seconds[d] for d in guess.plan.devices)
-                least = TOGETHER * together * question.learned.factor(guess.plan)
+            least = -1.0 if n in first else floor.least(guess.plan)
             queue.append(((least, least), n, guess, False))
     heapify(queue)
-    return queue
+    return queue, floor
+
+
+def _smallest(guesses: Sequence[Guess]) -> set[int]:
+    """Return the number of each method's first guess of the fewest devices: the soonest priced, it tells of others."""
+    best: dict[str, int] = {}
+    for n, guess in enumerate(guesses):
+        devices = len(guess.plan.devices)
+        if devices > 1 and (guess.name not in best or devices < len(guesses[best[guess.name]].plan.devices)):
+            best[guess.name] = n
+    return set(best.values())
 
 
 # -- by memory --------------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class Question:
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
-    then. errors: how far they do.
+    then. errors: how far they do. compare: work out the best of every strategy and variant, also where it cannot be
+    chosen any more.
     """
 
     naming: Naming
@@ -66,6 +67,7 @@ class Question:
     objective: Objective = "latency"
     accuracy: float | None = None
     errors: Mapping[Narrowed, float] = field(default_factory=dict)
+    compare: bool = True
 
     @property
     def plays(self) -> int:

@@ -41,7 +41,7 @@ def decide(question: Question) -> Decision:
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
     check_pins(question)
-    able, short = fitting(question, _through_the_broker(question, list(_initial(question))))
+    able, short, behind = fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
     able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
     balanced = sorted((_balance(question, c) for c in able), key=_order)
@@ -55,10 +55,15 @@ def decide(question: Question) -> Decision:
     if not top or not top[0].price.feasible:
         raise PlanError(nothing_fits(question, top))
     chosen = top[0]
-    reason = reason_of(top, chosen)
+    reason = reason_of(top, chosen, behind)
     plan = replace(chosen.plan, reason=reason)
     return Decision(
-        replace(chosen, plan=plan), tuple(top), reason, question.cluster, programs_digest(question.spec, plan)
+        replace(chosen, plan=plan),
+        tuple(top),
+        reason,
+        question.cluster,
+        programs_digest(question.spec, plan),
+        tuple(sorted(behind, key=_order)),
     )
 
 

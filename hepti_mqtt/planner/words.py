@@ -30,14 +30,16 @@ def _time(c: Candidate) -> str:
     return f"{c.price.seconds * 1e3:.1f} ms{off}"
 
 
-def reason_of(ranking: Sequence[Candidate], chosen: Candidate) -> str:
-    """Return in one sentence why a plan was chosen."""
+def reason_of(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
+    """Return in one sentence why a plan was chosen; behind: what was found too slow before it was worked out."""
     tokens = chosen.plan.predicted_tokens
     parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} tokens"]
     others = [c for c in ranking if c is not chosen]
     fitting = [c for c in others if c.price.feasible]
     if fitting:
         parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
+    elif behind:
+        parts.append(f"the next one, {_describe(behind[0])}, is far behind: {_time(behind[0])}")
     short = [c for c in others if not c.price.feasible]
     for c in short:
         where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())

@@ -16,13 +16,15 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
 
     boot: of the planner that publishes it. active, preparing: the planner's own plans as `Plan.to_dict`, or None;
     pinned: those that are active for what requests have pinned. candidates: the best of
-    each strategy and variant, best first; expected_ms is predicted_ms times what earlier runs have taught. reason: why
+    each strategy and variant, best first; feasible: None for those that are too slow, so that nobody worked out whether
+    they fit; expected_ms is predicted_ms times what earlier runs have taught. reason: why
     the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
     all] of the weights of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time;
     zero_s: when the session's clock was zero. in_flight: requests that run at once.
     """
     decision, error = shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
+    behind = decision.behind if decision is not None else ()
     record: dict[str, Any] = {
         "boot": boot,
         "active": None if shown.active is None else shown.active.to_dict(),
@@ -41,10 +43,10 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
                 "predicted_ms": c.price.seconds * 1e3,
                 "expected_ms": c.price.expected_s * 1e3,
                 "bytes": c.price.nbytes,
-                "feasible": c.price.feasible,
+                "feasible": c.price.feasible if c in ranking else None,
                 "missing": dict(c.price.missing),
             }
-            for c in ranking
+            for c in (*ranking, *behind)
         ],
         "progress": {device: list(part) for device, part in shown.progress.items()},
         "reason": decision.reason if decision is not None else "",

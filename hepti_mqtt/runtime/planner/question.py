@@ -49,4 +49,5 @@ def question_of(
         packet_bytes=membership.packet_bytes(),
         learned=model.experience.learned(now),
         accuracy=pins.accuracy,
+        compare=False,
     )

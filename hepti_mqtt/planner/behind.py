@@ -1,0 +1,92 @@
+"""What a plan may come down to at the best, from what devices take alone and what its method took on others of them.
+
+A division takes what its devices need for the work, and more: exchanges, what is computed twice, waiting. What it takes
+more differs little from one set of devices to another with links as good. Refining a plan takes away a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
+from math import inf
+from typing import Final
+
+from hepti_mqtt.cluster import Ways
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner.decision import Candidate
+from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.routes import routes
+
+# Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
+TOGETHER: Final = 0.8
+# Of what a division takes more, at least so much stays: on other devices with links as good, and by shares, route and
+# wire of its own. Measured over random sites: docs/design.md.
+STAYS: Final = 0.5
+
+
+class Floor:
+    """What plans may come down to; alone: seconds of the whole model by device, of those where that is known."""
+
+    def __init__(self, question: Question, alone: Mapping[str, float]) -> None:
+        self._question, self._alone = question, alone
+        self._ways = Ways(question.cluster)
+        self._seen: dict[str, list[tuple[int, float, float, float]]] = {}  # by name: devices, seconds more, their way
+
+    def together(self, devices: Sequence[str]) -> float | None:
+        """Return the seconds of devices that divide all work by speed and exchange nothing; None if not known."""
+        if not all(d in self._alone for d in devices):
+            return None
+        return 1 / sum(1 / self._alone[d] for d in devices)
+
+    def saw(self, c: Candidate) -> None:
+        """Take the price of a plan: others of its method on as many devices, or more, take no less beside the work."""
+        together = self.together(c.plan.devices)
+        if together is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
+            more = max(c.price.seconds - together, 0.0)
+            self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._way(c.plan)))
+
+    def least(self, plan: Plan) -> float:
+        """Return what a plan that is not priced is expected to take at the least, in seconds; 0 if nothing is known."""
+        together = self.together(plan.devices)
+        if together is None or plan.replicas:
+            return 0.0
+        more = 0.0
+        if plan.method in self._seen:
+            latency_s, byte_s = self._way(plan)
+            more = min(
+                (
+                    beside * min(1.0, latency_s / max(latency, 1e-9), byte_s / max(byte, 1e-15))
+                    for devices, beside, latency, byte in self._seen[plan.method]
+                    if devices <= len(plan.devices)
+                ),
+                default=0.0,
+            )
+        return (TOGETHER * together + STAYS * more) * self._factor(plan)
+
+    def refined(self, c: Candidate) -> float:
+        """Return what a plan is expected to take at the least when it is refined, in seconds."""
+        together = self.together(c.plan.devices)
+        if together is None or len(c.plan.devices) == 1 or c.plan.replicas:
+            return 0.0
+        return (together + STAYS * (c.price.seconds - together)) * self._factor(c.plan)
+
+    def _factor(self, plan: Plan) -> float:
+        """Return what runs have taught of a plan, by the route of which they have taught the best."""
+        learned = self._question.learned
+        if not learned.factors:
+            return 1.0
+        return min(learned.factor(replace(plan, route=r)) for r in routes(self._question, plan.devices))
+
+    def _way(self, plan: Plan) -> tuple[float, float]:
+        """Return (seconds, seconds per byte) of the slowest way between devices of a plan."""
+        latency = byte = 0.0
+        links = self._question.cluster.links
+        for source, target in permutations(plan.devices, 2):
+            rates = [links[source].up_bytes_per_s, links[target].down_bytes_per_s]
+            after = links[source].latency_s + links[target].latency_s
+            if plan.route == "mesh" and (source, target) not in plan.relayed:
+                way = self._ways.way(source, target)
+                rates, after = [way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s], way.latency_s
+            latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
+        return latency, byte
