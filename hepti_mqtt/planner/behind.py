@@ -16,13 +16,16 @@ from hepti_mqtt.cluster import Ways
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.planner.routes import routes
+from hepti_mqtt.planner.routes import on_route, routes
 
 # Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
 TOGETHER: Final = 0.8
-# Of what a division takes more, at least so much stays: on other devices with links as good, and by shares, route and
-# wire of its own. Measured over random sites: docs/design.md.
-STAYS: Final = 0.5
+# Of what a division takes more, at least so much stays on other devices with links as good; and so much when shares,
+# route and wire are refined. Measured over random sites, not proved: docs/design.md.
+ELSEWHERE: Final = 0.6
+REFINED: Final = 0.5
+# The best price is not refined either, and with equal layers once, it may be a little less than that of the whole.
+NEARLY: Final = 1.1
 
 
 class Floor:
@@ -46,30 +49,36 @@ class Floor:
             more = max(c.price.seconds - together, 0.0)
             self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._way(c.plan)))
 
+    def behind(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
+        """Return whether a plan is not expected to beat another; priced_s: its price, None if it has none."""
+        if priced_s is None:
+            return self.least(plan) >= best_s
+        return self.refined(plan, priced_s) >= NEARLY * best_s
+
     def least(self, plan: Plan) -> float:
         """Return what a plan that is not priced is expected to take at the least, in seconds; 0 if nothing is known."""
         together = self.together(plan.devices)
         if together is None or plan.replicas:
             return 0.0
-        more = 0.0
-        if plan.method in self._seen:
-            latency_s, byte_s = self._way(plan)
-            more = min(
-                (
-                    beside * min(1.0, latency_s / max(latency, 1e-9), byte_s / max(byte, 1e-15))
-                    for devices, beside, latency, byte in self._seen[plan.method]
-                    if devices <= len(plan.devices)
-                ),
-                default=0.0,
-            )
-        return (TOGETHER * together + STAYS * more) * self._factor(plan)
+        seen = [s for s in self._seen.get(plan.method, ()) if s[0] <= len(plan.devices)]
+        if not seen:
+            return TOGETHER * together * self._factor(plan)
+        more = min(beside * self._better(plan, latency, byte) for _, beside, latency, byte in seen)
+        return (together + ELSEWHERE * more) * self._factor(plan)
 
-    def refined(self, c: Candidate) -> float:
-        """Return what a plan is expected to take at the least when it is refined, in seconds."""
-        together = self.together(c.plan.devices)
-        if together is None or len(c.plan.devices) == 1 or c.plan.replicas:
+    def refined(self, plan: Plan, priced_s: float) -> float:
+        """Return what a plan of a known price is expected to take at the least when it is refined, in seconds."""
+        together = self.together(plan.devices)
+        if together is None or len(plan.devices) == 1 or plan.replicas:
             return 0.0
-        return (together + STAYS * (c.price.seconds - together)) * self._factor(c.plan)
+        more = (priced_s - together) * self._better(plan, *self._way(plan))
+        return (together + REFINED * more) * self._factor(plan)
+
+    def _better(self, plan: Plan, latency_s: float, byte_s: float) -> float:
+        """Return what exchanges may take on the best route of a plan, as a part (0 to 1) of what a known way takes."""
+        ways = [self._way(on_route(self._question, plan, r)) for r in routes(self._question, plan.devices)]
+        less = (min(a / max(latency_s, 1e-9), b / max(byte_s, 1e-15)) for a, b in ways)
+        return min(1.0, *less)
 
     def _factor(self, plan: Plan) -> float:
         """Return what runs have taught of a plan, by the route of which they have taught the best."""

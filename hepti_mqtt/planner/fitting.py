@@ -113,21 +113,23 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
     queue, floor = _queue(question, able)
     found: list[Candidate] = []
     short: list[Draft] = []
-    behind: dict[str, Candidate] = {}
+    behind: list[Candidate] = []
     while queue:
         cost, n, c, fits = heappop(queue)
-        if len(found) >= REFINED and c.name in {other.name for other in found}:
+        # Who is behind takes a place too, unless memory is short, where it might not fit: so others get none for it.
+        taken = [*found, *([] if short else behind)]
+        if len(taken) >= REFINED and c.name in {other.name for other in taken}:
             continue
         if isinstance(c, Candidate) and fits:
             found.append(c)
             continue
         if not question.compare and c.name != ALONE:
-            least = floor.least(c.plan) if isinstance(c, Guess) else floor.refined(c)
-            if found and least >= found[0].price.cost[0]:
+            priced_s = c.price.seconds if isinstance(c, Candidate) else None
+            if found and floor.behind(c.plan, priced_s, found[0].price.expected_s):
                 if isinstance(c, Candidate):
-                    behind.setdefault(c.name, c)
+                    behind.append(c)
                 continue
-            if isinstance(c, Guess) and least > cost[0] >= 0:
+            if isinstance(c, Guess) and (least := floor.least(c.plan)) > cost[0] >= 0:
                 heappush(queue, ((least, least), n, c, False))
                 continue
         with dividing(question, c.plan.strategy):
@@ -145,7 +147,8 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
                 heappush(queue, (c.price.cost, n, c, True))
     explained = {c.name for c in found} | {draft.name for draft in short}
     short += [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
-    return Found(found, short, [c for name, c in behind.items() if name not in explained])
+    first = {c.name: c for c in reversed(behind) if c.name not in explained}
+    return Found(found, short, list(first.values()))
 
 
 # (cost or its bound, number, plan, whether it is known to fit)

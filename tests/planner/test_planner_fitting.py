@@ -55,7 +55,7 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     site = cluster(device("a", 40), device("b", 20), device("c", 4), mbit=mbit)
     spec = EVERY_FAMILY[family]
     asked = question(spec, site, tokens=largest_shape(spec).tokens)
-    steps = _queue(asked, list(_initial(asked)))
+    steps, _ = _queue(asked, list(_initial(asked)))
     bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, Guess)]
     assert len(bounds) > 10
     assert all((0, 0) < least <= guessed(asked, plan).price.cost for least, plan in bounds)
@@ -64,7 +64,7 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
 def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():
     asked = question(SPEC, four_pis(100, memory=0.2 * _whole_bytes(SPEC, "f32")))
     guesses = list(_initial(asked))
-    found, short = fitting(asked, guesses)
+    found, short, _ = fitting(asked, guesses)
     assert not found
     assert sorted(draft.name for draft in short) == sorted({guess.name for guess in guesses})
     assert all(len(draft.plan.devices) == 4 or draft.name == "single" for draft in short), "what lacks the least"
@@ -74,6 +74,6 @@ def test_shares_are_not_moved_where_a_device_has_no_room_for_the_least():
     """`row` holds all weights on every device, whatever its share."""
     asked = question(SPEC, four_pis(100, memory=0.9 * _whole_bytes(SPEC, "f32")), strategy="row", devices=NAMES)
     guesses = list(_initial(asked))
-    found, short = fitting(asked, guesses)
+    found, short, _ = fitting(asked, guesses)
     assert not found
     assert {draft.weights for draft in short} == {guess.weights for guess in guesses}

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgpack
 from sites import FAMILIES
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cli.show import print_plan
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question
+from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.planner.commands import ShowPlan, Solve
 from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
@@ -69,6 +70,20 @@ def test_record_holds_what_people_and_programs_read():
     assert {c["name"] for c in record["candidates"]} == {c.name for c in decision.ranking}
     first = record["candidates"][0]
     assert first["predicted_ms"] == first["expected_ms"] == decision.ranking[0].price.seconds * 1e3
+
+
+def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
+    asked = question("a", "b")
+    slow = {pair: PeerLink(0.1, 1e4) for pair in (("a", "b"), ("b", "a"))}
+    slow_site = replace(asked.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
+    decision = decide(replace(asked, cluster=slow_site, compare=False))
+    shown = ShowPlan("m", decision.chosen.plan, None, decision)
+    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, shown))
+    fits = {c["name"]: c["feasible"] for c in record["candidates"]}
+    assert fits["single"] is True
+    assert fits["row/kv"] is fits["block"] is None
+    print_plan("m", record)
+    assert capsys.readouterr().out.count("not worked out: too slow") == len(decision.behind)
 
 
 def test_record_of_a_search_in_vain():
