@@ -82,10 +82,14 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: an event for the session thread once it runs, an interrupt before."""
+    """SIGTERM and SIGINT: an event for the session thread once it runs, an interrupt before.
+
+    An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
+    """
 
     def __init__(self) -> None:
         self._inbox: Inbox[AgentEvent] | None = None
+        self._asked = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
@@ -101,8 +105,16 @@ class _Signals:
     def deliver_to(self, inbox: Inbox[AgentEvent]) -> None:
         """From now on the session thread ends in its own time."""
         self._inbox = inbox
+        if self._asked:
+            inbox.post(Stop())
+
+    def check(self) -> None:
+        """Interrupt again if the device was told to end before the session thread runs."""
+        if self._asked:
+            raise KeyboardInterrupt
 
     def _handle(self, *_: object) -> None:
+        self._asked = True
         if self._inbox is None:
             raise KeyboardInterrupt
         self._inbox.post(Stop())
@@ -173,11 +185,12 @@ class _Agent:
             self._warn_if_open()
         with turns.starting(jit.cache_directory()), Starting(self._say, self._boot, self._log) as starting:
             workers, curves = self._measure(starting)
+        signals.check()
         rss_idle = int(psutil.Process().memory_info().rss)
         budget = memory_budget(self._config.memory_bytes, free_memory())
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
         if waiting:
-            self._wait_for_broker(waiting, stop)
+            self._wait_for_broker(waiting, signals, stop)
             self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
@@ -266,9 +279,10 @@ class _Agent:
                 return planes[place:]
         return ()
 
-    def _wait_for_broker(self, waiting: tuple[Plane, ...], stop: threading.Event) -> None:
+    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: _Signals, stop: threading.Event) -> None:
         delay_s = BACKOFF_S[0]
         while waiting and not stop.wait(delay_s * random.uniform(0.5, 1.0)):
+            signals.check()
             delay_s = min(2 * delay_s, BACKOFF_S[1])
             still = self._connect(waiting)
             if not still:
