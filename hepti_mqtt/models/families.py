@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, Net
-from hepti_mqtt.models import albert, bert, cnn, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.reads import Decoding

@@ -1,0 +1,98 @@
+"""Convolutional nets for images, from a list of nodes: VGG, ResNet, MobileNetV2, and whatever config.json lists.
+
+One image a request. S the image's side, Y and X rows and columns of a map, C its channels, n outputs. Maps are
+[Y, X, C]; a convolution's matrix has rows in the order (ky, kx, c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from hepti_mqtt.errors import ModelError
+from hepti_mqtt.lowering import Net
+from hepti_mqtt.models import pictures
+from hepti_mqtt.models.cnn import hugging_face, lower, plain, torchvision
+from hepti_mqtt.models.cnn.kinds import KINDS
+from hepti_mqtt.models.cnn.nodes import FUNCTIONS, Activation, Node, node_from_dict
+from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.cnn.stack import Stack
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.tensors import TensorSource
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import RequestShape, TaskHead
+
+__all__ = ["ARCHITECTURES", "KINDS", "SPEC", "graph", "reference", "spec", "tensors"]
+
+LISTED: Final = "ConvNet"  # its nodes stand in config.json
+LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
+ARCHITECTURES: Final = {
+    **dict.fromkeys((*torchvision.ARCHITECTURES, *hugging_face.ARCHITECTURES), "image_classification"),
+    LISTED_CLASSIFIER: "image_classification",
+    LISTED: "feature_map",
+}
+SPEC: Final = CnnSpec
+
+reference = plain.reference
+
+
+def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> CnnSpec:
+    """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
+    pre = pictures.preprocessor(extras)
+    own = None if architecture in hugging_face.ARCHITECTURES else config.square("image_size")
+    frame = pictures.frame(pre, own)
+    mean, std = pictures.scale(pre, pictures.IMAGENET_MEAN, pictures.IMAGENET_STD)
+    labels = () if architecture == LISTED else config.labels()
+    try:
+        nodes = _nodes(architecture, config, frame.size, len(labels))
+    except ValueError as error:
+        raise ModelError(
+            f"config.json: pictures of {frame.size} x {frame.size} are too small for {architecture}: {error}"
+        ) from error
+    head = TaskHead("image_classification", "cls", outputs=len(labels), labels=labels)
+    if not labels:
+        head = TaskHead("feature_map", "cls")
+    made = CnnSpec("cnn", architecture, frame.size, frame.shortest, mean, std, nodes, head)
+    if labels and made.shapes[nodes[-1].name] != (1, len(labels)):
+        found = list(made.shapes[nodes[-1].name])
+        raise ModelError(f"config.json: the last node gives {found}, and there are {len(labels)} labels in id2label")
+    return made
+
+
+def _nodes(architecture: str, config: Config, size: int, labels: int) -> tuple[Node, ...]:
+    if architecture in (LISTED, LISTED_CLASSIFIER):
+        return _listed(config)
+    stack = Stack(size)
+    if architecture in torchvision.ARCHITECTURES:
+        torchvision.ARCHITECTURES[architecture](architecture, config, stack, labels)
+    else:
+        hugging_face.ARCHITECTURES[architecture](config, stack, labels)
+    return tuple(stack.nodes)
+
+
+def _listed(config: Config) -> tuple[Node, ...]:
+    """Return the nodes that config.json lists."""
+    listed = config.need("nodes")
+    if not isinstance(listed, list) or not listed:
+        raise config.wrong("nodes", "a list of nodes", listed)
+    found = []
+    for place, data in enumerate(listed):
+        try:
+            node = node_from_dict(data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"config.json: node {place} of `nodes` is none that is known ({error}): {data}") from error
+        if isinstance(node, Activation) and node.function not in FUNCTIONS:
+            raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {FUNCTIONS}")
+        found.append(node)
+    return tuple(found)
+
+
+def tensors(spec: CnnSpec) -> Iterator[TensorSource]:
+    """Yield the tensors, from the first convolution to the classifier."""
+    return lower.tensors(spec)
+
+
+def graph(net: Net, spec: CnnSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one image."""
+    del refs
+    lower.add(net, spec, shape)
