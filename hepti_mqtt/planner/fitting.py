@@ -214,9 +214,10 @@ def _whole_bytes(spec: Spec, storage: Storage) -> int:
 
 
 def _draft(question: Question, guess: Guess | Candidate) -> Draft:
-    """Return the draft of a plan, with the next device as its head if only the head's memory is short."""
+    """Return the draft of a plan, with the next fastest device as its head if only the head's memory is short."""
     made = []
-    for head in guess.plan.devices[:2]:
+    speeds = dict(zip(guess.plan.devices, guess.weights, strict=False))  # replicas have devices of their own
+    for head in sorted(guess.plan.devices, key=lambda d: (d != guess.plan.head, -speeds.get(d, 0.0)))[:2]:
         plan = replace(guess.plan, head=head)
         made.append(Draft(plan, guess.weights, *memory(question, plan)))
         if head not in made[-1].missing:

@@ -19,7 +19,7 @@ from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
-from hepti_mqtt.planner.subsets import subsets
+from hepti_mqtt.planner.subsets import in_line, subsets
 from hepti_mqtt.planner.unit_by_unit import unit_by_unit
 from hepti_mqtt.planner.wires import narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
@@ -122,7 +122,7 @@ def _initial(question: Question) -> Iterator[Guess]:
                 if method.settles(options) and len(subset) < len(names):
                     continue  # it leaves out devices by itself
                 with dividing(question, method.name):
-                    yield _guess(question, method, options, subset, weights)
+                    yield _guess(question, method, options, dict(zip(subset, weights, strict=True)))
 
 
 def _graph(question: Question) -> Graph:
@@ -145,11 +145,11 @@ def _methods(question: Question) -> Iterator[Method]:
             raise ConfigError(f"{reason}; {question.naming.model} can be divided by: {', '.join(able)}")
 
 
-def _guess(
-    question: Question, method: Method, options: Options, devices: tuple[str, ...], weights: tuple[float, ...]
-) -> Guess:
-    """Return a plan whose head is the fastest device; raises ValueError if the method cannot divide this model so."""
-    head = devices[0]
+def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Guess:
+    """Return a plan whose head is the first device, the fastest; raises ValueError if the model cannot be divided."""
+    head, *_ = names = tuple(speeds)
+    devices = in_line(names) if method.in_line else names
+    weights = tuple(speeds[device] for device in devices)
     template = Plan(
         question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
     )

@@ -42,6 +42,11 @@ def _tried(by_speed: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(d for d in by_speed if d != left_out)
 
 
+def in_line(by_speed: Sequence[str]) -> tuple[str, ...]:
+    """Return devices with the fastest in the middle and the slowest at the ends, where they have one neighbour."""
+    return (*by_speed[1::2][::-1], *by_speed[::2])
+
+
 def kinds(question: Question, names: Sequence[str]) -> dict[str, str]:
     """Return for each device the first one that can stand in its place."""
     found: dict[str, str] = {}

@@ -27,5 +27,6 @@ METHOD = Method(
     "rows of each map in shares of its own, solved layer by layer",
     table,
     needs=(roles.MAP,),
+    in_line=True,
     solve=lambda graph, _options, weights, lanes: ({}, solved(graph, weights, lanes)),
 )

@@ -29,6 +29,7 @@ METHOD = Method(
     "own rows of every feature map, halo from the neighbours",
     table,
     needs=(roles.MAP,),
+    in_line=True,
     options=(*maps.CUTS, *({**cut, HALO: AHEAD} for cut in maps.CUTS)),
     solve=ranges_by_size,
     differs=maps.cuts,

@@ -68,7 +68,8 @@ class Method:
     where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
     throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
     following what one request keeps busy. few: it divides few units, so that shares are tried step by step too, where
-    rounding hides what keeps a device busy. settles: whether a variant chooses devices and shares by itself, for the
+    rounding hides what keeps a device busy. in_line: a device exchanges with those before and behind it, so that their
+    order counts. settles: whether a variant chooses devices and shares by itself, for the
     least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
     devices make up each of them. bag: into how many tasks a variant divides its work that are leased
     while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
@@ -90,6 +91,7 @@ class Method:
     offered: bool = True
     settled: bool = False
     few: bool = False
+    in_line: bool = False
     settles: Callable[[Options], bool] = lambda _: False
     throughput: bool = False
     groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None

@@ -19,5 +19,6 @@ METHOD = Method(
     "rows of each map greedily to whoever has them done first",
     maps.rows_by(SPEEDS, greedy),
     needs=(roles.MAP,),
+    in_line=True,
     solve=shares_by(SPEEDS, greedy),
 )

@@ -66,11 +66,12 @@ def winograd_work(window: Window, n: int, origin: tuple[int, int]) -> Work:
     """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the product that is made.
 
     That is one of as many rows as tiles, over 16 matrices [C, n], whose reading is in the price of a product; the
-    transforms of the map are bytes moved beside it.
+    transforms of the map, and those of the weights, made anew for each block of tiles, are bytes moved beside it.
     """
     count, _ = grid(window, origin)
     c = window.channels
     values = count * (c + n) * (PRODUCTS + OUTPUTS)
+    values += -(-count // TILES) * PRODUCTS * c * n
     flops = 2.0 * window.pixels * window.places * c * n
     return Work("linear", rows=count, k=PRODUCTS * c, n=n, flops=flops, nbytes=4.0 * values)
 
