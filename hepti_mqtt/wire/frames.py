@@ -92,6 +92,10 @@ class Frame:
         out.flags.writeable = False
         return out
 
+    def says(self, other: Frame) -> bool:
+        """Return whether both are the same frame: header and body."""
+        return bytes(encode(self)) == bytes(encode(other))
+
 
 def frame_bytes(body_bytes: int) -> int:
     """Return the bytes of a frame whose array has `body_bytes`."""

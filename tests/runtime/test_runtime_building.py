@@ -83,9 +83,9 @@ class Device:
             self(build(order, "d0", WORKERS))
         return built
 
-    def request(self, wanted: PackedTokens, session: frames.Session | None = None) -> int:
+    def request(self, wanted: PackedTokens, session: frames.Session | None = None, seed: int = 0) -> int:
         self.admission += 1
-        inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(0))
+        inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
         payload = frames.encode_work(*KEY, self.admission, wanted, inputs, session or frames.Session())
         self(FrameIn(frames.decode(payload)))
         return self.admission
@@ -191,6 +191,26 @@ def test_a_request_that_comes_twice_while_it_waits_runs_once() -> None:
     device.build()
     device.run()
     assert device.done() == [admission]
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_of_two_requests_that_claim_one_number_neither_is_answered(built: bool) -> None:
+    """One of them is forged, and it may have come first; the planner asks again under another number."""
+    device = Device()
+    device.request(shape(4), seed=0)
+    if built:
+        device.build()
+    device.admission -= 1
+    admission = device.request(shape(4), seed=1)
+    (failed,) = [m for m in device.sent if isinstance(m, messages.RequestFailed)]
+    assert (failed.admission, failed.code) == (admission, "wire")
+    device.build()
+    device.run()
+    assert device.done() == []
+    assert device.session.counters["contradicted"] == 1
+    other = device.request(shape(4))
+    device.run()
+    assert device.done() == [other]
 
 
 def test_what_was_built_for_an_epoch_that_is_gone_is_dropped() -> None:

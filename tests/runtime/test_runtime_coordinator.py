@@ -209,7 +209,24 @@ def test_request_that_a_device_cannot_compute_fails_with_its_words() -> None:
     plan = site.settle()
     site.submit("r1")
     site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
+    assert not site.errors, "it is tried once more"
+    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 2, "device", "a: linear failed: nan")))
     assert "linear failed" in str(site.errors["r1"])
+
+
+@pytest.mark.parametrize(("device", "number"), [("b", 0), ("a", 1)])
+def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, number: int) -> None:
+    site = Site()
+    site.join("a")
+    plan = site.settle()
+    site.submit("r1")
+    epoch = plan.epoch._replace(number=plan.epoch.number + number)
+    for code in ("device", "request", "wire"):
+        site.event(events.UpMessage(device, messages.RequestFailed("m", epoch, 1, code, "no")))
+    assert list(site.work) == [1]
+    assert not site.errors
+    site.answer(1)
+    assert set(site.answers) == {"r1"}
 
 
 def test_request_whose_frames_were_bad_is_issued_again() -> None:

@@ -70,8 +70,10 @@ class Building:
         self._number = 0
         self._waiting: dict[int, tuple[Frame, RequestShape]] = {}
 
-    def __contains__(self, admission: int) -> bool:
-        return admission in self._waiting
+    def frame(self, admission: int) -> Frame | None:
+        """Return the frame of a request that waits, None if there is none of that number."""
+        frame, _ = self._waiting.get(admission, (None, None))
+        return frame
 
     def wait(self, frame: Frame, shape: RequestShape) -> None:
         """Keep a request until its Program is there."""

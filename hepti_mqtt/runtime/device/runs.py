@@ -60,11 +60,11 @@ class _Way(NamedTuple):
 class _Run:
     """A request that is under way here.
 
-    inputs: what it brought, for tasks that are leased later. sends: of its Program. compute_s: of its ops so far.
-    sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
+    frame: what began it. inputs: what it brought, for tasks that are leased later. sends: of its Program. compute_s: of
+    its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
     """
 
-    key: Key
+    frame: Frame
     started_s: float
     session: Session
     inputs: Array
@@ -72,6 +72,11 @@ class _Run:
     compute_s: float = 0.0
     sent_bytes: int = 0
     outputs: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Return the model and the epoch of its plan."""
+        return self.frame.model, self.frame.epoch
 
 
 class Runs:
@@ -157,9 +162,10 @@ class Runs:
 
     def work(self, resident: Resident, frame: Frame, now: float) -> list[Command]:
         """Begin a request, or keep it until its Program is built; raises WireError for a frame that is none."""
-        if frame.admission in self._executor or frame.admission in self._building:
-            self._counters["duplicate"] += 1
-            return []
+        begun = self._runs.get(frame.admission)
+        known = self._building.frame(frame.admission) if begun is None else begun.frame
+        if known is not None:
+            return self._twice(known, frame)
         plain, inputs = decode_work(frame)
         session = decode_session(frame)
         try:
@@ -178,7 +184,7 @@ class Runs:
         except SessionLostError as error:
             self.end(frame.admission)
             return [self._refused(frame, "session", str(error))]
-        self._runs[frame.admission] = _Run((frame.model, frame.epoch), now, session, inputs, bound.sends)
+        self._runs[frame.admission] = _Run(frame, now, session, inputs, bound.sends)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.admission, key, inputs)
@@ -194,6 +200,16 @@ class Runs:
                 break  # one before it has ended the request
             out += self._deliver(early)
         return out + self._finish(frame.admission, now)
+
+    def _twice(self, known: Frame, frame: Frame) -> list[Command]:
+        """Ignore what has come before; give a run up if other work claims its number: one of both is forged."""
+        if frame.says(known):
+            self._counters["duplicate"] += 1
+            return []
+        self._counters["contradicted"] += 1
+        self.cancel(frame.admission)
+        epochs = {(f.model, f.epoch): f for f in (known, frame)}.values()
+        return [self._refused(f, "wire", f"two frames with different work claim run {f.admission}") for f in epochs]
 
     def lease(self, message: messages.Lease, now: float) -> list[Command]:
         """Take tasks of a request's bag; if there are none left, end what only waited for more."""

@@ -172,14 +172,18 @@ class Dispatcher:
         return [*out, *self._early(model, run)] if run.early is None else out
 
     def failed(self, device: str, message: messages.RequestFailed, now: float) -> list[CoordinatorCommand]:
-        """Run again what was lost on the wire; any other failure is the answer."""
+        """Run again what was lost on the wire, and once what a device could not compute; other failures are answers."""
         model = self._slots.running(message.model, message.admission)
-        if model is None:
+        run = None if model is None else model.runs[message.admission]
+        if model is None or run is None or run.epoch != message.epoch or device not in run.plan.devices:
+            self._counters["late"] += 1
             return []
-        run = model.runs[message.admission]
         out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link"):
             return out + self.again(model, run, blameless=message.code == "link" and self._disturbed(run, now))
+        tried = any(item.job.attempts[item.chunk] for item in run.open)
+        if message.code == "device" and len(run.items) == 1 and not tried:
+            return out + self.again(model, run)  # what reached it may have been forged, or its memory short
         out += self._cancel(model, run)
         if len(run.items) > 1 or not run.open:  # whose fault it was shows when each runs by itself
             self._apart(model, run)
