@@ -54,6 +54,7 @@ class Asked:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
+    failures: list[str] = field(default_factory=list)  # when, by the clock of the logs, and in whose words
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, url: str, expected: dict[str, np.ndarray], client: str) -> None:
@@ -68,6 +69,8 @@ class Asked:
                     found = hepti.infer("tiny", text=text, timeout_s=PATIENCE_S).embedding
                 except HeptiError as error:
                     outcome = "no end" if isinstance(error, TimeoutError) else f"error {error.code}"
+                    took_s = time.monotonic() - begun
+                    self.failures.append(f"{time.strftime('%H:%M:%S')} {client} after {took_s:.1f} s: {error}")
                 else:
                     right = np.allclose(found, expected[text], atol=TOLERANCE)
                     outcome = "right" if right else "wrong"
@@ -275,6 +278,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         "answers": dict(sorted(attacker.answers.items())),
         "unanswered": dict(unanswered),
         "requests": dict(asked.outcomes),
+        "failures": asked.failures,
         "longest_s": round(asked.longest_s, 2),
         "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
         "ended": [name for name, process in site.running.items() if process.poll() is not None],

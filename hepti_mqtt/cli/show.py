@@ -48,9 +48,11 @@ def devices(args: argparse.Namespace) -> int:
     """Print every device of the site with what it said of itself."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
+        unused = hepti.unused()
     refused = {d["device"]: why for d in found if (why := _refused(d)) is not None}
     if args.json:
-        output.print_json({"site": args.site, "devices": [{**d, "refused": refused.get(d["device"])} for d in found]})
+        reasons = unused | refused
+        output.print_json({"site": args.site, "devices": [{**d, "refused": reasons.get(d["device"])} for d in found]})
         return 0
     rows = []
     for d in found:
@@ -89,8 +91,8 @@ def devices(args: argparse.Namespace) -> int:
         "hears directly",
     )
     output.print_table(f"site {args.site}", columns, rows)
-    for device, why in refused.items():
-        print(f"{device} is not used: {why}")
+    for device, said in (unused | refused).items():
+        print(f"{device} is not used: {said}")
     for d in found:
         if (wrong := _doubted(d)) is not None:
             print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")

@@ -319,6 +319,12 @@ class Hepti:
         with self._changed:
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
+    def unused(self) -> dict[str, str]:
+        """Return why the planner uses devices that are online for no plan, by name; none where there is no planner."""
+        with self._changed:
+            records = map(self._session.record, self._session.models())
+            return {device: why for record in records if record for device, why in record.get("unused", {}).items()}
+
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
         return self._watching in self._subscribed and bool(online) and all(d.heartbeat is not None for d in online)

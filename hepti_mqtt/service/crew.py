@@ -59,9 +59,18 @@ class Crew:
         for errand in refused:
             errand.refuse()
 
-    def post(self, client: str, act: Act) -> None:
-        """Do something for a client that must be done; for a crew without limits."""
-        self.offer(client, act, 0, lambda: None)
+    def post(self, client: str, act: Act, here: bool = False) -> None:
+        """Do something for a client that must be done; for a crew without limits.
+
+        here: on this thread at once, if nothing waits and nothing is being done: to wake another takes longer than a
+        small thing does.
+        """
+        with self._changed:
+            is_free = self._turns.idle
+        if here and is_free:
+            self._guarded(act)
+        else:
+            self.offer(client, act, 0, lambda: None)
 
     def step(self, wait: bool = False) -> bool:
         """Do one thing on this thread; return False if it is nobody's turn, with `wait` only after `close`."""

@@ -311,8 +311,7 @@ class _Planner:
             wanted = [commands.Refuse(event.job, self._mistake(error))]
         for command in wanted:
             self._guarded(partial(self._carry_out, command))
-        standing = self.session.snapshot()
-        if standing != self.standing:
+        if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.stand(standing)
 
@@ -320,7 +319,8 @@ class _Planner:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
         elif isinstance(command, commands.Answer) and command.job.computes:
-            self.telling.post(command.job.key.client, partial(self._tell, command))
+            at_once = command.small and self.inbox.empty()
+            self.telling.post(command.job.key.client, partial(self._tell, command), at_once)
         elif isinstance(command, commands.Answer):  # here the forecast is the answer
             tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
             self.forecasts.then(command.stats, tell)
@@ -341,8 +341,8 @@ class _Planner:
 
     def _show(self, shown: commands.ShowPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
-        zero_s = time.time() - time.monotonic()
-        record = encode_record(checkpoint.spec, checkpoint.path.resolve(), self.boot, shown, zero_s)
+        served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.membership.unused()
+        record = encode_record(served, self.boot, shown, time.time() - time.monotonic(), unused)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -11,18 +13,25 @@ from hepti_mqtt.runtime.planner.commands import ShowPlan
 from hepti_mqtt.spec import Spec
 
 
-def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_s: float = 0.0) -> bytes:
+def encode_record(
+    served: tuple[Spec, Path],
+    boot: int,
+    shown: ShowPlan,
+    zero_s: float = 0.0,
+    unused: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """Return the msgpack map of a model's plans.
 
-    boot: of the planner that publishes it. active, preparing: the planner's own plans as `Plan.to_dict`, or None;
-    pinned: those that are active for what requests have pinned. candidates: the best of
-    each strategy and variant, best first; feasible: None for those that are too slow, so that nobody worked out whether
-    they fit; expected_ms is predicted_ms times what earlier runs have taught. reason: why
-    the first one was chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in
-    all] of the weights of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time;
-    zero_s: when the session's clock was zero. in_flight: requests that run at once.
+    served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
+    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned. candidates: the best
+    of each strategy and variant, best first; feasible: None for those that are too slow, so that nobody worked out
+    whether they fit; expected_ms is predicted_ms times what earlier runs have taught. reason: why the first one was
+    chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in all] of the weights
+    of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the
+    session's clock was zero. in_flight: requests that run at once. unused: why devices that are online are used for no
+    plan, by name.
     """
-    decision, error = shown.decision, shown.error
+    (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
     behind = decision.behind if decision is not None else ()
     record: dict[str, Any] = {
@@ -33,6 +42,7 @@ def encode_record(spec: Spec, directory: Path, boot: int, shown: ShowPlan, zero_
         "spec": spec.to_dict(),
         "directory": str(directory),
         "in_flight": shown.in_flight,
+        "unused": dict(unused),
         "candidates": [
             {
                 "name": c.name,

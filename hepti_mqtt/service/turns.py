@@ -32,6 +32,11 @@ class Turns(Generic[Item]):
         self._next: OrderedDict[str, None] = OrderedDict()  # clients that wait and are not being served
         self._count = self._nbytes = 0
 
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing waits and nothing that was taken is not done."""
+        return not self._lines
+
     def put(self, client: str, item: Item, nbytes: int) -> list[Item]:
         """Let an item of a client wait; return those, of anybody, that there is no room for."""
         line = self._lines.setdefault(client, _Line())

@@ -75,7 +75,12 @@ BEAT = {
 }  # fmt: skip
 
 
-def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **said: object) -> str:
+def listed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    unused: dict[str, str] | None = None,
+    **said: object,
+) -> str:
     device = {
         "device": "a",
         "status": "online",
@@ -96,9 +101,19 @@ def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         def devices(self, wait_s: float) -> list[dict]:
             return [device]
 
+        def unused(self) -> dict[str, str]:
+            return unused or {}
+
     monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: Found())
     assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
     return capsys.readouterr().out
+
+
+def test_what_the_planner_has_decided_of_a_device_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = listed(monkeypatch, capsys, {"a": "it got no further while others waited for it"}, curves=CURVES)
+    assert "a is not used: it got no further while others waited for it" in shown
 
 
 @pytest.mark.parametrize("wrong", [{"curves": {}}, {"curves": CURVES, "memory_budget_bytes": 2**62}])

@@ -202,6 +202,9 @@ def test_a_device_that_beats_and_does_not_compute_is_put_aside_and_tried_again_l
     for _ in range(12):
         site.tick(0.1)
     assert site.session.plan("m") is None, "within a second"
+    assert site.session.membership.unused() == {
+        "b": "it said nothing while others waited for it; it is tried again later"
+    }
     site.ready("a")
     second = site.session.plan("m")
     assert (set(first.devices), second.devices) == ({"a", "b"}, ("a",))
@@ -214,6 +217,7 @@ def test_a_device_that_beats_and_does_not_compute_is_put_aside_and_tried_again_l
     site.tick(1.1)
     site.ready()
     assert set(site.session.plan("m").devices) == {"a", "b"}
+    assert not site.session.membership.unused()
     site.submit("r2")
     for _ in range(12):
         site.tick(0.1)

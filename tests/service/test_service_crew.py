@@ -51,3 +51,21 @@ def test_after_the_end_nothing_is_begun():
     crew.post("a", lambda: pytest.fail("begun"))
     crew.close()
     assert not crew.step(wait=True)
+
+
+def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
+    """Else it would come before what the same client had asked for earlier."""
+    crew, done = Crew("crew", 0, at_once), []
+    crew.post("a", lambda: done.append("here"), here=True)
+    assert done == ["here"]
+    crew.post("a", lambda: done.append("first"))
+    crew.post("a", lambda: done.append("second"), here=True)
+    assert done == ["here"]
+    while crew.step():
+        continue
+    assert done == ["here", "first", "second"]
+    crew.post("b", lambda: (crew.post("b", lambda: done.append("within"), here=True), done.append("last")))
+    assert crew.step()
+    assert done[3:] == ["last"]
+    assert crew.step()
+    assert done[4:] == ["within"]

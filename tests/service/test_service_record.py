@@ -59,7 +59,7 @@ def test_record_holds_what_people_and_programs_read():
     plan = decision.chosen.plan
     other = replace(plan, epoch=Epoch(1, 3), wire="f16")
     shown = ShowPlan("m", plan, None, decision, pinned=(other,), in_flight=3)
-    record = msgpack.unpackb(encode_record(SPEC, Path("/models/m"), 9, shown))
+    record = msgpack.unpackb(encode_record((SPEC, Path("/models/m")), 9, shown))
     assert [Plan.from_dict(p) for p in record["pinned"]] == [other]
     assert Plan.from_dict(record["active"]) == plan
     assert ModelSpec.from_dict(record["spec"]) == SPEC
@@ -78,7 +78,7 @@ def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
     slow_site = replace(asked.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
     decision = decide(replace(asked, cluster=slow_site, compare=False))
     shown = ShowPlan("m", decision.chosen.plan, None, decision)
-    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, shown))
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
     fits = {c["name"]: c["feasible"] for c in record["candidates"]}
     assert fits["single"] is True
     assert fits["row/kv"] is fits["block"] is None
@@ -87,7 +87,9 @@ def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
 
 
 def test_record_of_a_search_in_vain():
-    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, ShowPlan("m", None, None, None, PlanError("too small"))))
+    shown = ShowPlan("m", None, None, None, PlanError("too small"))
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown, unused={"a": "put aside"}))
+    assert record["unused"] == {"a": "put aside"}
     assert record["error"] == {"code": "no_plan", "message": "too small"}
     assert record["candidates"] == []
 
@@ -97,7 +99,7 @@ def test_record_tells_the_story_in_unix_time():
     story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
     story.tell(Transition(4.0, "m 9.1", "active", "lost", "retiring", "d1 went offline"))
     shown = ShowPlan("m", None, None, None, story=story.last())
-    record = msgpack.unpackb(encode_record(SPEC, Path("m"), 9, shown, 1000.0))
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown, 1000.0))
     assert record["story"] == [
         {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},
         {"time": 1004.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.plan import Plan
@@ -11,6 +12,8 @@ from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.planner.flight import Job, RunStats
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.runtime.states import Transition
+
+SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class Answer:
     job: Job
     plan: Plan
     stats: tuple[RunStats, ...]
+
+    @property
+    def small(self) -> bool:
+        """Return whether its JSON takes no longer to write than another thread takes to wake."""
+        return sum(output.nbytes for output in self.job.outputs.values()) <= SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)

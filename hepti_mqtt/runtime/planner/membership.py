@@ -313,6 +313,18 @@ class Membership:
         member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
         return member.refused
 
+    def unused(self) -> dict[str, str]:
+        """Return why plans do not use devices that are online, as far as it was the planner that decided so."""
+        why = {}
+        for member in self.members.values():
+            if member.refused:
+                why[member.name] = f"{member.refused}; install the planner's version there"
+            elif member.aside_until_s is not None:
+                silent = "said nothing" if member.mute else "got no further"
+                times = f", for the {member.asides}. time" if member.asides > 1 else ""
+                why[member.name] = f"it {silent} while others waited for it{times}; it is tried again later"
+        return {name: words for name, words in why.items() if self.members[name].online}
+
     def coming(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""
         return {m.name for m in self.members.values() if m.coming(now)}
