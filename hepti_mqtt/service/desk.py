@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,7 @@ DEADLINE_S: Final = 600.0  # of requests that name none: every request ends
 SIMULATED: Final = "simulated"
 ESTIMATED: Final = "estimated"  # the answer was ready before its forecast
 KEPT: Final = 256
+LATE: Final = 8  # requests of a model by which the planner knows its own part
 KEPT_BYTES: Final = 64 << 20
 
 
@@ -85,6 +86,7 @@ class Desk:
         self._lock = threading.Lock()  # guards the answers that are kept
         self._answered: OrderedDict[RequestKey, _Answered] = OrderedDict()
         self._answered_bytes = 0
+        self._read_s: dict[str, deque[float]] = {}  # by model: from a request to its first dispatch, of late
 
     def request(
         self, model: str, client: str, payload: bytes, now: float, made: Callable[[], str] | None = None
@@ -148,6 +150,15 @@ class Desk:
         """Begin to work out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
         self._forecasts.begin(job.key.model, dict.fromkeys(job.shapes()))
 
+    def _reading_s(self, command: Answer, ticket: _Ticket) -> float:
+        """Return what the planner itself takes until a request of a model is dispatched: the least of late."""
+        begun_s = min((s.begun_s for s in command.stats if s.begun_s is not None), default=None)
+        with self._lock:
+            late = self._read_s.setdefault(command.job.key.model, deque(maxlen=LATE))
+            if begun_s is not None:
+                late.append(max(begun_s - ticket.received_s, 0.0))
+            return min(late, default=0.0)
+
     def token(self, command: Token) -> Reply:
         """Return the JSON of one token of an answer: it goes out before the answer, which has all of them."""
         job, ticket = command.job, command.job.token
@@ -197,7 +208,7 @@ class Desk:
             "batched_with": sum(s.requests - 1 for s in command.stats),
             **_counted(command.stats),
             "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
-            "predicted_ms": sum(f.seconds for f in forecasts) * 1e3,
+            "predicted_ms": (self._reading_s(command, ticket) + sum(f.seconds for f in forecasts)) * 1e3,
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
             "latency_ms": (now - ticket.received_s) * 1e3,
         }

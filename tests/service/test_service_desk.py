@@ -66,11 +66,11 @@ def plan_for(checkpoint, number=1):
     return replace(make_plan(checkpoint.spec, template, "row", {"variant": "kv"}, (3.0, 1.0)), predicted_s=0.004)
 
 
-def finish(job, checkpoint, outputs=None, plans=None):
+def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.chunks):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, 0.0, 0.0, 100, alone=True)
+        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, alone=True)
         run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
         job.stats.append(run.stats())
@@ -172,6 +172,15 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     assert data["runs"] == 2
     assert data["compute_ms"]["a"] == 4.0
     assert data["plan"]["id"] == "9.2"
+
+
+def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints, forecasts):
+    checkpoint, found = checkpoints["bert"], []
+    for number, begun_s in enumerate((100.03, 100.02, 100.5, 100.0)):  # the third one has waited for others
+        job = ask(desk, {"text": "hello", "id": f"q{number}"})
+        answer = foreseen(forecasts, finish(job, checkpoint, begun_s=begun_s))
+        found.append(told(desk.answer(answer, now=101.0))["predicted_ms"])
+    assert [ms - found[3] for ms in found] == pytest.approx([30.0, 20.0, 20.0, 0.0])
 
 
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):

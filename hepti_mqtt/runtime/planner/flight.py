@@ -192,7 +192,7 @@ class RunStats:
     """One run as its devices counted it: microseconds and bytes by device, and the planner's own bytes.
 
     cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of. reported:
-    every device has said what it counted.
+    every device has said what it counted. begun_s: when it was dispatched, None if it never was.
     """
 
     plan: Plan
@@ -204,6 +204,7 @@ class RunStats:
     dispatch_bytes: int
     requests: int = 1
     reported: bool = True
+    begun_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -291,6 +292,7 @@ class Run:
             self.dispatch_bytes,
             len(self.items),
             reported=self.done.keys() | self.gone >= set(self.plan.devices),
+            begun_s=self.begun_s,
         )
 
 
