@@ -6,7 +6,7 @@ It decides which op of a device runs next, what an exchange that arrives does, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, Literal, TypeVar
@@ -15,12 +15,18 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.program import Key, Program, Recv, Slot, written
 
 
-def free_first(now: float, replicas: Sequence[tuple[float, float]]) -> int:
-    """Return which replica will have answered first.
+def deal(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
+    """Yield for each request in turn the replica that answers it first, behind those that were dealt before it.
 
-    replicas: of each, until when it is busy, and the seconds that the request takes there.
+    A slow replica that is free gets none that a fast one will have answered sooner, though it is busy. replicas: of
+    each, until when it is busy, and the seconds of a request of size 1 there.
     """
-    return min(range(len(replicas)), key=lambda i: (max(replicas[i][0], now) + replicas[i][1], i))
+    free_s = [max(busy_s, now) for busy_s, _ in replicas]
+    for size in sizes:
+        done_s = [free + size * seconds for free, (_, seconds) in zip(free_s, replicas, strict=True)]
+        first = min(range(len(replicas)), key=done_s.__getitem__)
+        free_s[first] = done_s[first]
+        yield first
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
 "options", "devices" (or null), "wire", "weights", "route" (or null), "objective"}, {"do": "measure"} with the same
-keys and "warmup", "repetitions", "describe", "requests" (asked at once; 0: one by one), or {"do": "once"} with those of
-"bring".
+keys and "warmup", "repetitions", "describe", "requests" (so many always under way; 0: one by one), or {"do": "once"}
+with those of "bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -11,9 +11,11 @@ those of HEPTI_BROKER and HEPTI_SITE.
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -27,6 +29,7 @@ from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import peak_bytes
+from hepti_mqtt.simulate import RunTimes, load_of
 
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
@@ -93,18 +96,32 @@ class Driver:
         }
 
     def _loaded(self, order: Mapping[str, Any]) -> tuple[list[Answer], dict[str, Any]]:
-        """Return the answers to requests that were asked at once, the last turn's, and what came out per second.
+        """Return the answers to requests of which so many were always under way, and what came out per second.
 
-        batches: with how many others each of them ran.
+        Where there are enough of them the first and the last do not count, as in `load_of`. batches: with how many
+        others each of them ran.
         """
         model, body, _ = self.inputs[order["key"]]
-        per_s, answers = [], []
-        for _ in range(order["repetitions"]):
-            since = time.perf_counter()
-            asked = [self.hepti.submit(model, **body, **_pins(order), report=True) for _ in range(order["requests"])]
-            answers = [future.result(TIMEOUT_S) for future in asked]
-            per_s.append(order["requests"] / (time.perf_counter() - since))
-        return answers, {"requests_per_s": per_s, "batches": [answer.raw["batched_with"] + 1 for answer in answers]}
+        answers: list[Answer] = []
+        times: list[RunTimes] = []
+        done: queue.SimpleQueue[tuple[float, float, Future[Answer]]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            asked_s = time.perf_counter()
+            future = self.hepti.submit(model, **body, **_pins(order), report=True)
+            future.add_done_callback(lambda f: done.put((asked_s, time.perf_counter(), f)))
+
+        count = order["requests"] * order["repetitions"]
+        for _ in range(order["requests"]):
+            ask()
+        for number in range(count):
+            asked_s, answered_s, future = done.get(timeout=TIMEOUT_S)
+            if number + order["requests"] < count:
+                ask()
+            answers.append(future.result())
+            times.append(RunTimes(asked_s, asked_s, answered_s))
+        per_s = load_of(times, order["requests"]).requests_per_s
+        return answers, {"requests_per_s": [per_s], "batches": [answer.raw["batched_with"] + 1 for answer in answers]}
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, check the answer, and say how long it took from publish to answer, whatever plan came between."""

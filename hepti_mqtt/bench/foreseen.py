@@ -15,7 +15,7 @@ from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered, programs
-from hepti_mqtt.simulate import Naming, play, request_of, simulate
+from hepti_mqtt.simulate import Naming, load_of, play, request_of, simulate
 from hepti_mqtt.simulate.work_factor import flops
 from hepti_mqtt.spec import Spec
 
@@ -30,7 +30,7 @@ def plan_of(turn: Mapping[str, Any]) -> tuple[Spec, Plan, Cluster] | None:
 
 
 def requests_per_s(turn: Mapping[str, Any]) -> float | None:
-    """Return what comes out per second by simulation of requests asked at once, packed as they were packed."""
+    """Return what comes out per second by simulation of as many requests, packed as they were packed."""
     found, batches = plan_of(turn), turn.get("batches")
     if found is None or not batches:
         return None
@@ -40,7 +40,8 @@ def requests_per_s(turn: Mapping[str, Any]) -> float | None:
     runs = [size for size in sorted(set(batches)) for _ in range(max(1, round(batches.count(size) / size)))]
     made = {n: request_of(naming, spec, plan, shape_for(spec, turn["tokens"], n), cluster) for n in set(runs)}
     done = play(naming, spec, [made[n] for n in runs], cluster, turn["in_flight"])
-    return len(batches) / max(run.answered_s for run in done.runs)
+    under_way = max(1, round(turn["of"]["requests"] * len(runs) / len(batches)))
+    return load_of(done.runs, under_way).sequences_per_s
 
 
 def unlimited_ms(turn: Mapping[str, Any]) -> float | None:

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.program import Compute, Key, Program, Send, addresses
-from hepti_mqtt.schedule import RunMachine, free_first
+from hepti_mqtt.schedule import RunMachine, deal
 from hepti_mqtt.simulate.bytes import Naming, dispatch_bytes, done_bytes
 from hepti_mqtt.simulate.devices import Device, DeviceRun, Part
 from hepti_mqtt.simulate.leases import Leases
@@ -102,14 +103,19 @@ class Clock:
     def pump(self, now: float) -> None:
         """Dispatch what waits, as far as it has been asked and there is room beside what runs."""
         while self.waiting and (self.waiting[0].asked_s or 0.0) <= now:
-            beside = [(choice, self.beside(choice)) for choice in self.waiting[0].choices]
-            able = [(choice, runs) for choice, runs in beside if len(runs) < self.in_flight]
-            if not able:
+            choices = self.waiting[0].choices
+            beside = [self.beside(choice) for choice in choices]
+            has_room = [len(runs) < self.in_flight for runs in beside]
+            if not any(has_room):
                 return
-            free_s = [max((run.until_s for run in runs), default=now) for _, runs in able]
-            chosen = free_first(now, [(s, choice.seconds) for s, (choice, _) in zip(free_s, able, strict=True)])
-            until_s = max(free_s[chosen], now) + able[chosen][0].seconds
-            self.dispatch(now, self.waiting.popleft(), able[chosen][0], until_s)
+            free_s = [max((run.until_s for run in runs), default=now) for runs in beside]
+            waiting = sum((request.asked_s or 0.0) <= now for request in self.waiting)
+            lanes = [(free, choice.seconds) for free, choice in zip(free_s, choices, strict=True)]
+            chosen = next((i for i in deal(now, lanes, repeat(1.0, waiting)) if has_room[i]), None)
+            if chosen is None:
+                return
+            until_s = max(free_s[chosen], now) + choices[chosen].seconds
+            self.dispatch(now, self.waiting.popleft(), choices[chosen], until_s)
 
     def beside(self, choice: Replica) -> list[_Flight]:
         """Return what runs on devices of a replica."""

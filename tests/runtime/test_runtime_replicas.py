@@ -9,9 +9,13 @@ from swarm import ALONE, Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.runtime.planner.flight import Chunk
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.planner.dealing import Hand, Lane, next_hand
+from hepti_mqtt.runtime.planner.flight import Chunk, Item, Job, RequestKey
 from hepti_mqtt.runtime.planner.packs import Batching, micro_batches, packed
-from hepti_mqtt.schedule import free_first
+from hepti_mqtt.runtime.planner.waiting import Waiting
+from hepti_mqtt.schedule import deal
 
 SPEC = FAMILIES["bert-embedding"]
 HELD = tensors(SPEC)
@@ -152,7 +156,29 @@ def test_a_session_stays_on_the_replica_where_it_began():
     assert texts[0] == texts[1]
 
 
-def test_the_replica_that_will_have_answered_first_is_chosen():
-    assert free_first(10.0, [(9.0, 4.0), (12.0, 1.0)]) == 1
-    assert free_first(10.0, [(9.0, 2.0), (12.0, 1.0)]) == 0
-    assert free_first(10.0, [(0.0, 1.0), (0.0, 1.0)]) == 0
+def test_each_request_goes_where_it_is_answered_first_behind_those_before_it():
+    assert list(deal(10.0, [(9.0, 4.0), (12.0, 1.0)], [1.0])) == [1]
+    assert list(deal(10.0, [(9.0, 2.0), (12.0, 1.0)], [1.0])) == [0]
+    assert list(deal(10.0, [(0.0, 1.0), (0.0, 1.0)], [1.0])) == [0]
+    unequal = [(0.0, 0.95), (0.0, 2.8), (0.0, 5.7)]
+    assert list(deal(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0], "the slowest would be last"
+    assert list(deal(0.0, unequal, [1.0] * 9))[-1] == 2
+    assert list(deal(0.0, unequal, [4.0, 1.0])) == [0, 1]
+
+
+def test_what_a_busy_fast_replica_answers_sooner_waits_for_it():
+    def plan(name, seconds):
+        return Plan(MODEL, Epoch(1, 1), "single", (name,), name, predicted_s=seconds, predicted_tokens=128)
+
+    def lanes(fast_until_s, has_room):
+        return [Lane(plan("fast", 1.0), fast_until_s, 1 / 128, has_room), Lane(plan("slow", 6.0), 0.0, 6 / 128, True)]
+
+    shape, inputs = request(SPEC, (12,))  # as long as one of 64 tokens, half of what plans are made for
+    queue = Waiting()
+    for number in range(8):
+        job = Job(RequestKey(MODEL, "c", f"r{number}"), (Chunk(shape, inputs),), None, None)
+        queue.add([Item(job, 0)])
+        hand = next_hand(0.0, lanes(2.0, False), queue)
+        assert hand == (None if number < 2 else Hand(lanes(0, True)[1].plan, 1)), number
+    assert next_hand(0.0, lanes(0.0, True), queue) == Hand(lanes(0, True)[0].plan, 7)
+    assert next_hand(0.0, lanes(0.0, True)[1:], queue) == Hand(lanes(0, True)[1].plan)

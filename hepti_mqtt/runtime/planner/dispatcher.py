@@ -15,13 +15,13 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import tasks
 from hepti_mqtt.runtime.planner.bags import Bags
 from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
+from hepti_mqtt.runtime.planner.dealing import SHORTEST_S, Lane, likely_s, next_hand, token_s
 from hepti_mqtt.runtime.planner.events import UpFrame
 from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats, longer
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.packs import micro_batches, packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.schedule import free_first
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import MAX_SESSION, Session, encode_work
 from hepti_mqtt.wire.topics import Topics, publish_bytes
@@ -107,19 +107,19 @@ class Dispatcher:
             if not able:
                 break
             model = min(able, key=lambda slot: slot.queue.first())
-            able_now = self._with_room(model)
-            if not able_now:
+            hand = next_hand(now, self._lanes(model, now), model.queue)
+            if hand is None:
                 held[id(model)] = inf
                 continue
-            items, due_s = model.next(len(able_now))
+            items, due_s = model.next(hand.share)
             if now < due_s:
                 held[id(model)] = due_s
                 continue
-            assert model.active is not None
-            plan = self._chosen(model, items, now)
-            if plan is None:
+            plan = self._where_it_began(model, items[0].job.generation) or hand.plan
+            if not self._has_room(model, plan):
                 held[id(model)] = inf
                 continue
+            assert model.active is not None
             model.queue.take(items)
             if items[0].job.computes:
                 out += self._dispatch(model, plan, items, now)
@@ -133,22 +133,23 @@ class Dispatcher:
         runs = (run for slot in self._slots.of(name) for run in slot.runs.values())
         return [run for run in runs if not set(run.plan.devices).isdisjoint(plan.devices)]
 
-    def _with_room(self, model: ModelState) -> list[Plan]:
-        """Return the replicas of the active plan, or the plan itself, on whose devices there is room for a run."""
-        return [p for p in model.able if len(self._beside(model.name, p)) < self._in_flight]
+    def _has_room(self, model: ModelState, plan: Plan) -> bool:
+        return len(self._beside(model.name, plan)) < self._in_flight
 
-    def _chosen(self, model: ModelState, items: tuple[Item, ...], now: float) -> Plan | None:
-        """Return under which plan items run: of replicas with room, that which will have answered first by prediction.
+    def _lanes(self, model: ModelState, now: float) -> list[Lane]:
+        """Return the replicas of the active plan, or the plan itself."""
+        learned, out = model.experience.learned(now), []
+        for plan in model.able:
+            beside = self._beside(model.name, plan)
+            # What runs longer than predicted still keeps it busier than one where nothing runs.
+            busy_s = max([now, *(run.until_s for run in beside)]) + len(beside) * SHORTEST_S
+            out.append(Lane(plan, busy_s, token_s(plan) * learned.factor(plan), self._has_room(model, plan)))
+        return out
 
-        A session is where it began. None if that has no room.
-        """
-        able, generation = self._with_room(model), items[0].job.generation
-        if generation is not None and generation.epoch in {p.epoch for p in model.able}:
-            return next((p for p in able if p.epoch == generation.epoch), None)
-        tokens, learned = sum(item.tokens for item in items), model.experience.learned(now)
-        busy_s = [max((run.until_s for run in self._beside(model.name, p)), default=now) for p in able]
-        takes_s = [p.predicted_s * learned.factor(p) * longer(p, tokens) for p in able]
-        return able[free_first(now, list(zip(busy_s, takes_s, strict=True)))]
+    @staticmethod
+    def _where_it_began(model: ModelState, generation: Generation | None) -> Plan | None:
+        """Return the replica that has a session's cache, None if none has."""
+        return None if generation is None else next((p for p in model.able if p.epoch == generation.epoch), None)
 
     def frame(self, event: UpFrame, now: float) -> list[CoordinatorCommand]:
         """Take an output, or what a device counted of a run; the last one of a job's answers it."""
@@ -288,9 +289,9 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
-        alone_s = plan.predicted_s * model.experience.learned(now).factor(plan) * longer(plan, part.shape.size)
-        expected_s = alone_s * max(len(beside), 1)
-        until_s = max([now, *(run.until_s for run in beside)]) + alone_s
+        learned = model.experience.learned(now).factor(plan)
+        expected_s = plan.predicted_s * learned * longer(plan, part.shape.size) * max(len(beside), 1)
+        until_s = max([now, *(run.until_s for run in beside)]) + learned * likely_s(plan, part.shape.size)
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.job.attempts[i.chunk] for i in items) + OVERDUE_FACTOR * expected_s

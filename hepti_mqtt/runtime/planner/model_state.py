@@ -106,15 +106,14 @@ class ModelState:
         if len(self.late) > FORESEEN:
             self.late.popitem(last=False)
 
-    def next(self, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
+    def next(self, share: int | None = None) -> tuple[tuple[Item, ...], float]:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-        replicas: that have room, so that no one gets all while others have nothing to do.
+        share: no more than so many, where others run on other replicas.
         """
-        return self._next(self.queue, replicas)
+        return self._next(self.queue, share)
 
-    def _next(self, queue: Waiting, replicas: int = 1) -> tuple[tuple[Item, ...], float]:
-        share = -(-len(queue) // replicas) if replicas > 1 else None
+    def _next(self, queue: Waiting, share: int | None = None) -> tuple[tuple[Item, ...], float]:
         return choose(queue.turns(), self.served.batching, largest_shape(self.served.spec).size, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
