@@ -31,6 +31,8 @@ from hepti_mqtt.wire.limits import packet_limit_error
 ROUNDS: Final = 4  # steps of balancing
 STEPPED: Final = 2  # candidates whose shares are tried step by step
 STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
+# One device is taken if the fastest plan of several is not so many times as fast: less than predictions are off by.
+WORTH: Final = 1.04
 _BROKER: Final = "the site's broker"
 
 
@@ -51,7 +53,7 @@ def decide(question: Question) -> Decision:
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: d.lacks):
         best.setdefault(draft.name, priced(question, draft))
-    top = _finals(question, best.values())
+    top = _worth_dividing(question, _finals(question, best.values()))
     if not top or not top[0].price.feasible:
         raise PlanError(nothing_fits(question, top))
     chosen = top[0]
@@ -239,6 +241,15 @@ def _finals(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
         out.append(_final(replace(question, objective="latency") if hopeless else question, c))
     out = [replace(c, price=replace(c.price, objective=question.objective)) for c in out]
     return sorted(out, key=_order)
+
+
+def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidate]:
+    """Put one device first where others beside it are predicted to gain next to nothing: each exchange is a risk."""
+    alone = next((c for c in found if c.name == ALONE and c.price.feasible), None)
+    if question.objective != "latency" or alone is None:
+        return found
+    is_worth_it = alone.price.cost[0] > WORTH * found[0].price.cost[0]
+    return found if is_worth_it else [alone, *(c for c in found if c is not alone)]
 
 
 def _final(question: Question, c: Candidate) -> Candidate:

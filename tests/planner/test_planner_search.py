@@ -19,6 +19,7 @@ from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import program, programs, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
+from hepti_mqtt.planner.search import WORTH
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, programs_bytes, sent_bytes, weight_total
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
@@ -79,6 +80,14 @@ def test_one_device_alone_wins_on_a_slow_network_and_is_told():
     decision = decide(question(BASE, four_pis(1), tokens=16))
     assert decision.chosen.plan.strategy == "single"
     assert "single" in decision.reason
+
+
+def test_others_that_are_predicted_to_gain_next_to_nothing_are_left_out():
+    """What predictions are off by is more than what they promise."""
+    found = decide(question(BASE, four_pis(54)))
+    fastest = min(found.ranking, key=lambda c: c.price.seconds)
+    assert (found.chosen.plan.strategy, found.ranking[0]) == ("single", found.single)
+    assert 1 < found.chosen.price.seconds / fastest.price.seconds <= WORTH
 
 
 def test_a_slow_device_is_left_out_or_gets_little():
