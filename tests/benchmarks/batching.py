@@ -43,6 +43,7 @@ BOUND = 5e-5
 TOGETHER = "together"
 PLANS: Mapping[str, tuple[Sequence[AgentOptions], tuple[str, ...]]] = {
     "one device": ([AgentOptions("agent0", 1, "1GiB")], ()),
+    "one of two threads": ([AgentOptions("agent0", 2, "1GiB")], ()),
     "two devices": ([AgentOptions(f"agent{i}", 1, "1GiB") for i in range(2)], ("--strategy", "row", "--variant", "kv")),
     "the demo's": (AGENTS, ()),
 }
@@ -109,7 +110,7 @@ def checked(checkpoint: Checkpoint, lines: Sequence[str], answers: Mapping[str, 
 
 
 def main() -> None:
-    """Measure one device, two that share every layer, and the demo's three."""
+    """Measure one device of one thread and of two, two that share every layer, and the demo's three."""
     kind, repeat = os.environ.get("MODEL", "minilm"), int(os.environ.get("REPEAT", "15"))
     tokens, count = int(os.environ.get("TOKENS", "9")), int(os.environ.get("REQUESTS", "50"))
     against = Path(os.environ["AGAINST"]).resolve() if os.environ.get("AGAINST") else None

@@ -14,13 +14,14 @@ from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
 from hepti_mqtt.errors import DeadlineError, IdInUseError, OverloadedError, PlanError, RemoteError
+from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.device import worker
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, DISTURBED_S, OVERDUE_S, QUEUE
-from hepti_mqtt.runtime.planner.flight import Job, Pins, RequestKey
+from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.wire import messages
@@ -226,6 +227,64 @@ def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, numb
     assert list(site.work) == [1]
     assert not site.errors
     site.answer(1)
+    assert set(site.answers) == {"r1"}
+
+
+@pytest.mark.parametrize("forged_first", [True, False])
+@pytest.mark.parametrize("what", ["numbers", "row", "shape", "another part", "parts sent"])
+def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issued_again(
+    what: str, forged_first: bool
+) -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    site.submit("r1")
+    frame, output = site.work[1], np.ones((1, SPEC.hidden), np.float32)
+    sent = replace(frame, kind="output", source="a", dtype="f32", shape=output.shape, body=output)
+    done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
+    forged = {
+        "numbers": replace(sent, body=output * 2),
+        "row": replace(sent, row_start=1),
+        "shape": replace(sent, shape=(2, SPEC.hidden), body=np.ones((2, SPEC.hidden), np.float32)),
+        "another part": replace(sent, part=sent.part + 1),
+        "parts sent": replace(done, numbers=(1, 1, 1, 2)),
+    }[what]
+    for said in (forged, sent, done) if forged_first else (sent, forged, done):
+        site.event(events.UpFrame("a", said))
+    assert not site.answers
+    assert not site.errors
+    site.answer(2)
+    assert site.answers["r1"].job.output()[0, 0] == 8
+
+
+def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
+    """A step of a decoder was forgotten then: its request had no end."""
+    site = Site()
+    site.join("a")
+    site.settle()
+    chunk = Chunk(PackedTokens((3,), cache=8), np.zeros(4, np.int32))
+    job = Job(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
+    site.event(events.Submit(job))
+    for part, width in enumerate((SPEC.hidden, SPEC.hidden + 1)):
+        body = np.ones((1, width), np.float32)
+        sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=body.shape, body=body, part=part)
+        site.event(events.UpFrame("a", sent))
+    site.event(events.UpFrame("a", replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")))
+    assert list(site.work) == [1, 2]
+
+
+def test_an_answer_that_comes_twice_is_taken_once() -> None:
+    site = Site()
+    site.join("a")
+    site.settle()
+    site.submit("r1")
+    output = np.full((1, SPEC.hidden), np.nan, np.float32)
+    sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=output.shape, body=output)
+    site.event(events.UpFrame("a", sent))
+    site.event(events.UpFrame("a", replace(sent, body=output.copy())))
+    assert list(site.work) == [1]
+    done = replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
+    site.event(events.UpFrame("a", done))
     assert set(site.answers) == {"r1"}
 
 

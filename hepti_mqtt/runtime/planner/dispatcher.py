@@ -160,6 +160,9 @@ class Dispatcher:
             self._counters["late"] += 1
             return []
         out: list[CoordinatorCommand] = []
+        if run.contradicts(event.device, frame):  # one of both is forged
+            self._counters["contradicted"] += 1
+            return self._again_or_end(model, run, RemoteError(f"two answers of {event.device} differ"), ATTEMPTS)
         if frame.kind == "output":
             run.parts[event.device, frame.node, frame.part] = (frame.row_start, frame.array())
         elif frame.kind == "done" and len(frame.numbers) == 4:
@@ -182,14 +185,21 @@ class Dispatcher:
         out: list[CoordinatorCommand] = [Note("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link"):
             return out + self.again(model, run, blameless=message.code == "link" and self._disturbed(run, now))
-        tried = any(item.job.attempts[item.chunk] for item in run.open)
-        if message.code == "device" and len(run.items) == 1 and not tried:
-            return out + self.again(model, run)  # what reached it may have been forged, or its memory short
-        out += self._cancel(model, run)
-        if len(run.items) > 1 or not run.open:  # whose fault it was shows when each runs by itself
-            self._apart(model, run)
-            return out
-        return out + self.end(model, run.items[0].job, RemoteError(message.text))
+        # What reached the device may have been forged, as this may be, or its memory short.
+        return out + self._again_or_end(model, run, RemoteError(message.text), 2)
+
+    def _again_or_end(self, model: ModelState, run: Run, error: RemoteError, tries: int) -> list[CoordinatorCommand]:
+        """Run a request again that has failed, with no other; it ends with the error after so many tries."""
+        tried = 1 + max((item.job.attempts[item.chunk] for item in run.open), default=0)
+        if len(run.items) == 1 and tried < tries:
+            return self.again(model, run)
+        out = self._cancel(model, run)
+        if len(run.items) == 1 and run.open:
+            return out + self.end(model, run.items[0].job, error)
+        for item in run.open:  # whose fault it was shows when each runs by itself
+            item.job.apart.add(item.chunk)
+        model.queue.add_first(run.open)
+        return out
 
     @staticmethod
     def _disturbed(run: Run, now: float) -> bool:
@@ -249,12 +259,6 @@ class Dispatcher:
         cut = [(slot, run) for slot in self._slots for run in slot.runs.values() if run.cut]
         again = [self.again(slot, run, blameless=True) for slot, run in cut if back(run.plan.devices)]
         return [command for commands in again for command in commands]
-
-    def _apart(self, model: ModelState, run: Run) -> None:
-        """Queue the requests of a run that has failed first, each to run by itself."""
-        for item in run.open:
-            item.job.apart.add(item.chunk)
-        model.queue.add_first(run.open)
 
     def end(self, model: ModelState, job: Job, error: HeptiError) -> list[CoordinatorCommand]:
         """Refuse a job and cancel the runs that nobody else waits for; one that is over already is left alone."""
@@ -329,6 +333,9 @@ class Dispatcher:
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if run.alone and len(run.items) == 1 and (not run.shape.session_rows or run.shape.size == 1):
             model.experience.ran(run.plan, run.shape.size, now - run.begun_s, now)
+        if not run.whole(model.served.spec.output_shape(run.shape)):  # other versions' parts, or one that is forged
+            error = RemoteError("the devices' outputs do not fit together; use one version")
+            return self._again_or_end(model, run, error, ATTEMPTS)
         stats, generation = run.stats(), run.items[0].job.generation
         if generation is not None:
             if run.jobs:
@@ -336,13 +343,7 @@ class Dispatcher:
                 return self._generated(model, run, generation)
             return []
         out: list[CoordinatorCommand] = []
-        try:
-            outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
-        except (RemoteError, ValueError) as exc:  # parts that do not fit together
-            error = RemoteError(f"the devices' outputs do not fit together: {exc}")
-            for job in run.jobs:
-                out += self.end(model, job, error)
-            return out
+        outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
         for item, output in zip(run.items, outputs, strict=True):
             if run.early is None or item.job.report:
                 out += self._taken(model, run, item, stats, output)

@@ -16,7 +16,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Objective, Plan, Route, Storage, WireDtype
 from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.wire.frames import Session
+from hepti_mqtt.wire.frames import Frame, Session
 
 Array = NDArray[Any]
 
@@ -253,14 +253,29 @@ class Run:
         """Return the chunks whose output nobody has taken."""
         return [item for item in self.items if not item.job.over and item.chunk not in item.job.outputs]
 
+    def contradicts(self, device: str, frame: Frame) -> bool:
+        """Return whether a device has sent the same part of the output, or counted its parts, in another way before."""
+        if frame.kind == "output":
+            first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
+            return array is not None and (first != frame.row_start or not _same(array, frame.array()))
+        if frame.kind == "done" and len(frame.numbers) == 4:
+            return self.done.get(device, frame.numbers)[3] != frame.numbers[3]
+        return False
+
+    def _mine(self) -> list[tuple[int, Array]]:
+        """Return first row and numbers of each part, in order; those of devices that say they sent none left out."""
+        said = {device: numbers[3] > 0 for device, numbers in self.done.items()}
+        mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
+        return sorted(mine, key=lambda part: part[0])
+
     def whole(self, shape: tuple[int, int]) -> bool:
         """Return whether the parts that are here are an output of this shape, each row of it once."""
-        end = 0
-        for first, array in sorted(self.parts.values(), key=lambda part: part[0]):
+        end, mine = 0, self._mine()
+        for first, array in mine:
             if first != end or array.shape[1:] != shape[1:] or array.ndim != len(shape):
                 return False
             end += len(array)
-        return bool(self.parts) and end == shape[0]
+        return bool(mine) and end == shape[0]
 
     def complete(self) -> bool:
         """Return whether every device has reported, and every part of the output that one says it has sent is here."""
@@ -274,11 +289,9 @@ class Run:
         return sum(not self.done[device][3] for device, _, _ in self.parts)
 
     def output(self) -> Array:
-        """Return the parts of the output, one below the other; those of devices that say they sent none left out."""
-        said = {device: numbers[3] > 0 for device, numbers in self.done.items()}
-        mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
-        mine.sort(key=lambda part: part[0])
-        return mine[0][1] if len(mine) == 1 else np.concatenate([array for _, array in mine])
+        """Return the parts of the output, one below the other."""
+        mine = [array for _, array in self._mine()]
+        return mine[0] if len(mine) == 1 else np.concatenate(mine)
 
     def stats(self) -> RunStats:
         """Return what the devices reported."""
@@ -294,6 +307,10 @@ class Run:
             reported=self.done.keys() | self.gone >= set(self.plan.devices),
             begun_s=self.begun_s,
         )
+
+
+def _same(one: Array, other: Array) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 def longer(plan: Plan, tokens: int) -> float:
