@@ -9,17 +9,20 @@ missed="" cut="" failed=""
 left() { echo $((begun + seconds - $(date +%s))); }
 
 mkdir -p "$out"
-# Sixty seconds are for taking a lab down and for the report of what was cut off.
-for name in kernels "$@"; do
-    if [ "$(left)" -lt 60 ]; then
+# Fifteen seconds of each are for taking a lab down and for the report of what was cut off. Nobody may take more than
+# twice its share of what is left: so the last ones are reached too.
+for name in "$@"; do
+    limit=$((2 * $(left) / $# - 15))
+    [ "$limit" -le $(($(left) - 15)) ] || limit=$(($(left) - 15))
+    shift
+    if [ "$limit" -lt 15 ]; then
         missed="$missed $name"
         continue
     fi
     # INT, as from a keyboard: a lab is taken down by who made it. What does not end by that is killed.
     case $name in
-        kernels) timeout -s INT -k 30 "$(left)" $bench kernels --quick --seconds 30 --out "$out/kernels" ;;
-        *) timeout -s INT -k 30 "$(($(left) - 30))" \
-            $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" ;;
+        kernels) timeout -s INT -k 30 "$limit" $bench kernels --quick --seconds 10 --out "$out/kernels" ;;
+        *) timeout -s INT -k 30 "$limit" $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" ;;
     esac
     status=$?
     case $status in
@@ -35,7 +38,7 @@ for name in kernels "$@"; do
 done
 echo "reports:"
 ls "$out"/kernels/kernels.md "$out"/*/report.md 2>/dev/null
-[ -z "$cut" ] || echo "cut off when $seconds s were over:$cut"
+[ -z "$cut" ] || echo "cut off, so that $seconds s are enough for all:$cut"
 [ -z "$missed" ] || echo "not reached in $seconds s:$missed; QUICK=\"$(echo $missed)\" samples them"
 [ -z "$failed" ] || echo "failed:$failed"
 [ -z "$failed" ]

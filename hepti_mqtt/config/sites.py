@@ -16,7 +16,18 @@ from hepti_mqtt.plan import Pair
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 _WATTS: Final = ("compute_watts", "link_watts")
-_DEVICE: Final = {"gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared", *_WATTS}
+_FRAMES: Final = ("frame_ms", "frame_ms_per_mb")
+_DEVICE: Final = {
+    *("gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"),
+    *(*_FRAMES, *_WATTS),
+}
+# What frames cost a device of so many GFLOP/s: fitted by agents of the lab, off loopback, on 0.31 of a core. Other
+# devices are taken to be as much slower at it as they are at matmuls, as hosts with another share of a core are.
+_FITTED_GFLOPS: Final = 24.6
+_FITTED_FRAME_MS: Final = 0.1
+_FITTED_FRAME_MS_PER_MB: Final = 5.0
+# A frame over the broker also goes through a network thread: so many times as long, as where a profile says nothing.
+_BROKER_FRAME: Final = 2.5
 _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
@@ -25,9 +36,10 @@ def load_site(path: Path) -> Cluster:
     """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
 
     `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's. Devices connect to
-    each other unless they say `mesh: false`; those that say `shared: true` have one medium, such as Wi-Fi. `peers` are
-    pairs whose links differ from what follows from their devices' links. `compute_watts` and `link_watts` are what a
-    device draws beyond idling, `deadline_ms` is by when an answer is wanted: `coedge/energy` needs them.
+    each other unless they say `mesh: false`; those that say `shared: true` have one medium, such as Wi-Fi. `frame_ms`
+    and `frame_ms_per_mb` are what a frame to or from a peer costs a device's processor. `peers` are pairs whose links
+    differ from what follows from their devices' links. `compute_watts` and `link_watts` are what a device draws beyond
+    idling, `deadline_ms` is by when an answer is wanted: `coedge/energy` needs them.
     """
     data = load_yaml(path)
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
@@ -79,6 +91,9 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
     flops = _number(path, name, fields, "gflops", None) * 1e9
     stream = _number(path, name, fields, "memory_gb_per_s", 4.0) * 1e9
     k = n = 1024
+    slower = _FITTED_GFLOPS * 1e9 / flops
+    frame_s = _number(path, name, fields, "frame_ms", slower * _FITTED_FRAME_MS) / 1e3
+    copied = 1e9 / _number(path, name, fields, "frame_ms_per_mb", slower * _FITTED_FRAME_MS_PER_MB)
     points = tuple((rows, max(2.0 * rows * k * n / flops, 4.0 * k * n / stream)) for rows in _ROWS)
     return DeviceProfile(
         name,
@@ -86,8 +101,10 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
         attention_flops_per_s=flops / 3,
         rowwise_bytes_per_s=stream / 2,
         memory_bytes=_number(path, name, fields, "memory_mib", 4096.0) * 2**20,
-        copy_bytes_per_s=stream / 2,
-        mesh_copy_bytes_per_s=stream,
+        frame_s=_BROKER_FRAME * frame_s,
+        copy_bytes_per_s=min(copied, stream / 2),
+        mesh_frame_s=frame_s,
+        mesh_copy_bytes_per_s=min(copied, stream),
         power=Power(*(_number(path, name, fields, key, None) for key in _WATTS)) if {*_WATTS} & {*fields} else None,
     )
 

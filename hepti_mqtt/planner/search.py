@@ -33,6 +33,9 @@ STEPPED: Final = 2  # candidates whose shares are tried step by step
 STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
 # One device is taken if the fastest plan of several is not so many times as fast: less than predictions are off by.
 WORTH: Final = 1.04
+# Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
+# more on a busy machine than the simulator says. Of such plans the one that sends least is taken.
+ALIKE: Final = 1.05
 _BROKER: Final = "the site's broker"
 
 
@@ -237,10 +240,20 @@ def _finals(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
     for c in sorted(found, key=_order):
         most = question.objective == "throughput" and not question.requests
         best = min((done.price.cost for done in out if done.price.feasible), default=None)
-        hopeless = most and best is not None and c.price.cost >= best
+        hopeless = most and best is not None and c.price.cost[0] >= ALIKE * best[0]
         out.append(_final(replace(question, objective="latency") if hopeless else question, c))
     out = [replace(c, price=replace(c.price, objective=question.objective)) for c in out]
-    return sorted(out, key=_order)
+    return _least_sent(question, sorted(out, key=_order))
+
+
+def _least_sent(question: Question, ranking: list[Candidate]) -> list[Candidate]:
+    """Return the ranking; for throughput, what sends least of those that are about as good as the best comes first."""
+    if question.objective != "throughput" or not ranking or not ranking[0].price.feasible:
+        return ranking
+    enough = ALIKE * ranking[0].price.cost[0]
+    alike = [c for c in ranking if c.price.feasible and c.price.load is not None and c.price.cost[0] <= enough]
+    first = min(alike, key=lambda c: sum(use.sent_bytes for use in c.price.use.values()), default=ranking[0])
+    return [first, *(c for c in ranking if c is not first)]
 
 
 def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidate]:

@@ -49,6 +49,16 @@ def test_few_rows_stream_the_weights():
     assert device.linear[0].seconds(512) == pytest.approx(2 * 512 * 2**20 / 24.6e9)
 
 
+def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
+    board, old = (load_site(SITES / "mixed-four-roomy.yaml").devices[name] for name in ("pi1", "old"))
+    assert board.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.1e-3)
+    assert board.frame_seconds(1, 10**6) == pytest.approx(5.25e-3)
+    assert old.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.1e-3 * 24.6 / 12)
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: {a: {gflops: 12, frame_ms: 0.2, frame_ms_per_mb: 3}}\n")
+    assert load_site(path).devices["a"].frame_seconds(2, 10**6, "mesh") == pytest.approx(3.4e-3)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -57,6 +67,7 @@ def test_few_rows_stream_the_weights():
         ("devices: {a: {gflops: 1, colour: red}}", "unknown key 'colour'"),
         ("devices: {a: {gflops: -1}}", "number above zero"),
         ("devices: {a: {}}", "`gflops`"),
+        ("devices: {a: {gflops: 1, frame_ms_per_mb: none}}", "`frame_ms_per_mb` as a number above zero"),
         ("devices: {a: {gflops: 1, compute_watts: 3}}", "`link_watts` as a number above zero"),
         ("{deadline_ms: soon, devices: {a: {gflops: 1}}}", "`deadline_ms` as a number above zero"),
         ("devices: {A: {gflops: 1}}", "device name 'A'"),

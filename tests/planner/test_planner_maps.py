@@ -70,7 +70,7 @@ def test_nobody_who_names_devices_gets_a_faster_plan_than_the_choice():
 
 WATTS = """
 deadline_ms: {deadline}
-defaults: {{mbit: 940, round_trip_ms: 0.1, compute_watts: 3, link_watts: 1}}
+defaults: {{mbit: 940, round_trip_ms: 0.1, compute_watts: 3, link_watts: 1, frame_ms: 0.04, frame_ms_per_mb: 0.5}}
 devices:
   hub: {{gflops: 0.8, compute_watts: 25}}
   pi1: {{gflops: 0.4}}
