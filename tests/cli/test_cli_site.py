@@ -103,7 +103,7 @@ def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
     assert (foretold["output"], foretold["compute_ms"], foretold["bytes_on_wire"]) == (None, {}, 0)
     found = ask("infer", "tiny", "--tokens", "24", *pins)
     assert found["plan"]["id"] == foretold["plan"]["id"]
-    assert found["predicted_ms"] == foretold["predicted_ms"]
+    assert found["plan"]["predicted_ms"] == foretold["plan"]["predicted_ms"]
     assert found["bytes_on_wire"] == found["predicted_bytes"] == foretold["predicted_bytes"]
     code, out, err = run("infer", "tiny", "--tokens", "24", "--plan-only")
     assert (code, out) == (0, "")

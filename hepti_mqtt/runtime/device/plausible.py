@@ -20,7 +20,7 @@ from hepti_mqtt.strategies import STRATEGIES
 MAX_DEVICES: Final = 64
 MAX_IN_FLIGHT: Final = 64
 MAX_SIZE: Final = 1 << 24  # rows or columns of any matrix
-MAX_WEIGHT: Final = 1e12
+MAX_WEIGHT: Final = 1e18  # the search may double a speed in FLOP/s a few times, where little is computed
 MAX_REASON: Final = 4096
 MAX_LABELS: Final = 65_536
 # Of a spec's numbers those that say how many ops or regions there are; the others are sides of matrices.
