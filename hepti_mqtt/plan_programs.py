@@ -10,7 +10,7 @@ from typing import Final
 
 from hepti_mqtt.bag_programs import Bagged, with_work
 from hepti_mqtt.ids import PLANNER, Epoch
-from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, SkippedError, Table, on, roles
+from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, Rewrite, SkippedError, Table, on, roles
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.plan import Plan
@@ -36,6 +36,7 @@ class _Divided:
             plan.head,
             tuple(plan.weights.items()),
             tuple(plan.ranges.items()),
+            plan.storage,
         )
 
     def __hash__(self) -> int:
@@ -60,10 +61,17 @@ def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
 @lru_cache(maxsize=LOWERED)
 def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
     short, outline = graph(spec, shape, skip=True), graph(spec, largest_shape(spec))
-    if short.skipped.blocks and short.like(outline):
+    rewrite = _rewrite(short, divided.plan)
+    if short.skipped.blocks and (left := rewrite(short)).like(whole := rewrite(outline)):
         with suppress(SkippedError):
-            return _under(short, divided.plan, outline)
-    return _under(graph(spec, shape), divided.plan)
+            return _under(left, divided.plan, whole)
+    return _under(rewrite(graph(spec, shape)), divided.plan)
+
+
+def _rewrite(graph: Graph, plan: Plan) -> Rewrite:
+    """Return what makes a family's graph the one that is computed under a plan: the method's choice for a request."""
+    rewrite = STRATEGIES[plan.strategy].rewrite
+    return (lambda same: same) if rewrite is None else rewrite(Division(graph, plan))
 
 
 def frame(division: Division) -> Table:

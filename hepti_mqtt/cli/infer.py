@@ -114,7 +114,8 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
 
 def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> Answer:
     """Send the request of a decoder and print its tokens as they come; return the whole answer."""
-    tokens = hepti.generate(args.model, **body, **pins(args), deadline_ms=args.deadline_ms, timeout_s=args.timeout)
+    limits = {"deadline_ms": args.deadline_ms, "timeout_s": args.timeout}
+    tokens = hepti.generate(args.model, **body, **pins(args), report=True, **limits)
     while True:
         try:
             token = next(tokens)

@@ -29,7 +29,7 @@ ROWWISE_GRAIN = 1 << 16
 class Kernel:
     """One kernel of the table; `slots` is the slot table of the Program, weights come in the order of the op.
 
-    in_place: the first array that is written may be the first one that is read. maps: what it compiles is kept for
+    in_place: the first array that is written may be the first one that is read. later: what it compiles is kept for
     later, as `machine.jit.kernel` says.
     """
 
@@ -38,7 +38,7 @@ class Kernel:
     reference_function: Reference
     work_function: Estimate
     in_place: bool = False
-    maps: bool = False
+    later: bool = False
 
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
         """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.
@@ -47,7 +47,7 @@ class Kernel:
         is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
         together.
         """
-        (compile_all if self.maps or any(isinstance(w, NarrowMatrix) for w in weights) else compile_first)()
+        (compile_all if self.later or any(isinstance(w, NarrowMatrix) for w in weights) else compile_first)()
         try:
             return self.bind_function(op, slots, weights, pool)
         except KeyError as error:

@@ -12,6 +12,7 @@ from typing import Final
 from hepti_mqtt.kernels.attention.cache import APPEND_ROWS, ATTENTION_AT
 from hepti_mqtt.kernels.attention.combine import ATTENTION_COMBINE
 from hepti_mqtt.kernels.attention.ragged import ATTENTION, ATTENTION_BLOCK
+from hepti_mqtt.kernels.attention.reordered import ATTENTION_REORDERED
 from hepti_mqtt.kernels.base import Kernel
 from hepti_mqtt.kernels.conv.average_pool2d import AVERAGE_POOL2D
 from hepti_mqtt.kernels.conv.conv2d import CONV2D
@@ -34,6 +35,7 @@ _ALL: Final = (
     ATTENTION,
     ATTENTION_BLOCK,
     ATTENTION_COMBINE,
+    ATTENTION_REORDERED,
     LAYER_NORM,
     ADD_NORM,
     MOMENTS,

@@ -8,8 +8,10 @@ from typing import Final
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import Rule, on
-from hepti_mqtt.lowering.regions import Set, union
+from hepti_mqtt.lowering.regions import Set, span, union
 
+# What is computed row by row behind attention: matmuls with what is fused into them, and norms.
+BY_ROW: Final = (roles.ATTENTION_SUM, roles.AFTER_ATTENTION, roles.MLP_HIDDEN, roles.MLP_SUM)
 BETWEEN: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
 
 
@@ -40,3 +42,9 @@ def after(parts: Sequence[Set], device: int) -> list[Set]:
 def joined(parts: Sequence[Set], by: int) -> list[Set]:
     """Return the unions of `by` parts each."""
     return [union(*parts[i : i + by]) for i in range(0, len(parts), by)]
+
+
+def in_groups(parts: Sequence[Set], count: int) -> list[list[Set]]:
+    """Return each part, one interval or nothing, cut into `count` of about equal size: the first of each, and so on."""
+    ends = [part[0] if part else (0, 0) for part in parts]
+    return [[span(a + (z - a) * g // count, a + (z - a) * (g + 1) // count) for a, z in ends] for g in range(count)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from hepti_mqtt.lowering import Graph, Set, Table, roles, span
+from hepti_mqtt.lowering import Graph, Rewrite, Set, Table, roles, span
 from hepti_mqtt.plan import Plan, apportion
 from hepti_mqtt.shares import Branches, Lane, Options, Share, Shares, Weights
 
@@ -72,7 +72,8 @@ class Method:
     order counts. settles: whether a variant chooses devices and shares by itself, for the
     least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
     devices make up each of them. bag: into how many tasks a variant divides its work that are leased
-    while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
+    while a request runs, 0 for none; its table is then made for a place per task and one more, the head's. rewrite: of
+    a request, what makes the family's graph the one that is computed: as many tensors, and the same weights.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Method:
     throughput: bool = False
     groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
     bag: Callable[[Options], int] = lambda _: 0
+    rewrite: Callable[[Division], Rewrite] | None = None
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

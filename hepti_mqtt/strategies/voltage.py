@@ -1,13 +1,13 @@
-"""`voltage`: shares of the token rows, gathered once a layer; everyone computes keys and values of all rows (Voltage,
-Hu and Li, 2024). Shares are equal, or follow the speed of the devices (`shares: uneven`). The order of the product of
-queries and keys is not chosen by cost here.
+"""`voltage`: shares of the token rows, gathered once a layer (Voltage, Hu and Li, 2024). Shares are equal, or follow
+the speed of the devices (`shares: uneven`). Everyone computes keys and values of all rows, or attends to these rows
+themselves, whichever takes less for a request (`order: kept` or `reordered` pins it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hepti_mqtt.lowering import Graph, Table, roles, split
+from hepti_mqtt.lowering import Graph, Rewrite, Table, product_order, roles, split
 from hepti_mqtt.shares import Lane, Options, Shares, Weights
 from hepti_mqtt.strategies.method import ROWS, Division, Method
 
@@ -17,18 +17,20 @@ def table(division: Division) -> Table:
     return Table({roles.AFTER_MLP: split(division.parts(ROWS), 0)})
 
 
+def rewrite(division: Division) -> Rewrite:
+    """Return the order of the products around attention."""
+    return product_order(division.graph, division.option("order", "cost"), division.parts(ROWS), division.plan.storage)
+
+
 def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
     """Return the rows of each device."""
     del graph, lanes
     return {ROWS.kind: tuple(weights if options.get("shares") == "uneven" else [1.0] * len(weights))}, {}
 
 
+ORDERS: Sequence[Options] = ({}, {"order": "kept"}, {"order": "reordered"})
+VARIANTS = tuple({"shares": shares, **order} for shares in ("equal", "uneven") for order in ORDERS)
 METHOD = Method(
-    "voltage",
-    "own token rows, gathered once a layer",
-    table,
-    shares=(ROWS,),
-    options=({"shares": "equal"},),
-    variants=lambda _: [{"shares": "equal"}, {"shares": "uneven"}],
-    solve=solve,
-)
+    "voltage", "own token rows, gathered once a layer", table, (ROWS,), options=VARIANTS[:1],
+    variants=lambda _: VARIANTS, differs=lambda _, options: "order" not in options, rewrite=rewrite, solve=solve,
+)  # fmt: skip

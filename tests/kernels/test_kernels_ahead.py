@@ -119,10 +119,11 @@ def test_what_is_compiled_for_later_starts_no_process_while_agents_start(tmp_pat
 
 
 @compiled_only
-def test_what_waits_is_what_narrow_weights_and_maps_need():
+def test_what_waits_is_what_narrow_weights_maps_and_few_plans_need():
     assert {d.py_func.__module__.rpartition(".")[2] for d in jit.later} == {
         *("weights", "int8", "narrow", "stream"),
         *("conv2d", "winograd", "max_pool2d", "average_pool2d", "global_sum"),
+        "reordered",
     }
     first, everything = (ahead._jobs(which, 2) for which in ("first", "behind"))
     assert {job.dispatcher for job in everything} - {job.dispatcher for job in first} == jit.later

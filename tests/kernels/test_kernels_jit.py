@@ -46,7 +46,7 @@ def test_the_table_is_complete():
     assert set(KERNELS) == {
         *("linear", "attention", "attention_block", "attention_combine", "layer_norm", "add_norm", "add"),
         *("sum", "moments", "normalise", "assemble", "conv2d", "max_pool2d", "average_pool2d", "global_sum"),
-        *("embed_at", "append_rows", "attention_at"),
+        *("embed_at", "append_rows", "attention_at", "attention_reordered"),
         *("embed_tokens", "patchify", "prepend_positions"),
         *("mean_rows", "normalize_rows", "to_f16", "from_f16", "to_i8", "from_i8"),
     }

@@ -44,7 +44,8 @@ class Picture(NamedTuple):
 CHOSEN = (
     Picture("grid", {"nt": "2"}),
     Picture("two_d", {"x": "2"}),
-    Picture("voltage", {}),
+    Picture("voltage", {"order": "kept"}),
+    Picture("voltage", {"order": "reordered"}),
     Picture("pipeline", {}, (10, 6), (3, 4)),
     Picture("map_rows", {"cut": "none"}),
     Picture("coedge", {}),

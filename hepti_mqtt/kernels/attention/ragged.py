@@ -30,7 +30,7 @@ from hepti_mqtt.work import Work
 GRAIN: Final = 1 << 19
 
 
-def _key_ranges(op: Compute, keys: int) -> NDArray[np.int64]:
+def ranges_of_keys(op: Compute, keys: int) -> NDArray[np.int64]:
     """Return for every query row the range of rows of kv that it attends to: int64 [r, 2], (0, 0) for none."""
     starts = starts_of(op.attrs["lengths"])
     rows = np.asarray(op.attrs["q_rows"], np.int64)
@@ -103,7 +103,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     Check(op, slots).weights(weights, 0)
     if not r * layout.heads:
         return nothing
-    key_ranges = _key_ranges(op, s)
+    key_ranges = ranges_of_keys(op, s)
     tiles = tiles_of(key_ranges, op.attrs.get("causal", False))
     limits = np.ascontiguousarray(key_ranges[:, 1])
     table = layout.table()
@@ -128,7 +128,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False):
         pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
     else:
-        pairs = _pairs(_key_ranges(op, keys))
+        pairs = _pairs(ranges_of_keys(op, keys))
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
 
@@ -140,7 +140,7 @@ def _reference_states(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Arra
         x[:, c : c + heads * d].astype(np.float64).reshape(len(x), heads, d).transpose(1, 0, 2)
         for x, c in zip((q, kv, kv), columns, strict=True)
     )
-    key_ranges = _key_ranges(op, s)
+    key_ranges = ranges_of_keys(op, s)
     for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
         if high > low:
             rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))

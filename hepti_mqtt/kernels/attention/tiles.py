@@ -37,9 +37,10 @@ _FIRST, _STOP, _LOW, _HIGH = 0, 1, 2, 3
 
 
 @helper
-def _scores(
+def scores_of(
     kv: Any, column: int, low: int, keys: int, vectors: int, queries: Any, d: int, zeros: Any, scores: Any
 ) -> None:
+    """Fill scores [keys, NR] with kv[low : low + keys, column : column + d] times queries [d, NR]."""
     width = kv.shape[1]
     for i in range(0, keys, MR):
         rows = min(MR, keys - i)
@@ -77,7 +78,7 @@ def _weighted_values(
 
 
 @helper
-def _transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, queries: Any) -> None:
+def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, queries: Any) -> None:
     """Fill the vectors of queries [d, NR] that have a query with scale * q.T; lanes beyond it repeat the last."""
     whole = d // LANES * LANES
     for j in range(0, count, LANES):
@@ -216,13 +217,13 @@ def attention_units(
         alone = count <= FEW or end <= low
         if not alone:
             vectors = -(-count // LANES)
-            _transpose(q, row, count, column, d, scale * LOG2E, queries)
+            transpose(q, row, count, column, d, scale * LOG2E, queries)
             high[:] = _MINUS_INF
             norm[:] = ZERO
             masked = False
             for block in range(low, end, KEYS):
                 keys = min(KEYS, end - block)
-                _scores(kv, k_column, block, keys, vectors, queries, d, zeros, scores)
+                scores_of(kv, k_column, block, keys, vectors, queries, d, zeros, scores)
                 if _shortest(limits, row, count) < block + keys:
                     _mask(scores, block, keys, limits, row, count)
                     masked = True

@@ -73,4 +73,4 @@ def _reference(
     return [patches_of(op, reads[0], out, 0.0).sum(axis=(2, 3)) / counts]
 
 
-AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind, _reference, rowwise, maps=True)
+AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind, _reference, rowwise, later=True)

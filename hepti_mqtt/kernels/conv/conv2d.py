@@ -341,4 +341,4 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n)
 
 
-CONV2D: Final = Kernel("conv2d", _bind, _reference, _work, maps=True)
+CONV2D: Final = Kernel("conv2d", _bind, _reference, _work, later=True)

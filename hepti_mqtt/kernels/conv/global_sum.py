@@ -76,4 +76,4 @@ def _reference(
     return [op.attrs.get("scale", 1.0) * reads[0].astype(np.float64).sum(axis=(0, 1))[None]]
 
 
-GLOBAL_SUM: Final = Kernel("global_sum", _bind, _reference, rowwise, maps=True)
+GLOBAL_SUM: Final = Kernel("global_sum", _bind, _reference, rowwise, later=True)

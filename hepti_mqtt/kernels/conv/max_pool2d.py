@@ -66,4 +66,4 @@ def _reference(
     return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
-MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, rowwise, maps=True)
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, rowwise, later=True)

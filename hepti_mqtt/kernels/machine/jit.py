@@ -111,11 +111,13 @@ def _cached(dispatcher: Any) -> None:
     dispatcher._cache.save_overload = save_where_there_is_room
 
 
-def kernel(*arguments: Any, part: int = 0, narrow: bool = False, maps: bool = False) -> Callable[[F], F]:
+def kernel(
+    *arguments: Any, part: int = 0, narrow: bool = False, maps: bool = False, seldom: bool = False
+) -> Callable[[F], F]:
     """Return a decorator that compiles a kernel for exactly these argument types.
 
     part: how many of the last arguments, all INT, say which part of the work is done; 0 if it is not divided. narrow,
-    maps: it serves narrow weights, or maps of images, alone, so only `compile_all` compiles it.
+    maps, seldom: it serves narrow weights, maps of images, or few plans alone, so only `compile_all` compiles it.
     """
 
     def decorate(function: F) -> F:
@@ -124,7 +126,7 @@ def kernel(*arguments: Any, part: int = 0, narrow: bool = False, maps: bool = Fa
         dispatcher = numba.njit(**_options(FASTMATH))(function)
         _cached(dispatcher)
         registered.append((dispatcher, arguments))
-        if narrow or maps:
+        if narrow or maps or seldom:
             later.add(dispatcher)
         if part:
             divided[dispatcher] = (arguments, part)

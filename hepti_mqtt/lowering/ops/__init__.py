@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering.ops.attention import Attention, AttentionAt
+from hepti_mqtt.lowering.ops.attention import Attention, AttentionAt, ReorderedAttention
 from hepti_mqtt.lowering.ops.base import Call, Input, Op, Operand
 from hepti_mqtt.lowering.ops.dense import Activation, Add, LayerNorm, Linear, Moments, Normalise, Whole
 from hepti_mqtt.lowering.ops.maps import AveragePool, Conv, GlobalAverage, JoinMaps, MaxPool, Pixels
@@ -32,6 +32,7 @@ __all__ = [
     "Op",
     "Operand",
     "Pixels",
+    "ReorderedAttention",
     "Reshape",
     "Rows",
     "Slice",

@@ -9,6 +9,7 @@ from typing import Any
 
 from hepti_mqtt.lowering.ops.base import Call, Op, Operand, lazy
 from hepti_mqtt.lowering.regions import Region, Set, both, count, indices, place, shift, span, union
+from hepti_mqtt.program import WeightRef
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,8 +61,14 @@ class Attention(Heads):
     def _sequences(self) -> tuple[Set, ...]:
         return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
 
-    def _keys(self, r: Set) -> Set:
+    def pairs(self, r: Set) -> int:
+        """Return with how many keys all rows of sequences without order are paired."""
+        return sum(count(both(s, r)) * count(s) for s in self._sequences)
+
+    def keys(self, r: Set) -> Set:
         """Return the keys that any of the rows sees."""
+        if not r:
+            return ()
         alone = len(self.lengths) == 1
         seen = self.full[2] if alone else union(*(s for s in self._sequences if both(s, r)))
         return both(seen, span(0, r[-1][1])) if self.causal else seen
@@ -71,11 +78,11 @@ class Attention(Heads):
         r, c, k = region
         if not (r and c and k):
             return None
-        keys = both(k, self._keys(r))
+        keys = both(k, self.keys(r))
         return (r, c, keys) if keys else None
 
     def is_state(self, region: Region) -> bool:
-        return region[2] != self._keys(region[0])
+        return region[2] != self.keys(region[0])
 
     def cells(self, region: Region, state: bool) -> Region:
         r, c, _ = region
@@ -93,6 +100,43 @@ class Attention(Heads):
 
     def combine(self, region: Region) -> Call:
         return Call("attention_combine", (), {"heads": count(region[1]) // self.d, "head_dim": self.d})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReorderedAttention(Attention):
+    """Attention over (r, c = heads x d, k = rows of x) that reads x itself in place of keys and values made of it.
+
+    inputs: queries, and x of `width` columns. tensors: the matrices of keys and of values, then their biases.
+    """
+
+    width: int
+    bias: bool = True
+
+    kind = "attention over x"
+
+    def grain(self) -> tuple[int, ...]:
+        return 1, self.d, self.space[2]
+
+    def split(self, region: Region) -> tuple[Region, ...]:
+        r, c, k = region
+        return tuple((r, (columns,), k) for columns in c)
+
+    def need(self, region: Region) -> tuple[Region, ...]:
+        r, c, k = region
+        return (r, c), (k, span(0, self.width))
+
+    def takes(self, number: int, need: Region, cells: Region) -> bool:
+        return number == 0 and super().takes(number, need, cells)
+
+    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+        (columns,) = region[1]
+        matrices = tuple(WeightRef(tensor, (0, self.width), columns) for tensor in self.tensors[:2])
+        return matrices + tuple(WeightRef(tensor, (0, 1), columns, "plain") for tensor in self.tensors[2:])
+
+    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        attrs = {**super().call(region, (*operands[:1], operands[0])).attrs, "bias": self.bias}
+        del attrs["k_column"], attrs["v_column"]
+        return Call("attention_reordered", self.refs(region), attrs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

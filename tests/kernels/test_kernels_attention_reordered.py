@@ -1,0 +1,165 @@
+"""Attention over x itself: the same as attention over keys and values, on every instruction set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_support import ALONE, Case, array, runnable
+
+from hepti_mqtt.kernels.attention.reordered import units_of
+from hepti_mqtt.kernels.attention.tiles import KEYS, LANES
+from hepti_mqtt.kernels.gemm.tile import NR
+from hepti_mqtt.kernels.machine.isa import OVERRIDE
+from hepti_mqtt.kernels.machine.jit import JIT
+
+LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=4).map(tuple)
+WIDTHS = st.sampled_from([1, 5, 16, 33, 64])
+
+
+def attention(lengths, heads, d, w, *, rows=None, q=None, x=None, bias=True, scale=0.3):
+    """All queries (or `rows`) over all rows of x; queries begin in column 2 of their array."""
+    m, h = sum(lengths), heads * d
+    rows = range(m) if rows is None else rows
+    q = array(m, h + 3) if q is None else q
+    x = array(m, w) if x is None else x
+    return Case(
+        "attention_reordered",
+        [np.ascontiguousarray(q[list(rows)]), x],
+        [(len(rows), h)],
+        weights=[array(w, h), array(w, h), *([array(h), array(h)] if bias else [])],
+        packed=2,
+        q_column=2,
+        heads=heads,
+        head_dim=d,
+        q_rows=rows,
+        k_rows=((0, m),),
+        lengths=lengths,
+        scale=scale / w**0.5,
+        bias=bias,
+    )
+
+
+@given(lengths=LENGTHS, heads=st.integers(0, 5), d=st.sampled_from([1, 3, 8, 16, 64]), w=WIDTHS, bias=st.booleans())
+def test_ragged_sequences_equal_the_reference(lengths, heads, d, w, bias):
+    attention(lengths, heads, d, w, bias=bias).check(rtol=1e-4, atol=1e-4)
+
+
+@given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), data=st.data())
+def test_any_rows_in_any_order(lengths, data):
+    rows = tuple(data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=20)))
+    attention(lengths, 3, 8, 24, rows=rows).check(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, LANES - 1, LANES, LANES + 1, NR - 1, NR, NR + 1])
+@pytest.mark.parametrize("d", [7, 16, NR - 1, NR, NR + 1])
+def test_sizes_beside_those_of_lanes_and_panels(rows, d):
+    attention((rows + 3,), 5, d, 40, rows=range(rows)).check(rtol=1e-4, atol=1e-4)
+
+
+def test_more_keys_than_a_block():
+    attention((2 * KEYS + 3, 5), 3, 16, 48, rows=(*range(11), 2 * KEYS + 4), scale=4).check(rtol=1e-3, atol=1e-3)
+
+
+def test_shapes_of_a_real_layer():
+    size = 768 if JIT else 48
+    attention((40,), 12, size // 12, size, rows=range(10)).check(rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_any_number_of_threads_gives_the_same_bits(threads):
+    case = attention((100, 3, 150), 5, 32, 160)
+    np.testing.assert_array_equal(case.run(threads)[0], case.run(1)[0])
+
+
+@given(m=st.integers(1, 80), data=st.data())
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
+    first = data.draw(st.integers(0, m - 1))
+    stop = data.draw(st.integers(first + 1, m))
+    case, q = attention((m,), 3, 8, 20), array(m, 27)
+    case.reads[0] = q
+    part = attention((m,), 3, 8, 20, rows=range(first, stop), q=q, x=case.reads[1])
+    part.weights = case.weights
+    np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
+
+
+def test_rows_of_x_are_those_that_k_rows_names():
+    whole = attention((20, 25, 15), 2, 8, 24, rows=(*range(5, 20), *range(50, 60)))
+    x, attrs = whole.reads[1], {**whole.op.attrs, "k_rows": ((0, 20), (45, 60))}
+    part = Case("attention_reordered", [whole.reads[0], np.concatenate([x[:20], x[45:]])], [(25, 16)], **attrs)
+    part.weights = whole.weights
+    np.testing.assert_array_equal(part.run()[0], whole.run()[0])
+
+
+def test_a_query_without_a_key_gives_zeros():
+    case = attention((4, 6), 2, 8, 24)
+    part = Case("attention_reordered", [case.reads[0], case.reads[1][4:]], [(10, 16)], **case.op.attrs)
+    part.op = part.op._replace(attrs={**case.op.attrs, "k_rows": ((4, 10),)})
+    part.weights, part.plain = case.weights, case.plain
+    assert (part.check()[0][:4] == 0).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_sequence_and_is_not_hidden(value):
+    x = array(20, 24)
+    x[3, 12] = value
+    case = attention((8, 12), 2, 8, 24, x=x)
+    got, want = case.run()[0], case.reference()[0]
+    np.testing.assert_allclose(got[8:], want[8:], rtol=1e-4, atol=1e-4)
+    assert np.isnan(got[:8]).any()
+
+
+def test_scores_that_overflow_the_exponential():
+    q, x = array(30, 19, scale=300), array(30, 24, scale=300)
+    case = attention((30,), 2, 8, 24, q=q, x=x)
+    assert np.isclose(case.run()[0], case.reference()[0], rtol=1e-3, atol=1e-1).mean() > 0.95
+
+
+@given(st.lists(st.integers(1, NR), min_size=1, max_size=5), st.integers(1, 20))
+def test_every_head_of_every_tile_is_computed_once(sizes, heads):
+    tiles = np.asarray([(0, size, 0, 9) for size in sizes], np.int64)
+    tiles[:, :2] += np.cumsum([0, *sizes[:-1]])[:, None]
+    units = units_of(tiles, heads)
+    done = [(unit[0], head) for unit in units.tolist() for head in range(unit[4], unit[4] + unit[5])]
+    assert sorted(done) == [(first, head) for first in tiles[:, 0].tolist() for head in range(heads)]
+    assert all((n - 1) * (b - a) + -(-(b - a) // LANES) * LANES <= NR for a, b, _, _, _, n in units.tolist())
+
+
+def test_ops_that_do_not_fit_are_refused():
+    case = attention((3,), 2, 4, 12)
+    for attr, value, message in (
+        ("q_column", 4, "q_column leaves no room"),
+        ("q_rows", (0,), "q_rows names 1 rows"),
+        ("head_dim", 0, "make no sense"),
+        ("k_rows", ((0, 2),), "k_rows must be ranges"),
+    ):
+        case.op = case.op._replace(attrs={**attention((3,), 2, 4, 12).op.attrs, attr: value})
+        with pytest.raises(ValueError, match=message):
+            case.run()
+    case = attention((3,), 2, 4, 12)
+    case.weights[1] = attention((3,), 2, 4, 11).weights[1]
+    with pytest.raises(ValueError, match="the matrix of values is 11 x 8, should be 12 x 8"):
+        case.run()
+
+
+def test_work_is_that_of_the_products():
+    case = attention((3, 4), 2, 8, 24)
+    work = case.kernel.work(case.op, case.slots)
+    assert work.flops == 2 * 2 * 24 * 2 * (7 * 8 + 9 + 16)
+    assert (work.kind, work.rows, work.k, work.nbytes) == ("linear", 14, 24, 2 * 4 * 24 * 16)
+    assert work.n == round(2 * (8 + 25 / 7))
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not JIT or ALONE in os.environ, reason="runs the tests of compiled code once again")
+@pytest.mark.parametrize("name", runnable())
+def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, OVERRIDE: name, ALONE: "attention.reordered machine.handover"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

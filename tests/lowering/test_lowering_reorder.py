@@ -1,0 +1,171 @@
+"""The other order of the products around attention: the same tensors and weights, where it takes less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sites import EVERY_FAMILY, FAMILIES, plan, request
+
+from hepti_mqtt.kernels import KERNELS
+from hepti_mqtt.lowering import Net, product_order, roles, span
+from hepti_mqtt.lowering.ops import ReorderedAttention
+from hepti_mqtt.lowering.regions import count
+from hepti_mqtt.lowering.reorder import DEARER, multiplications, reordered
+from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan import apportion
+from hepti_mqtt.plan_programs import lowered, programs, resident_weights
+from hepti_mqtt.program import Compute
+from hepti_mqtt.strategies import STRATEGIES
+
+ENCODERS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"]}
+KERNELS_OF_KEYS = ("linear", "attention", "attention_reordered")
+
+
+def over_x(net):
+    return [op for op in net.ops if isinstance(op, ReorderedAttention)]
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_the_graph_has_the_same_tensors_and_weights(family):
+    spec = ENCODERS[family]
+    for skip in (False, True):
+        net = graph(replace(spec, layers=11) if type(spec) is ModelSpec else spec, request(spec, (9,))[0], skip=skip)
+        other = reordered(net)
+        assert len(over_x(other)) == sum(op.role == roles.ATTENTION for op in net.ops)
+        assert (other.names, other.blocks, other.skipped) == (net.names, net.blocks, net.skipped)
+        for a, b in zip(net.ops, other.ops, strict=True):
+            assert (a.role, a.layer, a.branch, a.index) == (b.role, b.layer, b.branch, b.index)
+            assert a.rank == b.rank
+            assert a.space[:2] == b.space[:2] or (a.role == roles.QKV and a.space[1] == 3 * b.space[1])
+        assert {t for op in net.ops for t in op.tensors} == {t for op in other.ops for t in op.tensors}
+        assert (other.run is None) == (net.run is None)
+
+
+@pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-convnet"])
+def test_a_model_without_such_products_stays_as_it_is(family):
+    net = graph(EVERY_FAMILY[family], request(EVERY_FAMILY[family], (5,))[0])
+    assert reordered(net).ops == net.ops
+    assert not over_x(reordered(net))
+
+
+def block(**changes):
+    """Return a graph of one attention, with what somebody may have made else of it."""
+    net = Net()
+    x = net.linear("x", net.input("given", (8, 4), "f32"), roles.STEM, {"w": 12}, bias=False)
+    qkv = net.linear("qkv", x, roles.QKV, {"q": 8, "k": 8, "v": 8}, activation=changes.get("activation"))
+    net.attention(
+        "attention", qkv, changes.get("kv", qkv), roles.ATTENTION, heads=2, width=8, columns=(0, 8, 16), lengths=(8,),
+        causal=changes.get("causal", False),
+    )  # fmt: skip
+    if changes.get("read"):
+        net.add("both", "attention", net.columns("keys", qkv, roles.TASK, 8, 16), roles.TASK)
+    return net.graph()
+
+
+@pytest.mark.parametrize("changes", [{"causal": True}, {"read": True}, {"activation": "gelu"}], ids=str)
+def test_what_needs_keys_and_values_keeps_them(changes):
+    assert over_x(reordered(block()))
+    assert not over_x(reordered(block(**changes)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    heads=st.sampled_from([1, 2, 3, 4, 12]),
+    d=st.sampled_from([1, 4, 16]),
+    weights=st.lists(st.floats(0.05, 5.0), min_size=1, max_size=8),
+)
+def test_the_order_is_that_of_fewer_multiplications_on_the_busiest_device(tokens, heads, d, weights):
+    """Counted from the kernels' own work in both Programs; the other order counts as so much dearer as it is."""
+    spec = replace(
+        FAMILIES["bert-embedding"], layers=1, hidden=heads * d, heads=heads, max_tokens=300,
+        text=replace(FAMILIES["bert-embedding"].text, positions=300),
+    )  # fmt: skip
+    shape, _ = request(spec, tokens, "hidden")
+    counted = []
+    for order in ("kept", "reordered"):
+        fixed = plan(spec, ("voltage", {"shares": "uneven", "order": order}), weights)
+        counted.append([around_attention(p) for p in programs(spec, fixed, shape).values()])
+    fixed = plan(spec, ("voltage", {"shares": "uneven"}), weights)
+    rows = [span(*r) for r in apportion(shape.tokens, fixed.weights["rows"])]
+    (pair,) = pairs(graph(spec, shape))
+    # Those of queries are in both.
+    told = [[c - count(r) * spec.hidden**2 for c, r in zip(found, rows, strict=True)] for found in counted]
+    assert told == [[multiplications(*pair, r)[i] for r in rows] for i in (0, 1)]
+    usual, other = map(max, told)
+    assert is_reordered(spec, fixed, shape) == (DEARER * other < usual)
+    if len([r for r in rows if r]) == 1:
+        assert not is_reordered(spec, fixed, shape) or heads == 1
+
+
+def around_attention(program):
+    """Return the multiplications of a device for queries, keys, values and attention of the only layer."""
+    mine = (op for op in program.ops if isinstance(op, Compute) and op.kernel in KERNELS_OF_KEYS)
+    mine = (op for op in mine if program.node(op.node) in ("0.qkv", "0.attention"))
+    return sum(KERNELS[op.kernel].work(op, program.slots).flops for op in mine) / 2
+
+
+def pairs(net):
+    by_name = net.by_name
+    return [(by_name[op.inputs[0]], op) for op in net.ops if op.role == roles.ATTENTION]
+
+
+def is_reordered(spec, fixed, shape):
+    return bool(over_x(lowered(spec, fixed, shape).whole))
+
+
+@pytest.mark.parametrize(
+    ("h", "heads", "devices", "m"), [(768, 12, 4, 209), (1024, 16, 4, 204), (1024, 16, 8, 477), (1024, 16, 2, 68)]
+)
+def test_the_border_is_where_the_page_says(h, heads, devices, m):
+    """docs/methods/voltage.md: where both multiply as much, of equal shares."""
+    border = (devices - 1) * h / (heads - 1)
+    assert round(border) in (m, m + 1)
+    for tokens, less in ((devices * int(m * 0.98 / devices), True), (devices * -(-m * 51 // 50 // devices), False)):
+        net = graph(replace(FAMILIES["bert-embedding"], hidden=h, heads=heads), request_of(tokens))
+        usual, other = multiplications(*pairs(net)[0], span(0, tokens // devices))
+        assert (other < usual) == less
+
+
+def request_of(tokens):
+    return request(FAMILIES["bert-embedding"], (tokens,))[0]
+
+
+def test_one_plan_has_both_orders_by_length_and_the_same_weights():
+    spec = replace(
+        FAMILIES["bert-embedding"], max_tokens=200, text=replace(FAMILIES["bert-embedding"].text, positions=200)
+    )
+    found = {}
+    for order in ({}, {"order": "kept"}, {"order": "reordered"}):
+        fixed = plan(spec, ("voltage", {"shares": "equal", **order}), (1.0,) * 3)
+        found[tuple(order.values())] = {d: set(resident_weights(spec, fixed, d)) for d in fixed.devices}
+        if not order:
+            assert [is_reordered(spec, fixed, request(spec, (m,))[0]) for m in (3, 9, 60, 200)] == [
+                True,
+                True,
+                False,
+                False,
+            ]
+    assert found[()] == found[("kept",)] == found[("reordered",)]
+
+
+def test_narrow_weights_stay_in_their_order_whatever_is_asked_for():
+    spec = FAMILIES["bert-embedding"]
+    fixed = plan(spec, ("voltage", {"shares": "equal"}), (1.0,) * 4)
+    shape, _ = request(spec, (8,))
+    assert is_reordered(spec, fixed, shape)
+    assert not is_reordered(spec, replace(fixed, storage="f16"), shape)
+    for storage in ("f16", "w8a8", "w8a32"):
+        assert product_order(graph(spec, shape), "reordered", [span(0, 8)], storage) is not reordered
+
+
+def test_only_voltage_rewrites_graphs_and_only_by_cost_is_searched():
+    assert [name for name, method in STRATEGIES.items() if method.rewrite is not None] == ["voltage"]
+    spec = FAMILIES["bert-embedding"]
+    searched = STRATEGIES["voltage"].choices(4, graph(spec, largest_shape(spec)))
+    assert list(searched) == [{"shares": "equal"}, {"shares": "uneven"}]
+    assert {"equal/kept", "uneven/reordered"} <= set(STRATEGIES["voltage"].every())
