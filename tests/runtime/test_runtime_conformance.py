@@ -86,7 +86,8 @@ def questions(draw):
     devices = draw(st.integers(2, 4), label="devices")
     devices = min(devices, method.most_devices or devices)
     weights = draw(st.lists(st.sampled_from((0.5, 1.0, 2.0)), min_size=devices, max_size=devices), label="weights")
-    options = draw(st.sampled_from(method.choices(devices)), label="options")
+    # Tasks that are leased one by one take a planner, which is not here.
+    options = draw(st.sampled_from([o for o in method.choices(devices) if not method.bag(o)]), label="options")
     # Of replicas a run is under one, which is all that its devices know.
     fixed = replace(plan(spec, (name, options), weights).runs[0], epoch=EPOCH)
     batches = ((1,),) if isinstance(spec.reads, Pictures) else ((5,), (4, 3), (1,), (2, 6, 1))  # a run has one picture
