@@ -10,6 +10,7 @@ from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat
 from hepti_mqtt.cluster import Link, PeerLink
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
+from hepti_mqtt.planner import Decision, Question, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.membership import CALM_S, SLOWDOWNS, Membership
@@ -270,3 +271,27 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     assert [c.text for c in site.seen if isinstance(c, commands.Note) and what in c.text], "named, once"
     assert not member.peer_links()
     assert site.notes()["refused"] == 1
+
+
+def priced(question: Question) -> Decision:
+    decision = everyone(question)
+    chosen, seconds = decision.chosen, price(question, decision.chosen.plan).seconds
+    plan = replace(chosen.plan, predicted_s=seconds, predicted_tokens=question.shape.size)
+    return replace(decision, chosen=replace(chosen, plan=plan))
+
+
+def test_a_plan_that_is_found_again_has_its_price_by_the_measurements_of_now() -> None:
+    site = Site(decider=priced)
+    site.join("a", "b")
+    plan = site.settle()
+    site.submit("r1")
+    site.answer(1)
+    (before,) = site.session.snapshot()
+    site.drift(dict.fromkeys(site.boots, 2.0), 40)
+    assert site.notes()["drift"] >= 1
+    now = site.session.plan("m")
+    assert now.epoch == plan.epoch, "the devices know of nothing"
+    assert now.predicted_s / now.predicted_tokens > 1.5 * plan.predicted_s / plan.predicted_tokens
+    (after,) = site.session.snapshot()
+    assert after.cluster != before.cluster
+    assert after.plan.predicted_s == now.predicted_s

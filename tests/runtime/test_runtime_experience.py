@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from scripted_site import Site
+from scripted_site import SPEC, Site
 
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
+from hepti_mqtt.planner.experience import way
 from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.wire.frames import decode_work
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}
@@ -113,3 +117,31 @@ def test_runs_that_shared_the_devices_teach_nothing(site: Timed) -> None:
         site.tick(1.0)
     assert site.strategy == "row"
     assert not site.solves
+
+
+def answer_alone(site: Site, plan: Plan, admission: int) -> None:
+    """Let a device that is a replica by itself answer a run."""
+    frame, device = site.work[admission], plan.head
+    body = np.zeros((len(decode_work(frame)[0].sizes), SPEC.hidden), np.float32)
+    out = replace(frame, kind="output", source=device, dtype="f32", shape=body.shape, body=body)
+    site.event(events.UpFrame(device, out))
+    done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100, 1), body=b"")
+    site.event(events.UpFrame(device, done))
+
+
+def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None:
+    site = Site(pins=Pins(strategy="replicas", devices=("a", "b")))
+    site.join("a", "b")
+    whole = site.settle()
+    assert len(whole.replicas) == 2
+    for number in range(1, 5):
+        site.submit(f"r{number}", 16)
+        part = next(p for p in whole.replicas if p.epoch == site.work[number].epoch)
+        site.now += 3 * part.predicted_s
+        answer_alone(site, part, number)
+    model = site.session.slots.own("m")
+    learned = model.experience.learned(site.now)
+    assert learned.factors == {way(whole): pytest.approx(3.0)}
+    assert learned.factor(replace(whole.replicas[0])) == 1.0
+    assert model.times(site.now) == {"the time of replicas on 2": pytest.approx(3.0)}
+    assert model.learned(site.now, whole.replicas[1]) == pytest.approx(3.0), "by which its next runs are expected"

@@ -76,8 +76,10 @@ def test_ten_tokens_come_one_by_one(site: Site, hepti: Hepti) -> None:
 
 
 def test_the_bytes_are_the_predicted_ones(hepti: Hepti) -> None:
-    answer = foretold(lambda: hepti.infer("gpt", ids=PROMPT, max_new_tokens=4, **DIVIDED, timeout_s=PATIENCE_S))
+    asked = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
+    answer = foretold(lambda: hepti.infer("gpt", **asked, **DIVIDED, timeout_s=PATIENCE_S))
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+    assert set(answer.raw["compute_ms"]) == {"a", "b"}
 
 
 def test_plain_mqtt_is_enough(site: Site, hepti: Hepti) -> None:

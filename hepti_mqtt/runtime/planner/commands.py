@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -99,3 +99,11 @@ class Note:
 
 
 CoordinatorCommand = Publish | Solve | SendTiles | Answer | Token | Refuse | ShowPlan | Note
+
+
+def users_last(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
+    """Return commands with what users are told behind all else, in the same order otherwise.
+
+    Devices wait for their next run, and writing an answer takes longer than to send it to them.
+    """
+    return sorted(commands, key=lambda command: isinstance(command, Answer | Token | Refuse))

@@ -18,7 +18,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.believed import believed, caps_refused
-from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve
+from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve, users_last
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
 from hepti_mqtt.runtime.planner.events import (
     Connection,
@@ -36,7 +36,7 @@ from hepti_mqtt.runtime.planner.events import (
 )
 from hepti_mqtt.runtime.planner.introductions import Introductions
 from hepti_mqtt.runtime.planner.membership import Membership
-from hepti_mqtt.runtime.planner.model_state import ModelState, same_division
+from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.question import question_of
 from hepti_mqtt.runtime.planner.rollout import SETTLE_S, SOON_S, Rollout
 from hepti_mqtt.runtime.planner.served import Served, Standing
@@ -100,7 +100,7 @@ class CoordinatorSession:
             for model in self.slots:
                 model.plans.want(now + SETTLE_S, now, "the planner has started")
         out = self._handlers[type(event)](event, now)
-        return out + self._pump(now) + self._standby.handle(event, now)
+        return users_last(out + self._pump(now) + self._standby.handle(event, now))
 
     @property
     def due_s(self) -> float:
@@ -289,10 +289,9 @@ class CoordinatorSession:
             plans.ended(search, "outdated", now)
             return []
         model.error, model.latest = None, event.decision
-        running = None if model.doubtful else model.active
         model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
-        if running is not None and (same_division(running, chosen) or not (search.forced or event.worth_it)):
-            plans.ended(search, "kept", now, f"plan {running.epoch} is as good")
+        if kept := model.keeps(event.decision, search.forced or event.worth_it):
+            plans.ended(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.show(model)]
         # Replicas are plans of their own to their devices, so each has an epoch of its own.
         numbered = replace(event.decision.chosen, plan=chosen.under(chosen.epoch, self._next_epoch))

@@ -7,17 +7,16 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import Final
 
-import numpy as np
-
 from hepti_mqtt.bag import Bag
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import tasks
 from hepti_mqtt.runtime.planner.bags import Bags
-from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse, Token
+from hepti_mqtt.runtime.planner.commands import Answer, CoordinatorCommand, Note, Refuse
 from hepti_mqtt.runtime.planner.dealing import SHORTEST_S, Lane, likely_s, next_hand, token_s
 from hepti_mqtt.runtime.planner.events import UpFrame
 from hepti_mqtt.runtime.planner.flight import Array, Generation, Item, Job, Run, RunStats, longer
+from hepti_mqtt.runtime.planner.generating import Generating, taking_room
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.packs import micro_batches, packed, parted
 from hepti_mqtt.runtime.planner.slots import Slots
@@ -52,6 +51,7 @@ class Dispatcher:
         self._number = 0
         self._admission = 0
         self._session = 0
+        self._generating = Generating(self._cancel, self.end)
         self.bags = Bags(topics, slots)
 
     @property
@@ -129,21 +129,21 @@ class Dispatcher:
         return out
 
     def _beside(self, name: str, plan: Plan) -> list[Run]:
-        """Return the runs of a model, whatever their pins, that a run under a plan would share devices with."""
-        runs = (run for slot in self._slots.of(name) for run in slot.runs.values())
-        return [run for run in runs if not set(run.plan.devices).isdisjoint(plan.devices)]
+        """Return the runs of a model, whatever their pins, that a run under a plan would share its devices with."""
+        return taking_room([run for slot in self._slots.of(name) for run in slot.runs.values()], plan)
 
     def _has_room(self, model: ModelState, plan: Plan) -> bool:
         return len(self._beside(model.name, plan)) < self._in_flight
 
     def _lanes(self, model: ModelState, now: float) -> list[Lane]:
         """Return the replicas of the active plan, or the plan itself."""
-        learned, out = model.experience.learned(now), []
+        assert model.active is not None
+        learned, out = model.learned(now, model.active), list[Lane]()
         for plan in model.able:
             beside = self._beside(model.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
             busy_s = max([now, *(run.until_s for run in beside)]) + len(beside) * SHORTEST_S
-            out.append(Lane(plan, busy_s, token_s(plan) * learned.factor(plan), self._has_room(model, plan)))
+            out.append(Lane(plan, busy_s, token_s(plan) * learned, self._has_room(model, plan)))
         return out
 
     @staticmethod
@@ -190,6 +190,8 @@ class Dispatcher:
 
     def _again_or_end(self, model: ModelState, run: Run, error: RemoteError, tries: int) -> list[CoordinatorCommand]:
         """Run a request again that has failed, with no other; it ends with the error after so many tries."""
+        if not run.computes:
+            return self._generating.doubt(model, run, error, tries)
         tried = 1 + max((item.job.attempts[item.chunk] for item in run.open), default=0)
         if len(run.items) == 1 and tried < tries:
             return self.again(model, run)
@@ -293,7 +295,7 @@ class Dispatcher:
         payload = encode_work(plan.model, plan.epoch, self._admission, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._beside(model.name, plan)
-        learned = model.experience.learned(now).factor(plan)
+        learned = model.learned(now, plan)
         expected_s = plan.predicted_s * learned * longer(plan, part.shape.size) * max(len(beside), 1)
         until_s = max([now, *(run.until_s for run in beside)]) + learned * likely_s(plan, part.shape.size)
         doubt = now + min(max(DOUBT_FACTOR * expected_s, DOUBT_LEAST_S), DOUBT_MOST_S)
@@ -301,7 +303,7 @@ class Dispatcher:
         patience_s = OVERDUE_S * 2 ** max(i.job.attempts[i.chunk] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MOST_S)
         sent = publish_bytes(topic, len(payload), 1)
-        others = [run for slot in self._slots for run in slot.runs.values()]
+        others = [run for slot in self._slots for run in slot.runs.values() if run.computes]
         for run in others:
             run.alone = False
         model.runs[self._admission] = Run(
@@ -332,16 +334,13 @@ class Dispatcher:
         self._counters["foreign_frame"] += run.unannounced()
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if run.alone and len(run.items) == 1 and (not run.shape.session_rows or run.shape.size == 1):
-            model.experience.ran(run.plan, run.shape.size, now - run.begun_s, now)
+            model.experience.ran(run.plan, run.shape.size, now - run.begun_s, now, model.plans.whole(run.plan))
         if not run.whole(model.served.spec.output_shape(run.shape)):  # other versions' parts, or one that is forged
             error = RemoteError("the devices' outputs do not fit together; use one version")
             return self._again_or_end(model, run, error, ATTEMPTS)
-        stats, generation = run.stats(), run.items[0].job.generation
-        if generation is not None:
-            if run.jobs:
-                run.items[0].job.stats.append(stats)
-                return self._generated(model, run, generation)
-            return []
+        stats = run.stats()
+        if run.items[0].job.generation is not None:
+            return self._generating.reported(model, run, stats, ATTEMPTS)
         out: list[CoordinatorCommand] = []
         outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
         for item, output in zip(run.items, outputs, strict=True):
@@ -356,9 +355,12 @@ class Dispatcher:
 
         The run goes on until all devices have reported, as if nothing had happened; if they do not, it is overdue.
         """
-        takers = [item for item in run.items if not item.job.report and item.job.generation is None]
+        generates = run.items[0].job.generation is not None
+        takers = [item for item in run.items if generates or not item.job.report]
         if not takers or not run.whole(model.served.spec.output_shape(run.shape)):
             return []
+        if generates:
+            return self._generating.early(model, run)
         run.early, out = run.stats(), []
         outputs = parted(model.served.spec, [item.part for item in run.items], run.output())
         for item, output in zip(run.items, outputs, strict=True):
@@ -378,23 +380,8 @@ class Dispatcher:
         job.over = True
         return [Answer(job, model.plans.whole(run.plan), tuple(job.stats))]
 
-    def _generated(self, model: ModelState, run: Run, generation: Generation) -> list[CoordinatorCommand]:
-        """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
-        item, logits = run.items[0], run.output()
-        job = item.job
-        if logits.ndim != 2 or len(logits) != 1 or not np.isfinite(logits).all():
-            error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
-            return self.end(model, job, error)
-        generation.take(logits)
-        job.attempts.clear()
-        out: list[CoordinatorCommand] = [Token(job, len(generation.tokens) - 1, tuple(generation.tokens))]
-        if not generation.done:
-            model.queue.add_first([item])
-            return out
-        job.over = True
-        return [*out, Answer(job, model.plans.whole(run.plan), tuple(job.stats))]
-
     def _cancel(self, model: ModelState, run: Run) -> list[CoordinatorCommand]:
         model.runs.pop(run.admission, None)
         payload = messages.encode(messages.Cancel(run.plan.model, run.epoch, run.admission))
-        return [Publish(self._topics.command(d), payload, 1) for d in run.plan.devices]
+        out: list[CoordinatorCommand] = [Publish(self._topics.command(d), payload, 1) for d in run.plan.devices]
+        return out + self._generating.answer(model, run)  # which may have waited for its reports alone

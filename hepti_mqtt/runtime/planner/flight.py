@@ -73,7 +73,8 @@ class Generation:
     """Tokens that come one after the other: the prompt, what was generated, and the session that has them cached.
 
     most: tokens to generate; end: the token after which there are no more, if any. shape: of the prompt's run.
-    session: its number, 0 before it begins; epoch: under which it was begun; rows: cached so far.
+    session: its number, 0 before it begins; epoch: under which it was begun; rows: cached so far. told: tokens that the
+    user knows and that were taken back, to be computed again.
     """
 
     prompt: tuple[int, ...]
@@ -84,6 +85,7 @@ class Generation:
     session: int = 0
     epoch: Epoch | None = None
     rows: int = 0
+    told: tuple[int, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -103,8 +105,14 @@ class Generation:
     def take(self, logits: Array) -> int:
         """Take the logits [1, V] of the run that `next` gave; return the token that follows, the likeliest one."""
         self.rows = len(self.prompt) + len(self.tokens)
-        self.tokens.append(int(logits[0].argmax()))
+        self.tokens.append(likeliest(logits))
         return self.tokens[-1]
+
+    def take_back(self, place: int) -> None:
+        """Take back the tokens from a place on; what is cached of them may be wrong, so a new session begins."""
+        self.told = max(self.told, tuple(self.tokens), key=len)
+        del self.tokens[place:]
+        self.epoch = None
 
 
 @dataclass(slots=True)
@@ -214,8 +222,8 @@ class Run:
     expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
     overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut:
     the broker was lost meanwhile, and with it whatever was on its way. early: what was known when the output was there
-    and some devices had not reported; None before, or if they had. bag: of tasks that are leased one by one. gone:
-    devices without which it goes on.
+    and some devices had not reported; None before, or if they had. place: of the token that was taken then. bag: of
+    tasks that are leased one by one. gone: devices without which it goes on.
     """
 
     admission: int
@@ -235,6 +243,7 @@ class Run:
     until_s: float = 0.0
     cut: bool = False
     early: RunStats | None = None
+    place: int | None = None
     bag: Bag | None = None
     gone: set[str] = field(default_factory=set)
 
@@ -249,8 +258,15 @@ class Run:
         return [item.job for item in self.items if not item.job.over]
 
     @property
+    def computes(self) -> bool:
+        """Return whether devices may still compute for it; of a session's run with an output none does."""
+        return self.place is None
+
+    @property
     def open(self) -> list[Item]:
         """Return the chunks whose output nobody has taken."""
+        if not self.computes:
+            return []
         return [item for item in self.items if not item.job.over and item.chunk not in item.job.outputs]
 
     def contradicts(self, device: str, frame: Frame) -> bool:
@@ -311,6 +327,11 @@ class Run:
 
 def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def likeliest(logits: Array) -> int:
+    """Return the token that follows from logits [1, V]."""
+    return int(logits[0].argmax())
 
 
 def longer(plan: Plan, tokens: int) -> float:

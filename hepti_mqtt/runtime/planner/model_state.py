@@ -130,10 +130,14 @@ class ModelState:
             elif items[0].job.computes:
                 yield from items[0].job.next_shapes(items[0].chunk)
 
+    def learned(self, now: float, run: Plan) -> float:
+        """Return how many times as long as predicted runs take under a plan, or under that of which it is a replica."""
+        return self.experience.learned(now).factor(self.plans.whole(run))
+
     def times(self, now: float, chosen: Plan | None = None) -> dict[str, float]:
         """Return how far off the predictions were of the active plan, and of one that was chosen."""
         learned, plans = self.experience.learned(now), [p for p in (self.active, chosen) if p is not None]
-        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p.runs[0]) for p in plans}
+        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
 
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
@@ -148,6 +152,19 @@ class ModelState:
             return tuple(first), len(first)
         urgent = set(islice(waiting, URGENT))
         return tuple(first), max(sum(s in urgent for s in first), 1)
+
+    def keeps(self, decision: Decision, is_better: bool) -> Epoch | None:
+        """Return the epoch of the active plan if it stays: what a search has found is the same, or no better.
+
+        The same plan has its price from now on, by the measurements of now.
+        """
+        record = None if self.doubtful else self.plans.active
+        if record is None:
+            return None
+        if same_division(record.plan, decision.chosen.plan):
+            record.price_anew(decision)
+            return record.epoch
+        return None if is_better else record.epoch
 
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
@@ -165,7 +182,7 @@ class ModelState:
         self.plans.check()
         live = {epoch for record in self.plans.serving for epoch in record.epochs}
         assert all(run.epoch in live and (run.jobs or run.early) for run in self.runs.values())
-        items = [(id(item.job), item.chunk) for run in self.runs.values() for item in run.items]
+        items = [(id(item.job), item.chunk) for run in self.runs.values() if run.computes for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
         assert not self.displaced or self.plans.wanted is not None

@@ -9,7 +9,7 @@ is `suspect`: it gets no more requests, but its weights stay until another plan 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 from hepti_mqtt.ids import Epoch
@@ -149,6 +149,12 @@ class PlanRecord:
         """Return when there was last an exchange with the devices."""
         return max(self.asked_s, self.progress_s)
 
+    def price_anew(self, decision: Decision) -> None:
+        """Take a later search's price of this plan, which it has found again, and what it was priced by."""
+        self.plan = _priced_as(self.plan, decision.chosen.plan)
+        chosen = replace(decision.chosen, plan=self.plan)
+        self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
+
     def derived_by(self, device: str, ready: Ready) -> bool:
         """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
         asked = self.state == "preparing" and ready.txn == self.txn
@@ -157,6 +163,13 @@ class PlanRecord:
             return True
         each, place = len(digests) // len(runs), runs.index(self.plan.of(device))
         return ready.digest == digests[place * each : (place + 1) * each]
+
+
+def _priced_as(plan: Plan, other: Plan) -> Plan:
+    """Return a plan with the predictions of another one of the same division; its own ranges may differ by rounding."""
+    replicas = tuple(map(_priced_as, plan.replicas, other.replicas))
+    told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
+    return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
 
 
 class Plans:

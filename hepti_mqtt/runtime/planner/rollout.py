@@ -335,10 +335,10 @@ class Rollout:
         old epoch stays resident meanwhile, so that devices that have its weights need not load them again.
         """
         record = model.plans.active
-        if record is None or all(run is not plan for run in (record.plan, *record.plan.runs)):
+        if record is None or plan.epoch not in record.epochs:
             return []
-        record.doubted |= {run.epoch for run in record.plan.replicas if run is plan}
-        if not model.able or plan is record.plan:
+        record.doubted |= {run.epoch for run in record.plan.replicas if run.epoch == plan.epoch}
+        if not model.able or plan.epoch == record.epoch:
             model.plans.suspect(record, now, why)
         model.plans.want(now, now, f"under {record.epoch}: {why}", forced=True)
         return [self.show(model)]

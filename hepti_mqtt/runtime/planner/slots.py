@@ -17,6 +17,7 @@ from typing import Final
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.planner.flight import Job, Pins
+from hepti_mqtt.runtime.planner.generating import UNREPORTED
 from hepti_mqtt.runtime.planner.model_state import ModelState
 from hepti_mqtt.runtime.planner.plans import Plans
 from hepti_mqtt.runtime.planner.served import Served
@@ -132,8 +133,9 @@ class Slots:
         for model in self.models():
             assert len(self.pinned(model.name)) <= PINNED
             runs = [run for slot in self.of(model.name) for run in slot.runs.values()]
-            each = Counter(device for run in runs for device in run.plan.devices)
-            assert max(each.values(), default=0) <= in_flight
+            for taken, most in (([r for r in runs if r.computes], in_flight), (runs, in_flight + UNREPORTED)):
+                each = Counter(device for run in taken for device in run.plan.devices)
+                assert max(each.values(), default=0) <= most
             for run in runs:
                 if run.bag is not None:
                     run.bag.check()

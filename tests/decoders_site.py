@@ -1,0 +1,135 @@
+"""A planner whose devices are scripted and generate: each token follows from those before it by a sum."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+from scripted_site import ROW, SPEC, Site
+
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.planner import commands, events
+from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, RequestKey
+from hepti_mqtt.wire import frames, messages
+
+PROMPT = (3, 1, 4)
+
+
+def following(ids: list[int]) -> int:
+    """Return the token that the scripted model has behind some ids."""
+    return (7 * sum(ids) + len(ids)) % SPEC.hidden
+
+
+def expected(most: int) -> list[int]:
+    ids = list(PROMPT)
+    for _ in range(most):
+        ids.append(following(ids))
+    return ids[len(PROMPT) :]
+
+
+class Decoders(Site):
+    """Scripted devices with caches; outputs and reports leave them when the test says so.
+
+    orderly: a run comes to no device that has not computed the one before.
+    """
+
+    def __init__(self, orderly: bool = True, **options) -> None:
+        super().__init__(**({"pins": ROW} | options))
+        self.orderly = orderly
+        self.caches: dict[tuple[str, Epoch, int], list[int]] = {}
+        self.computed: defaultdict[int, set[str]] = defaultdict(set)
+        self.told_tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.by_epoch: dict[Epoch, Plan] = {}
+
+    def _note(self, command: commands.CoordinatorCommand) -> None:
+        super()._note(command)
+        if isinstance(command, commands.ShowPlan):
+            shown = [p for p in (command.active, *command.pinned) if p is not None]
+            self.by_epoch |= {run.epoch: run for whole in shown for run in whole.runs}
+        elif isinstance(command, commands.Token):
+            told = self.told_tokens[command.job.key.request]
+            assert command.index == len(told), "none comes twice, none is left out"
+            told.append(command.tokens[-1])
+        elif isinstance(command, commands.Publish) and "/work/" in command.topic and self.orderly:
+            frame = frames.decode(command.payload)
+            at, _ = self.asked(frame.admission)
+            for device in self.plan_of(frame.admission).devices:
+                assert len(self.cache(device, frame.admission)) >= at, "a step before the last one has been computed"
+
+    def plan_of(self, admission: int) -> Plan:
+        return self.by_epoch[self.work[admission].epoch]
+
+    def asked(self, admission: int) -> tuple[int, list[int]]:
+        at, *ids = frames.decode_work(self.work[admission])[1].tolist()
+        return at, ids
+
+    def cache(self, device: str, admission: int) -> list[int]:
+        frame = self.work[admission]
+        return self.caches.setdefault((device, frame.epoch, frames.decode_session(frame).number), [])
+
+    def compute(self, admission: int, *devices: str) -> None:
+        """Let devices compute their part of a run, or say that they have lost its session."""
+        at, ids = self.asked(admission)
+        for device in devices or self.plan_of(admission).devices:
+            cache = self.cache(device, admission)
+            if len(cache) < at:
+                self.failed(admission, device, "session")
+            else:
+                cache[at:] = ids
+                self.computed[admission].add(device)
+
+    def able(self) -> list[int]:
+        """Return the runs whose output can be sent."""
+        return [a for a in self.work if self.computed[a] == set(self.plan_of(a).devices)]
+
+    def output(self, admission: int, forged: int | None = None, source: str = "", part: int = 0) -> None:
+        head = source or self.plan_of(admission).head
+        logits = np.zeros((1, SPEC.hidden), np.float32)
+        logits[0, following(self.cache(head, admission)) if forged is None else forged] = 1.0
+        sent = replace(self.work[admission], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
+        self.event(events.UpFrame(head, replace(sent, part=part)))
+
+    def report(self, admission: int, *devices: str) -> None:
+        of = self.plan_of(admission)
+        for device in devices or of.devices:
+            numbers = (2000, 500, 100, int(device == of.head))
+            done = replace(self.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
+            self.event(events.UpFrame(device, replace(done, body=b"")))
+
+    def failed(self, admission: int, device: str, code: str) -> None:
+        epoch = self.work[admission].epoch
+        self.event(events.UpMessage(device, messages.RequestFailed("m", epoch, admission, code, "no")))
+
+    def step(self, reported: bool = True) -> None:
+        """Let the last run that was asked for be computed and answered."""
+        last = max(self.work)
+        self.compute(last)
+        self.output(last)
+        if reported:
+            self.report(last)
+
+    def ask(self, name: str = "r", most: int = 3, report: bool = False, within: float = 1e6) -> Job:
+        shape = PackedTokens((len(PROMPT),), cache=16)
+        chunk = Chunk(shape, np.array([0, *PROMPT], np.int32))
+        generation = Generation(PROMPT, most, shape)
+        key = RequestKey("m", "c", name)
+        job = Job(key, (chunk,), None, self.now + within, generation=generation, report=report)
+        self.event(events.Submit(job))
+        return job
+
+    @property
+    def running(self) -> set[int]:
+        return set(self.session.slots.own("m").runs)
+
+    def tokens(self, name: str = "r") -> list[int]:
+        return self.answers[name].job.output().tolist()
+
+
+def running(**options) -> Decoders:
+    site = Decoders(**options)
+    site.join("a", "b")
+    site.settle()
+    return site
