@@ -17,6 +17,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.routes import on_route, routes
+from hepti_mqtt.strategies import STRATEGIES
 
 # Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
 TOGETHER: Final = 0.8
@@ -60,7 +61,9 @@ class Floor:
         together = self.together(plan.devices)
         if together is None or plan.replicas:
             return 0.0
-        seen = [s for s in self._seen.get(plan.method, ()) if s[0] <= len(plan.devices)]
+        # Where a method chooses another graph, more devices may compute less twice than few.
+        fewest = 1 if STRATEGIES[plan.strategy].rewrite is None else len(plan.devices)
+        seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s[0] <= len(plan.devices)]
         if not seen:
             return TOGETHER * together * self._factor(plan)
         more = min(beside * self._better(plan, latency, byte) for _, beside, latency, byte in seen)

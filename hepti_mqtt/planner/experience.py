@@ -22,13 +22,13 @@ FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow m
 # faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
 LEAST, MOST = 0.8, 8.0
 
-# A way of dividing a model: method, number of devices, wire, storage and route.
-Way = tuple[str, int, str, str, str]
+# A way of dividing a model: method, number of devices and of replicas (0: not side by side), wire, storage and route.
+Way = tuple[str, int, int, str, str, str]
 
 
 def way(plan: Plan) -> Way:
     """Return what runs under a plan teach about."""
-    return plan.method, len(plan.devices), plan.wire, plan.storage, plan.route
+    return plan.method, len(plan.devices), len(plan.replicas), plan.wire, plan.storage, plan.route
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,15 @@ class Learned:
         """Return what to multiply a plan's predicted time by.
 
         A way of several devices that was never used is taken to be as far off as those that were: what they share,
-        links and stalls, is what the simulator misses. One device alone has no exchanges: 1.
+        links and stalls, is what the simulator misses. One device alone has no exchanges: 1. Replicas that were never
+        used are as far off as their plans are by themselves.
         """
         known = self.factors.get(way(plan))
         if known is not None:
             return known
-        others = [log(f) for (_, devices, *_rest), f in self.factors.items() if devices > 1]
+        if plan.replicas:
+            return exp(fmean(log(self.factor(replica)) for replica in plan.replicas))
+        others = [log(f) for (_, devices, replicas, *_rest), f in self.factors.items() if devices > 1 and not replicas]
         return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
 
 
@@ -56,12 +59,16 @@ class Experience:
     def __init__(self) -> None:
         self._runs: dict[Way, deque[tuple[float, float]]] = {}
 
-    def ran(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Take the measured time of a run of `tokens` tokens that had the devices to itself."""
+    def ran(self, plan: Plan, tokens: int, seconds: float, now: float, whole: Plan | None = None) -> None:
+        """Take the measured time of a run of `tokens` tokens that had the devices to itself.
+
+        whole: the plan of which `plan` is a replica. It teaches about that alone: the same division without others
+        beside it need not be as slow.
+        """
         if plan.predicted_s <= 0 or plan.predicted_tokens <= 0 or not 0.8 < tokens / plan.predicted_tokens < 1.25:
             return  # the time of another length is not in proportion
         ratio = seconds / (plan.predicted_s * tokens / plan.predicted_tokens)
-        runs = self._runs.setdefault(way(plan), deque(maxlen=KEPT))
+        runs = self._runs.setdefault(way(whole or plan), deque(maxlen=KEPT))
         runs.append((now, min(max(ratio, LEAST), MOST)))
 
     def learned(self, now: float) -> Learned:

@@ -199,7 +199,7 @@ def price(
         needs,
         missing,
         use,
-        question.learned.factor(plan.runs[0]),
+        question.learned.factor(plan),
         load,
         1 / sum(1 / max(_period(question.cluster, run.devices), 1e-9) for run in runs),
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},

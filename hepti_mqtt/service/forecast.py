@@ -74,11 +74,16 @@ class Forecasts:
         self._closed = False
 
     def stand(self, standing: tuple[Standing, ...]) -> None:
-        """Take the plans that there are now, and foresee under the new ones what was asked for of late."""
+        """Take the plans that there are now, and foresee under the new ones what was asked for of late.
+
+        A plan that was priced anew counts as a new one.
+        """
         with self._changed:
-            before = {s.plan.epoch for s in self._standing}
+            before = {s.plan.epoch: s.cluster for s in self._standing}
             self._standing = standing
-            for new in (s for s in standing if s.plan.epoch not in before):
+            for new in (s for s in standing if before.get(s.plan.epoch) is not s.cluster):
+                for key in [key for key in self._known if key[0] == new.plan.epoch]:
+                    del self._known[key]
                 for shape in self._late[new.plan.model]:
                     self._add(_Work(new.plan, new.cluster, shape), urgent=False)
             self._changed.notify()

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, roles
 from hepti_mqtt.lowering.graph import TEMPLATE
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.ops import Op, ReorderedAttention
 from hepti_mqtt.lowering.regions import disjoint, volume
 from hepti_mqtt.lowering.tiles import Tile
 from hepti_mqtt.plan import Plan
@@ -43,12 +43,14 @@ class WorkFactor:
     total: FLOPs of all devices over those of one device alone. roles: elements computed over distinct ones, for each
     role of tensors where that is more than 1; copies and sums of partial results are not counted. maps: None for a
     model without feature maps. idle: devices that compute nothing, as where there are fewer rows than devices.
+    reordered: whether attention is over its input, without keys and values.
     """
 
     total: float
     roles: Mapping[str, float]
     maps: MapBytes | None = None
     idle: tuple[str, ...] = ()
+    reordered: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -60,6 +62,8 @@ class WorkFactor:
             told["maps"] = self.maps._asdict()
         if self.idle:
             told["idle"] = list(self.idle)
+        if self.reordered:
+            told["reordered"] = True
         return told
 
     def text(self) -> str:
@@ -71,6 +75,8 @@ class WorkFactor:
             parts.append(
                 f"halo {halo / 1e3:.1f} kB, whole maps {gathered / 1e3:.1f} kB, computed again {flops / 1e6:.2f} MFLOP"
             )
+        if self.reordered:
+            parts.append("products reordered: attention is over its input, and no keys or values are computed")
         if self.idle:
             parts.append(f"nothing to do for {', '.join(self.idle)}")
         return "; ".join(filter(None, parts))
@@ -96,7 +102,8 @@ def work_factor(made: Lowered, alone: Lowered) -> WorkFactor:
     total = flops(made) / one if one else 1.0
     again = {role: f for role, f in factors.items() if f >= WORTH_SAYING}
     idle = tuple(d for d in made.names if not any(isinstance(op, Compute) for _, _, op in made.draft(d).ops))
-    return WorkFactor(total, again, _map_bytes(made, (total - 1) * one), idle)
+    other = any(isinstance(op, ReorderedAttention) for op in made.graph.ops)
+    return WorkFactor(total, again, _map_bytes(made, (total - 1) * one), idle, other)
 
 
 def _map_bytes(made: Lowered, flops_again: float) -> MapBytes | None:

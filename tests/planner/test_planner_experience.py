@@ -64,3 +64,40 @@ def test_a_length_near_the_predicted_one_is_scaled():
 @given(st.lists(st.floats(1e-6, 1e6), max_size=20))
 def test_a_factor_stays_within_bounds(seconds):
     assert LEAST <= after(*seconds).learned(0.0).factor(SPLIT) <= MOST
+
+
+def side_by_side(*groups, **options):
+    """Return replicas of one device each, or of several that a split divides."""
+    inside = [replace(SPLIT, devices=g) if len(g) > 1 else replace(SINGLE, devices=g, head=g[0]) for g in groups]
+    devices = tuple(device for group in groups for device in group)
+    return replace(SPLIT, strategy="replicas", options=options, devices=devices, replicas=tuple(inside))
+
+
+def test_what_replicas_teach_is_of_their_whole_plan_and_makes_none_of_its_parts_slower():
+    whole = side_by_side(("a",), ("b",))
+    experience = Experience()
+    for _ in range(ENOUGH):
+        for part in whole.replicas:
+            experience.ran(part, 100, 0.6, 0.0, whole)
+    learned = experience.learned(0.0)
+    assert learned.factor(whole) == pytest.approx(3.0)
+    assert learned.factor(SINGLE) == 1.0
+    assert learned.factor(SPLIT) == 1.0, "a division that exchanges something was not tried"
+    assert learned.factor(side_by_side(("a",), ("b",), ("c",))) == 1.0
+    assert learned.factor(side_by_side(("a", "b"), ("c", "d"), groups="2")) == 1.0
+
+
+def test_replicas_that_were_never_used_are_as_far_off_as_their_plans_by_themselves():
+    learned = after(*[0.4] * ENOUGH).learned(0.0)
+    assert learned.factor(side_by_side(("a", "b"), ("c", "d"), groups="2")) == pytest.approx(2.0)
+    assert learned.factor(side_by_side(("a", "b"), ("c",), groups="2")) == pytest.approx(2.0**0.5)
+    assert learned.factor(side_by_side(("a",), ("b",))) == 1.0
+
+
+def test_what_is_learned_takes_as_much_room_whatever_the_devices_are_called():
+    experience = Experience()
+    for number in range(100):
+        whole = side_by_side((f"a{number}",), (f"b{number}",))
+        for part in whole.replicas * ENOUGH:
+            experience.ran(part, 100, 0.6, 0.0, whole)
+    assert list(experience.learned(0.0).factors) == [way(whole)]

@@ -23,7 +23,7 @@ ROOM = 1 << 30
 def question(speeds, rooms=None, spec=SPEC, **asked):
     names = [f"d{i}" for i in range(len(speeds))]
     profiles = {
-        n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-4 / s), (20, 2e-3 / s))),), 1e6 * s, 1e7 * s, memory_bytes=room)
+        n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-4 / s), (20, 2e-3 / s))),), 2e7 * s, 1e7 * s, memory_bytes=room)
         for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
     }
     cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
@@ -57,12 +57,24 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
 
 def test_of_throughputs_that_are_alike_the_plan_that_sends_least_is_chosen():
     """A little experience with one device must not bring devices to wait for each other."""
-    slower = Learned({("single", 1, "f32", "f32", "broker"): 1.03})
+    slower = Learned({("single", 1, 0, "f32", "f32", "broker"): 1.03})
     asked = question((1, 1, 1, 1), objective="throughput", compare=False, learned=slower)
     fast = dict.fromkeys(asked.cluster.devices, Link(1e-5, 1e9, 1e9))
     found = decide(replace(asked, cluster=replace(asked.cluster, links=fast, endpoints=frozenset(fast))))
     assert found.chosen.name == found.ranking[0].name == "replicas"
     assert min(c.price.cost[0] for c in found.ranking) < found.chosen.price.cost[0]
+
+
+def test_replicas_are_priced_by_what_they_have_taught_themselves():
+    asked = question((1, 1), objective="throughput", strategy="replicas", compare=False)
+    price = decide(asked).chosen.price
+    alone, side_by_side = ("single", 1, 0, "f32", "f32", "broker"), ("replicas", 2, 2, "f32", "f32", "broker")
+    for factors, learned in (({alone: 1.5}, 1.5), ({alone: 1.5, side_by_side: 2.5}, 2.5), ({side_by_side: 0.9}, 0.9)):
+        found = decide(replace(asked, learned=Learned(factors))).chosen.price
+        assert found.learned == pytest.approx(learned)
+        assert found.between_s == pytest.approx(learned * price.between_s)
+    single = decide(replace(asked, strategy="single", devices=("d0",), learned=Learned({side_by_side: 2.5})))
+    assert single.chosen.price.learned == 1.0
 
 
 def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
@@ -105,5 +117,5 @@ def test_a_device_without_room_for_a_replica_is_left_out_unless_it_is_pinned():
 
 
 def test_what_a_method_cannot_be_asked_for_is_an_error_that_names_the_limits():
-    with pytest.raises(ConfigError, match=r"row has no option groups=2; it has .*heads"):
-        decide(question((1, 1), strategy="row", options={"groups": "2"}))
+    with pytest.raises(ConfigError, match=r"row has no option groups=3; it has .*heads"):
+        decide(question((1, 1), strategy="row", options={"groups": "3"}))

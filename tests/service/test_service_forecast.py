@@ -96,6 +96,24 @@ def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, sp
     assert made == [(number, shape) for number in (1, 2) for shape in SHAPES]
 
 
+def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, made):
+    one = standing(spec)
+    forecasts.stand((one,))
+    forecasts.begin("bert", SHAPES[:1])
+    make_all(forecasts)
+    before = forecasts.told(one.plan, SHAPES[0])
+    slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
+    anew = Standing(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
+    forecasts.stand((anew,))
+    assert not forecasts.told(anew.plan, SHAPES[0]).simulated
+    make_all(forecasts)
+    assert made == [(1, SHAPES[0])] * 2
+    assert forecasts.told(anew.plan, SHAPES[0]).seconds > before.seconds
+    forecasts.stand((anew,))
+    make_all(forecasts)
+    assert len(made) == 2, "nothing has changed since"
+
+
 def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypatch):
     monkeypatch.setattr(module, "WAITING", 2)
     monkeypatch.setattr(module, "KEPT", 1)
