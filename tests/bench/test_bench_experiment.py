@@ -29,8 +29,8 @@ def made(**changes):
 
 def test_cells_are_what_the_file_says():
     found = cells(made())
-    # single on 1; auto and the three variants of row on 2 and on pi1+pi4; 3 inputs at 2 rates
-    assert len(found) == (1 + 4 * 2) * 3 * 2
+    # single on 1; auto and the four variants of row on 2 and on pi1+pi4; 3 inputs at 2 rates
+    assert len(found) == (1 + 5 * 2) * 3 * 2
     assert len({c.id for c in found}) == len(found)
     assert {c.tokens for c in found if c.model == "tiny-vit"} == {None}
     assert {c.devices for c in found if c.strategy == "single"} == {("pi1",)}

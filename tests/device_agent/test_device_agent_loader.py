@@ -1,10 +1,9 @@
-import threading
-from collections import Counter, deque
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from device_agent_support import LOG, Device, Model, check_weights
+from device_agent_support import Device, Model, check_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,10 +12,7 @@ from device_agent.loader import (
     MISMATCHES,
     PROGRESS_S,
     WINDOW,
-    WeightLoader,
 )
-from device_agent.loader_thread import AskAgain, LoaderThread, TileIn
-from device_agent.tiles import TileCache
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import loading_bytes
@@ -407,71 +403,3 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
     check_weights(MODEL, device.of(Loaded)[0].weights)
     assert not device.of(LoadFailed)
     assert device.counters["tiles_mismatched"] == 0
-
-
-class Served:
-    """A loader thread with a planner that answers at once."""
-
-    def __init__(self, directory, model):
-        self.events, self.done = [], threading.Event()
-        self.counters = Counter()
-        loader = WeightLoader(TileCache(directory, 1 << 30, self.counters), self.emit, self.ask, self.counters)
-        self.thread = LoaderThread(loader, self.counters, LOG)
-        self.model = model
-        self.thread.start()
-
-    def emit(self, event):
-        self.events.append(event)
-        if not isinstance(event, LoadProgress):
-            self.done.set()
-
-    def ask(self, _, hashes):
-        for digest in hashes:
-            self.thread.post(TileIn(self.model.blobs[digest], True))
-
-    def wait(self):
-        assert self.done.wait(30)
-        self.done.clear()
-
-
-def test_the_thread_loads_and_ends(tmp_path):
-    served = Served(tmp_path, MODEL)
-    served.thread.post(AskAgain())
-    served.thread.post(MODEL.load())
-    served.wait()
-    served.thread.post(Unload("m", Epoch(1, 1)))
-    served.thread.post(MODEL.load(2))
-    served.wait()
-    served.thread.close()
-    assert [type(e) for e in served.events if not isinstance(e, LoadProgress)] == [Loaded, Loaded]
-    check_weights(MODEL, served.events[-1].weights)
-    assert served.counters["tiles_asked"] == 1 + len(MODEL.needed())
-
-
-def test_the_thread_survives_a_mistake(tmp_path, monkeypatch):
-    def broken(self, job, manifest):
-        raise RuntimeError("a mistake")
-
-    served = Served(tmp_path, MODEL)
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightLoader, "_plan", broken)
-        served.thread.post(MODEL.load(1))
-        served.wait()
-    assert "a mistake" in str(served.events[-1].error)
-    served.thread.post(MODEL.load(2))
-    served.wait()
-    check_weights(MODEL, served.events[-1].weights)
-    served.thread.close()
-
-
-def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("device_agent.loader_thread.QUEUED_BYTES", 1000)
-    counters = Counter()
-    cache = TileCache(tmp_path, 0, counters)
-    thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h: None, counters), counters, LOG)
-    for _ in range(5):
-        thread.post(TileIn(bytes(400), True))
-    assert counters["tiles_overflowed"] == 3
-    thread.start()
-    thread.close()
-    assert counters["tiles_unneeded"] == 2
