@@ -49,6 +49,7 @@ PINS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("bert", {**ROW, "devices": list(DEVICES), "wire": "i8"}),
     ("bert", {"strategy": "megatron", "devices": ["b", "c"], "route": "mesh"}),
     ("words", {**ROW, "devices": ["a", "c"]}),
+    ("words", {"strategy": "single", "devices": ["b"]}),  # so that all hold its weights before a plan moves
     ("words", {}),
     ("gpt", {"strategy": "decoder", "devices": ["a", "b"], "route": "mesh"}),
 )
@@ -131,6 +132,11 @@ class Load:
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(what.clients)]
         for thread in self._threads:
             thread.start()
+
+    def warm(self) -> None:
+        """Ask everything once: a device that has not computed yet has loaded neither Numba nor its weights."""
+        for question in self._questions:
+            self._ask(self._clients[0], question)
 
     def go(self) -> None:
         self._going.set()
@@ -252,6 +258,7 @@ def _processes(site: Site, broker: EmbeddedBroker, hepti: Hepti) -> dict[str, He
 def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Load, say: bool) -> Report:
     held, lost = _processes(site, broker, hepti), dict[tuple[str, str], int]()
     rng = random.Random(what.seed)
+    load.warm()
     load.go()
     _work(what.seconds * STOP_AT, what, site, held)
     wrong = _compare(hepti, load, {}, "before the stop")
