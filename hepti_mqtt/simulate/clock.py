@@ -1,7 +1,8 @@
 """The discrete-event simulator: the executor's own machine on devices with one session thread each, links that queue.
 
 A device's thread does one thing at a time, as its shell does: it takes what has arrived, in that order, and only then
-begins the op that the machine says. Taking a frame costs time like an op. A request is over with its last report.
+begins the op that the machine says. Taking a frame costs time like an op. A request is answered with the last part of
+its output, and has left the devices with their last report.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ENDS: Final = 1
 
 @dataclass(slots=True)
 class _Flight:
-    """A request that was dispatched; missing: parts of the answer and reports that are to come.
+    """A request that was dispatched; outputs, reports: parts of the answer, and words of devices, that are to come.
 
     until_s: when it should be over, by prediction.
     """
@@ -41,7 +42,8 @@ class _Flight:
     parts: dict[str, Part]
     asked_s: float
     dispatched_s: float
-    missing: int
+    outputs: int
+    reports: int
     until_s: float
     answered_s: float | None = None
 
@@ -127,7 +129,7 @@ class Clock:
         parts = {name: self.part(name, program) for name, program in choice.programs.items()}
         outputs = sum(isinstance(op, Send) and PLANNER in op.to for p in parts.values() for op in p.program.ops)
         asked_s = now if request.asked_s is None else request.asked_s
-        flight = _Flight(request, parts, asked_s, now, outputs + len(parts), until_s)
+        flight = _Flight(request, parts, asked_s, now, outputs, len(parts), until_s)
         self.flights[admission] = flight
         self.running.append(flight)
         self.leases.begin(now, admission, tuple(parts), max(len(p.template.begins) for p in parts.values()))
@@ -145,11 +147,22 @@ class Clock:
         return self._known[key]
 
     def heard(self, now: float, admission: int) -> None:
-        """Take a part of an answer, or a device's report."""
+        """Take a part of an answer: with the last one it leaves, whoever has yet to report."""
         flight = self.flights[admission]
-        flight.missing -= 1
-        if not flight.missing:
+        flight.outputs -= 1
+        if not flight.outputs:
             flight.answered_s = now
+        self.left(now, flight)
+
+    def reported(self, now: float, admission: int) -> None:
+        """Take a device's report; after the last one there is room for another request."""
+        flight = self.flights[admission]
+        flight.reports -= 1
+        self.left(now, flight)
+
+    def left(self, now: float, flight: _Flight) -> None:
+        """Dispatch what waits, if nothing of this request is to come any more."""
+        if not flight.outputs and not flight.reports:
             self.running = [other for other in self.running if other is not flight]
             self.pump(now)
 
@@ -278,7 +291,7 @@ class Clock:
         size = done_bytes(self.naming, device.name)
         device.use.sent_bytes += size
         [when] = self.links.transmit(now, device.name, (PLANNER,), size, "done").values()
-        self.at(when, _ARRIVES, self.heard, admission)
+        self.at(when, _ARRIVES, self.reported, admission)
         self.at(when, _ARRIVES, self.leases.reported, admission, device.name)
         self.turn(now, device)
 

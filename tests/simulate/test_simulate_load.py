@@ -58,7 +58,8 @@ def test_a_pipeline_takes_the_next_request_while_the_last_one_is_on_its_way():
     full = loaded(wanted, cluster, in_flight=3)
     assert full.requests_per_s > 2.0 / one  # not 3: the first stage has stem and task too
     assert full.latency_s >= one
-    assert loaded(wanted, cluster, in_flight=1).requests_per_s == pytest.approx(1 / one, rel=1e-6)
+    by_turns = loaded(wanted, cluster, in_flight=1).requests_per_s
+    assert 0.999 / one < by_turns < 1 / one, "the next one waits for the reports of the last, an answer does not"
 
 
 def test_one_device_gains_nothing_but_the_time_of_its_frames():

@@ -106,12 +106,12 @@ def test_one_round_trip_by_hand():
         send_bytes(NAMING, "d0", op, parts["d0"].slots[op.slot])[0] for op in parts["d0"].ops if isinstance(op, Send)
     )
     gather = send_bytes(NAMING, "d1", parts["d1"].ops[1], parts["d1"].slots[0])[0]
-    dispatch, done = dispatch_bytes(NAMING, SPEC, SHAPE, NAMES), done_bytes(NAMING, "d0")
+    dispatch = dispatch_bytes(NAMING, SPEC, SHAPE, NAMES)
     concat = 2 * 4 * 8 * 4 / 1e6
     # Two links carry an exchange at once, a broker one after the other.
-    hops = (dispatch + scatter + gather + out + done) / RATE
+    hops = (dispatch + scatter + gather + out) / RATE
     assert result.seconds == pytest.approx(hops + 6 * LATENCY + concat, rel=1e-9)
-    assert result.nbytes == dispatch + scatter + gather + out + 2 * done
+    assert result.nbytes == dispatch + scatter + gather + out + 2 * done_bytes(NAMING, "d0")
     drawn = {(e.device, e.lane): e for e in result.events if e.label == "1"}
     assert drawn["d0", "up"].start < drawn["d1", "down"].stop
     assert result.seconds < simulate(NAMING, SPEC, SHAPE, relay(2), cluster).seconds
