@@ -70,12 +70,14 @@ class WeightLoader:
     # -- what the session wants ----------------------------------------------------------------------------------
 
     def load(self, load: Load, now: float) -> None:
-        """Begin, or queue, a load."""
-        self._jobs.append(Job(load))
+        """Begin, or queue, a load, and say so."""
+        self._jobs.append(job := Job(load, total_bytes=max(weight_total(load.refs), 1)))
         wanted = {(load.manifest, ref) for ref in load.refs}
         self._make_room(load.spare_bytes, wanted)
         if len(self._jobs) == 1:
             self._begin(now)
+        if any(other is job for other in self._jobs):
+            self._say(job)
 
     def unload(self, unload: Unload, now: float) -> None:
         """Cancel the load of an epoch, or give up its weights where no other epoch uses them."""
@@ -116,6 +118,7 @@ class WeightLoader:
                 if digest not in job.set_aside:
                     job.set_aside.add(digest)
                     insort(job.on_disk, digest, key=job.order.__getitem__)
+                self._tell(now)
                 return
             self._guarded(job, lambda: self._take(job, digest, body, now), now)
         elif mine and digest not in self._ever_asked:
@@ -263,7 +266,10 @@ class WeightLoader:
             return
         self._told_s = now
         for job in self._jobs:  # also those that wait, or the planner would give them up
-            self._emit(LoadProgress(job.load.model, job.load.epoch, job.done_bytes, job.total_bytes))
+            self._say(job)
+
+    def _say(self, job: Job) -> None:
+        self._emit(LoadProgress(job.load.model, job.load.epoch, job.done_bytes, job.total_bytes))
 
     def _guarded(self, job: Job, act: Callable[[], None], now: float) -> None:
         """Run `act`; what goes wrong with one load ends that load, with the reason."""

@@ -20,6 +20,7 @@ import pytest
 from device_agent.install import directories
 from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
+from hepti_mqtt.service.forecast import PAUSE_S
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 from hepti_mqtt.wire.topics import Topics
 
@@ -29,23 +30,23 @@ SITE = "test"
 MEASUREMENT = "measurement.json"
 
 
-def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S) -> Any:
+def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S, every: float = 0.02) -> Any:
     """Return what `holds` gives as soon as it is true; for what cannot be waited for otherwise."""
     until = time.monotonic() + timeout
     while not (found := holds()):
         assert time.monotonic() < until, f"{what} did not come true within {timeout} s"
-        time.sleep(0.02)
+        time.sleep(every)
     return found
 
 
 def foretold(ask: Callable[[], Answer]) -> Answer:
-    """Return an answer with an exact forecast: none waits for its own, but the next one finds it made."""
+    """Return an answer with an exact forecast: none waits for its own, but one after a pause finds it made."""
 
     def simulated() -> Answer | None:
         answer = ask()
         return answer if answer.raw["forecast"] == "simulated" else None
 
-    found: Answer = poll(simulated, "an answer with its forecast")
+    found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
     return found
 
 

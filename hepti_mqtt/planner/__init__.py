@@ -6,7 +6,7 @@ from hepti_mqtt.planner.accuracy import decide_within, wire_errors
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
-from hepti_mqtt.planner.price import Price, Question, peak_bytes, price
+from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_soon
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "DriftRule",
     "Experience",
     "Learned",
+    "Played",
     "Price",
     "Question",
     "decide",

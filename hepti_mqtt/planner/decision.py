@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner.price import Price
+from hepti_mqtt.planner.price import Played, Price
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +43,8 @@ class Decision:
     def single(self) -> Candidate | None:
         """Return the best device alone, whether chosen or not; None if no device holds the model."""
         return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
+
+    def played(self, run: Plan) -> Played | None:
+        """Return the search's own simulation of the chosen plan, or of one of its replicas; None if it has none."""
+        devices = set(run.devices)
+        return next((p for p in self.chosen.price.played if p.simulation.devices.keys() == devices), None)

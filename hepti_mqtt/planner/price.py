@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
@@ -75,6 +76,13 @@ class Question:
         return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
+class Played(NamedTuple):
+    """One request under a plan without replicas, all its layers simulated."""
+
+    shape: RequestShape
+    simulation: Simulation
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
@@ -82,6 +90,7 @@ class Price:
     learned: how many times as long it took in earlier runs than the simulator says. load: what it does with several
     requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
     for what devices compute and send. room: bytes that each device has. objective: what plans are compared by.
+    played: the request under each replica, where all of its layers were simulated.
     """
 
     seconds: float
@@ -94,6 +103,7 @@ class Price:
     period_s: float = 0.0
     room: Mapping[str, float] = field(default_factory=dict)
     objective: Objective = "latency"
+    played: tuple[Played, ...] = ()
 
     @property
     def expected_s(self) -> float:
@@ -204,6 +214,7 @@ def price(
         1 / sum(1 / max(_period(question.cluster, run.devices), 1e-9) for run in runs),
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
         question.objective,
+        tuple(Played(question.shape, run) for run in runs) if full else (),
     )
 
 

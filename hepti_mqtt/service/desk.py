@@ -71,8 +71,8 @@ class _Ticket:
 class Desk:
     """Turns requests into jobs and results into answers; keeps late answers for requests that come again.
 
-    forecasts: begun with every request, and told in its answer as far as they have come. request_pins: whether requests
-    may pin anything.
+    forecasts: wanted with every request, and told in its answer as far as they have come. request_pins: whether
+    requests may pin anything.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Desk:
         return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
 
     def foresee(self, job: Job) -> None:
-        """Begin to work out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
+        """Want worked out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
         self._forecasts.begin(job.key.model, dict.fromkeys(job.shapes()))
 
     def _reading_s(self, command: Answer, ticket: _Ticket) -> float:

@@ -1,16 +1,20 @@
 """What requests will cost under their plans, worked out on a thread of its own so that no answer waits for it.
 
-A forecast takes as long as building every device's Program. It is begun when a request comes in, or when a plan is
-prepared for lengths that were asked for of late; an answer that is ready first goes out with an estimate.
+What a plan was chosen by the search has simulated already: that is its forecast for requests of this length. Any other
+takes as long as building every device's Program. It is wanted when a request comes in, or when a plan is prepared for
+lengths that were asked for of late, and made in a pause of its model: beside a run it would take the processor from
+whoever has that. An answer that is ready first goes out with an estimate.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 from typing import Final, NamedTuple
 
@@ -18,6 +22,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.planner import Played
 from hepti_mqtt.runtime.planner.flight import RunStats
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.simulate import Naming, simulate
@@ -26,6 +31,8 @@ from hepti_mqtt.spec import RequestShape, Spec
 KEPT: Final = 1024
 WAITING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up
 LATE: Final = 4  # shapes of each model that a new plan is expected to see
+PAUSE_S: Final = 0.25  # without a run, and since the last request: one that comes right behind it is no pause
+UNPAUSED_S: Final = 30.0  # without a pause, one forecast is made beside the runs
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +55,13 @@ class Forecast:
         by = tokens / max(self.tokens, 1)
         return Forecast(tokens, self.seconds * by, self.nbytes * by, self.flops, simulated=False)
 
+    @classmethod
+    def of(cls, played: Played) -> Forecast:
+        """Return what a simulation says."""
+        simulation = played.simulation
+        flops = {name: use.flops for name, use in simulation.devices.items()}
+        return cls(played.shape.size, simulation.seconds, simulation.nbytes, flops)
+
 
 class _Work(NamedTuple):
     plan: Plan
@@ -60,10 +74,13 @@ class _Work(NamedTuple):
 
 
 class Forecasts:
-    """The forecasts of one site. Only `step` and `run` take their time; all else may be called on any thread."""
+    """The forecasts of one site. Only `step` and `run` take their time; all else may be called on any thread.
 
-    def __init__(self, site: str, specs: Mapping[str, Spec]) -> None:
-        self._site, self._specs = site, specs
+    clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, site: str, specs: Mapping[str, Spec], clock: Callable[[], float] = time.monotonic) -> None:
+        self._site, self._specs, self._clock = site, specs, clock
         self._changed = threading.Condition()  # guards all that follows
         self._standing: tuple[Standing, ...] = ()
         self._late: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
@@ -71,19 +88,26 @@ class Forecasts:
         self._asked: deque[tuple[list[_Work], Callable[[], None]]] = deque()
         self._known: OrderedDict[tuple[Epoch, RequestShape], Forecast] = OrderedDict()
         self._met: OrderedDict[RequestShape, RunStats] = OrderedDict()
+        self._computing: frozenset[str] = frozenset()
+        self._used_s = dict.fromkeys(specs, -inf)  # when a request of each model last came, or a run of it ended
+        self._waits_s: dict[str, float] = {}  # since when forecasts of each model wait for a pause
         self._closed = False
 
     def stand(self, standing: tuple[Standing, ...]) -> None:
         """Take the plans that there are now, and foresee under the new ones what was asked for of late.
 
-        A plan that was priced anew counts as a new one.
+        A plan that was priced anew counts as a new one. What the search has simulated is known at once.
         """
         with self._changed:
             before = {s.plan.epoch: s.cluster for s in self._standing}
-            self._standing = standing
+            self._standing, stands = standing, {s.plan.epoch for s in standing}
+            for key in [key for key in self._ahead if key[0] not in stands]:
+                del self._ahead[key]
             for new in (s for s in standing if before.get(s.plan.epoch) is not s.cluster):
                 for key in [key for key in self._known if key[0] == new.plan.epoch]:
                     del self._known[key]
+                if new.played is not None:
+                    self._know((new.plan.epoch, new.played.shape), Forecast.of(new.played))
                 for shape in self._late[new.plan.model]:
                     self._add(_Work(new.plan, new.cluster, shape), urgent=False)
             self._changed.notify()
@@ -91,7 +115,7 @@ class Forecasts:
     def begin(self, model: str, shapes: Iterable[RequestShape]) -> None:
         """Foresee a request under every plan of its model that there is, the newest request first."""
         with self._changed:
-            late = self._late[model]
+            late, self._used_s[model] = self._late[model], self._clock()
             for shape in shapes:
                 late[shape] = None
                 late.move_to_end(shape)
@@ -101,6 +125,17 @@ class Forecasts:
                     if one.plan.model == model:
                         self._add(_Work(one.plan, one.cluster, shape), urgent=True)
             self._changed.notify()
+
+    def computing(self, models: frozenset[str]) -> None:
+        """Take the models of which runs are under way: what is only foreseen of them waits."""
+        if models == self._computing:
+            return
+        with self._changed:
+            now = self._clock()
+            self._used_s.update((model, now) for model in self._computing - models)
+            self._computing = models
+            if self._ahead:
+                self._changed.notify()
 
     def met(self, run: RunStats) -> None:
         """Take note of the shape of a run of several requests: most come once, one that comes again is foreseen.
@@ -143,17 +178,14 @@ class Forecasts:
             continue
 
     def step(self, wait: bool = False) -> bool:
-        """Make the most urgent forecast; return False if there is none, with `wait` only after `close`."""
+        """Make the most urgent forecast; return False if none may be made now, with `wait` only after `close`."""
         with self._changed:
-            while wait and not self._closed and not self._asked and not self._ahead:
-                self._changed.wait()
-            if self._closed or not (self._asked or self._ahead):
+            works, act, due_s = self._next()
+            while wait and not works and act is None and not self._closed:
+                self._changed.wait(None if due_s == inf else max(due_s - self._clock(), 0.0))
+                works, act, due_s = self._next()
+            if self._closed or not (works or act):
                 return False
-            act = None
-            if self._asked:
-                works, act = self._asked.popleft()
-            else:
-                works = [self._ahead.popitem(last=False)[1]]
         for work in works:
             self._make(work)
         if act is not None:
@@ -166,9 +198,28 @@ class Forecasts:
             self._closed = True
             self._changed.notify()
 
+    def _next(self) -> tuple[list[_Work], Callable[[], None] | None, float]:
+        """Take what is to be made now, and whom to tell; or else say when to look again, infinity: after a change."""
+        if self._asked:
+            return *self._asked.popleft(), 0.0
+        now, due_s = self._clock(), inf
+        for work in self._ahead.values():
+            model = work.plan.model
+            pause_s = inf if model in self._computing else self._used_s[model] + PAUSE_S
+            may_s = min(pause_s, self._waits_s[model] + UNPAUSED_S)
+            if now >= may_s:
+                del self._ahead[work.key]
+                self._waits_s[model] = now
+                return [work], None, 0.0
+            due_s = min(due_s, may_s)
+        return [], None, due_s
+
     def _add(self, work: _Work, urgent: bool) -> None:
         if work.key in self._known:
             return
+        model = work.plan.model
+        if all(waits.plan.model != model for waits in self._ahead.values()):
+            self._waits_s[model] = self._clock()
         self._ahead[work.key] = work
         self._ahead.move_to_end(work.key, last=not urgent)
         while len(self._ahead) > WAITING:
@@ -185,16 +236,18 @@ class Forecasts:
             _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.size, work.plan.epoch)
             return
         with self._changed:
-            self._known[work.key] = forecast
-            while len(self._known) > KEPT:
-                self._known.popitem(last=False)
+            self._know(work.key, forecast)
+
+    def _know(self, key: tuple[Epoch, RequestShape], forecast: Forecast) -> None:
+        self._known[key] = forecast
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
 
     def _simulated(self, work: _Work) -> Forecast:
         plan, cluster, shape = work
         spec = self._specs[plan.model]
-        played = simulate(Naming(self._site, plan.model), spec, shape, programs(spec, plan, shape), cluster)
-        flops = {name: use.flops for name, use in played.devices.items()}
-        return Forecast(shape.size, played.seconds, played.nbytes, flops)
+        naming, parts = Naming(self._site, plan.model), programs(spec, plan, shape)
+        return Forecast.of(Played(shape, simulate(naming, spec, shape, parts, cluster)))
 
 
 def _of_plan(plan: Plan) -> Forecast:

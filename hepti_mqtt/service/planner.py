@@ -291,10 +291,7 @@ class _Planner:
             if isinstance(item, events.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.post.again(time.monotonic())
-            if callable(item):
-                self._guarded(item)
-            else:
-                self._guarded(partial(self._handle, item))
+            self._guarded(item if callable(item) else partial(self._handle, item))
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -311,6 +308,7 @@ class _Planner:
             wanted = [commands.Refuse(event.job, self._mistake(error))]
         for command in wanted:
             self._guarded(partial(self._carry_out, command))
+        self.forecasts.computing(self.session.slots.computing())
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.stand(standing)

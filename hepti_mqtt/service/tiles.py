@@ -20,7 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class TileServer:
-    """Publishes tiles that devices ask for, in the order of asking.
+    """Publishes tiles that devices ask for: those of one in the order of asking, and of several each in turn.
+
+    So on a slow link a device waits for one tile of each other, not for all that they have asked for: without any for
+    long it would be taken for one that hangs.
 
     publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which is what keeps few tiles in
     memory. unreadable(model, device, error): a device waits for what cannot be read any more. counters: tiles and
@@ -40,6 +43,7 @@ class TileServer:
         self._checkpoints = checkpoints
         self._publish, self._unreadable = publish, unreadable
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
+        self._sent: dict[str, int] = {}  # by device: which tile was its last one, of those since nobody waited
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.counters: Counter[str] = Counter()
@@ -81,7 +85,14 @@ class TileServer:
         with self._changed:
             while not self._wanted and not self._closed.is_set():
                 self._changed.wait()
-            return None if self._closed.is_set() else self._wanted.popitem(last=False)
+            if self._closed.is_set():
+                return None
+            # The first of equals is the one that was asked for first.
+            key = min(self._wanted, key=lambda wanted: min(self._sent.get(d, 0) for d in self._wanted[wanted]))
+            devices = self._wanted.pop(key)
+            number = 1 + max(self._sent.values(), default=0)
+            self._sent = self._sent | dict.fromkeys(devices, number) if self._wanted else {}
+            return key, devices
 
     def _payload(self, model: str, digest: bytes) -> bytes:
         checkpoint = self._checkpoints[model]

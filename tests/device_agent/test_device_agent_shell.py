@@ -185,10 +185,9 @@ def test_ready_after_weights_and_every_acknowledgement(device):
     (load,) = d.loader.loads()
     assert load.refs == resident_weights(SPEC, PLAN, "d0")
     d.loaded()
-    assert d.ups() == []
+    assert [type(m) for m in d.ups()] == [messages.Progress], "it gets further"
     d.acknowledge()
-    (ready,) = d.ups()
-    assert isinstance(ready, messages.Ready)
+    (ready,) = [m for m in d.ups() if isinstance(m, messages.Ready)]
     assert (ready.txn, ready.epoch) == (1, PLAN.epoch)
 
 

@@ -12,9 +12,10 @@ from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.experience import Learned
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.simulate import Naming, simulate
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30
@@ -119,3 +120,22 @@ def test_a_device_without_room_for_a_replica_is_left_out_unless_it_is_pinned():
 def test_what_a_method_cannot_be_asked_for_is_an_error_that_names_the_limits():
     with pytest.raises(ConfigError, match=r"row has no option groups=3; it has .*heads"):
         decide(question((1, 1), strategy="row", options={"groups": "3"}))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"objective": "throughput"},
+        {"strategy": "row", "options": {"variant": "kv"}, "wire": "f16"},
+        {"strategy": "replicas", "options": {"groups": "2"}},
+    ],
+    ids=["free", "throughput", "pinned", "replicas"],
+)
+def test_a_decision_has_the_simulation_of_the_very_plan_that_it_found(asked):
+    wanted = question((1, 1, 1, 1), **asked)
+    found = decide(wanted)
+    for run in found.chosen.plan.runs:
+        parts = programs(wanted.spec, run, wanted.shape)
+        alone = simulate(wanted.naming, wanted.spec, wanted.shape, parts, found.cluster)
+        assert found.played(run) == (wanted.shape, alone)

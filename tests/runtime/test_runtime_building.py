@@ -121,6 +121,17 @@ def test_a_request_that_was_foreseen_finds_its_program() -> None:
     assert (device.count("ahead"), device.count("late")) == (2, 0)
 
 
+def test_each_program_that_a_plan_waits_for_is_progress() -> None:
+    """To build several may take a slow device longer than the planner waits for a device that gets no further."""
+    device = Device([shape(n) for n in (3, 4, 5)])
+    for more in (1, 1, 1, 0):
+        (told,) = device.sent
+        assert isinstance(told, messages.Progress) is bool(more)
+        assert device.ready() or told.done_bytes == told.total_bytes > 0, "0 of 0 would say that nothing moves"
+        device.sent.clear()
+        device.build(most=more)
+
+
 def test_nothing_is_built_before_the_weights_are_there() -> None:
     device = Device()
     second = replace(plan(SPEC, ("single", {}), (1.0,)), model="m", epoch=Epoch(1, 2))

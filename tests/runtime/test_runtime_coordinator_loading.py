@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from scripted_site import Site, everyone
+from scripted_site import SPEC, Site, everyone
 
 from hepti_mqtt.errors import ModelError, RemoteError
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, REFUSALS, RETRY_S
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, PREPARE_S, REFUSALS, RETRY_S
 from hepti_mqtt.wire import messages
 
 
@@ -160,3 +163,70 @@ def test_a_device_that_prepares_without_progress_holds_nobody_up(speaks: bool) -
     assert site.now - begun < (25 if speaks else 8)
     site.ready("a")
     assert site.session.plan("m").devices == ("a",)
+
+
+def told_until_lost(site: Site, device: str, *told: messages.Message, seconds: float = 60.0) -> float:
+    """Let a device say the same again and again while all others are ready; return how long plans use it."""
+    begun = site.now
+    while site.now - begun < seconds and device in site.session.membership.usable():
+        site.tick(0.5)
+        for other in sorted(set(site.boots) - {device}):
+            site.ready(other)
+        for message in told:
+            site.event(events.UpMessage(device, message))
+    return site.now - begun
+
+
+@pytest.mark.parametrize("there_bytes", [100, 0], ids=["it loads", "it hangs"])
+def test_a_device_that_loads_for_another_plan_first_is_not_taken_for_one_that_hangs(there_bytes: int) -> None:
+    """Loads run one after the other there, so that of the second plan does not move."""
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.submit("pinned", pins=Pins(strategy="column"), within=1000)
+    first = site.prepares()["b"]
+    site.ready("a")
+    site.tick(1.1)
+    second = site.prepares()["b"]
+    epochs = [Plan.from_dict(prepare.plan).epoch for prepare in (first, second)]
+    assert len(set(epochs)) == 2
+    moves = messages.Progress(first.txn, "m", epochs[0], there_bytes, 10 * there_bytes)
+    lasts = told_until_lost(site, "b", moves, messages.Progress(second.txn, "m", epochs[1], 0, 0))
+    assert lasts >= 60 if there_bytes else lasts < 25
+
+
+@pytest.mark.parametrize("there_bytes", [100, 0], ids=["it loads", "it hangs"])
+def test_what_a_device_still_loads_for_a_plan_that_was_given_up_is_progress(there_bytes: int) -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b", "c")
+    site.tick(1.1)
+    given_up = site.prepares()["b"]
+    epoch = Plan.from_dict(given_up.plan).epoch
+    site.leave("a")
+    assert site.prepares()["b"].txn > given_up.txn
+    lasts = told_until_lost(site, "b", messages.Progress(given_up.txn, "m", epoch, there_bytes, 10 * there_bytes))
+    assert lasts >= 60 if there_bytes else lasts < 25
+
+
+def test_what_was_ready_before_is_only_a_word() -> None:
+    """A device that runs under another plan says so whenever it is asked, whether it loads or not."""
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    plan = site.settle()
+    active = site.prepares()["b"]
+    site.join("c")
+    site.tick(1.1)
+    assert site.prepares()["b"].txn > active.txn
+    ready = messages.Ready(active.txn, "m", plan.epoch, 1000, programs_digest(SPEC, plan))
+    assert told_until_lost(site, "b", ready) < 25
+
+
+def test_a_plan_is_not_given_up_while_its_devices_load_for_others() -> None:
+    """There may be many, and each may take long."""
+    site = Site()
+    site.join("a")
+    site.tick(1.1)
+    prepare = site.prepares()["a"]
+    told_until_lost(site, "a", messages.Progress(prepare.txn - 1, "m", Epoch(7, 9), 1, 2), seconds=2 * PREPARE_S)
+    assert site.prepares()["a"].txn == prepare.txn
+    told_until_lost(site, "a", seconds=PREPARE_S + 10)
+    assert site.prepares()["a"].txn > prepare.txn

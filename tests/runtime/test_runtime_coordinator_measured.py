@@ -9,7 +9,7 @@ from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat
 
 from hepti_mqtt.cluster import Link, PeerLink
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest
+from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Decision, Question, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.flight import Pins
@@ -295,3 +295,35 @@ def test_a_plan_that_is_found_again_has_its_price_by_the_measurements_of_now() -
     (after,) = site.session.snapshot()
     assert after.cluster != before.cluster
     assert after.plan.predicted_s == now.predicted_s
+
+
+def test_the_own_simulation_of_the_search_goes_with_the_plan_that_it_simulated() -> None:
+    shares = [1.0]
+
+    def simulated(question: Question) -> Decision:
+        chosen = everyone(question).chosen
+        weights = (1.0, shares[0])
+        plan = make_plan(question.spec, chosen.plan, "row", chosen.plan.options, weights)
+        candidate = replace(chosen, plan=plan, price=price(question, plan, full=True))
+        return Decision(candidate, (candidate,), "", question.cluster, programs_digest(question.spec, plan))
+
+    site = Site(decider=simulated)
+    site.join("a", "b")
+    site.settle()
+    (before,) = site.session.snapshot()
+    assert before.played == site.session.slots.own("m").plans.active.decision.chosen.price.played[0]
+    site.submit("r1", 16)
+    site.answer(1)
+    site.drift(dict.fromkeys(site.boots, 2.0), 40)
+    (slower,) = site.session.snapshot()
+    assert slower.plan.epoch == before.plan.epoch
+    assert slower.played.shape == before.played.shape
+    assert slower.played.simulation.seconds > before.played.simulation.seconds, "by the measurements of now"
+    shares[0] = 1.01
+    site.submit("r2", 16)
+    site.answer(2)
+    site.drift(dict.fromkeys(site.boots, 1.0), 60)
+    (other,) = site.session.snapshot()
+    assert other.plan.epoch == before.plan.epoch
+    assert other.cluster != slower.cluster, "it was found again, with shares that are as good as the same"
+    assert other.played is None, "which is not what the devices have"

@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from hepti_mqtt.runtime.planner.packs import packed
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import desk as module
 from hepti_mqtt.service.desk import Desk, Model, Reply
-from hepti_mqtt.service.forecast import Forecasts
+from hepti_mqtt.service.forecast import PAUSE_S, Forecasts
 from hepti_mqtt.service.limits import Room
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
 from hepti_mqtt.wire.topics import Topics
@@ -33,8 +34,13 @@ CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 
 @pytest.fixture
-def forecasts(checkpoints):
-    return Forecasts("home", {n: c.spec for n, c in checkpoints.items()})
+def clock():
+    return Mock(return_value=100.0)
+
+
+@pytest.fixture
+def forecasts(checkpoints, clock):
+    return Forecasts("home", {n: c.spec for n, c in checkpoints.items()}, clock)
 
 
 @pytest.fixture
@@ -309,7 +315,7 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
     assert data["error"]["code"] == RemoteError.code
 
 
-def test_a_forecast_is_made_while_the_devices_compute(desk, checkpoints, forecasts, monkeypatch):
+def test_a_forecast_is_made_on_a_thread_of_its_own(desk, checkpoints, forecasts, clock, monkeypatch):
     checkpoint = checkpoints["bert"]
     forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
     built = []
@@ -317,6 +323,7 @@ def test_a_forecast_is_made_while_the_devices_compute(desk, checkpoints, forecas
     job = ask(desk, {"text": "hello"})
     desk.foresee(job)
     assert not built, "not on the desk's thread"
+    clock.return_value += PAUSE_S
     assert forecasts.step()
     assert len(built) == 1
     data = told(desk.answer(finish(job, checkpoint), now=101.0))

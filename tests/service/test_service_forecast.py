@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,12 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.planner import Played
 from hepti_mqtt.runtime.planner.flight import RunStats
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.service import forecast as module
-from hepti_mqtt.service.forecast import Forecast, Forecasts, shares
-from hepti_mqtt.simulate import Naming, sent_bytes
+from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
+from hepti_mqtt.simulate import Naming, sent_bytes, simulate
 
 PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
@@ -30,9 +32,21 @@ def spec(checkpoints):
     return checkpoints["bert"].spec
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture
-def forecasts(spec):
-    return Forecasts("home", {"bert": spec})
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def forecasts(spec, clock):
+    return Forecasts("home", {"bert": spec}, clock)
 
 
 @pytest.fixture
@@ -54,6 +68,7 @@ def run_of(one, shape):
 
 
 def make_all(forecasts):
+    forecasts._clock.now += PAUSE_S
     while forecasts.step():
         continue
 
@@ -77,7 +92,8 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
     first = run_of(one, shape)
     forecasts.met(first)
     forecasts.met(first)  # by another request of the same run
-    assert not forecasts.step()
+    make_all(forecasts)
+    assert not made
     assert not forecasts.told(one.plan, shape).simulated
     forecasts.met(run_of(one, shape))
     make_all(forecasts)
@@ -88,7 +104,8 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
 
 def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
     forecasts.begin("bert", SHAPES)
-    assert not forecasts.step(), "there is no plan yet"
+    make_all(forecasts)
+    assert not made, "there is no plan yet"
     forecasts.stand((standing(spec, 1),))
     make_all(forecasts)
     forecasts.stand((standing(spec, 1), standing(spec, 2)))
@@ -112,6 +129,81 @@ def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(
     forecasts.stand((anew,))
     make_all(forecasts)
     assert len(made) == 2, "nothing has changed since"
+
+
+def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, made):
+    one, other = standing(spec), standing(spec, 2)
+    simulation = simulate(Naming("home", "bert"), spec, SHAPES[0], programs(spec, one.plan, SHAPES[0]), CLUSTER)
+    forecasts.begin("bert", SHAPES[:2])
+    forecasts.stand((replace(one, played=Played(SHAPES[0], simulation)), other))
+    told = forecasts.told(one.plan, SHAPES[0])
+    assert not forecasts.told(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
+    make_all(forecasts)
+    assert sorted(made, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
+    anew = replace(one, cluster=replace(CLUSTER))
+    forecasts.stand((anew,))
+    assert not forecasts.told(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
+    make_all(forecasts)
+    assert forecasts.told(one.plan, SHAPES[0]) == told
+
+
+def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, made, clock):
+    forecasts.stand((standing(spec),))
+    for shape in SHAPES[:2]:
+        forecasts.begin("bert", [shape])
+        forecasts.computing(frozenset({"bert"}))
+        clock.now += 1
+        assert not forecasts.step(), "the devices compute"
+        forecasts.computing(frozenset())
+        clock.now += 0.9 * PAUSE_S
+        assert not forecasts.step(), "the next request may be on its way"
+    clock.now += 0.2 * PAUSE_S
+    assert forecasts.step()
+    forecasts.computing(frozenset({"other"}))
+    assert forecasts.step()
+    assert made == [(1, SHAPES[1]), (1, SHAPES[0])]
+
+
+def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made, clock):
+    forecasts.stand((standing(spec),))
+    forecasts.computing(frozenset({"bert"}))
+    for _ in range(round(2.5 * UNPAUSED_S)):
+        forecasts.begin("bert", SHAPES)
+        clock.now += 1
+        while forecasts.step():
+            continue
+    assert made == [(1, SHAPES[2]), (1, SHAPES[1])]
+
+
+def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, made):
+    one = standing(spec)
+    forecasts.computing(frozenset({"bert"}))
+    forecasts.then([run_of(one, SHAPES[0])], lambda: made.append("answered"))
+    assert forecasts.step()
+    assert made == [(1, SHAPES[0]), "answered"]
+
+
+def test_a_plan_that_is_gone_is_not_foreseen(forecasts, spec, made):
+    forecasts.stand((standing(spec, 1),))
+    forecasts.begin("bert", SHAPES[:1])
+    forecasts.stand((standing(spec, 2),))
+    make_all(forecasts)
+    assert made == [(2, SHAPES[0])]
+
+
+def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
+    forecasts._clock = time.monotonic
+    made, work = threading.Event(), forecasts._make
+    forecasts._make = lambda one: (work(one), made.set())
+    forecasts.stand((standing(spec),))
+    forecasts.computing(frozenset({"bert"}))
+    thread = threading.Thread(target=forecasts.run)
+    thread.start()
+    forecasts.begin("bert", SHAPES[:1])
+    forecasts.computing(frozenset())
+    assert made.wait(PATIENCE_S)
+    forecasts.close()
+    thread.join(PATIENCE_S)
 
 
 def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypatch):

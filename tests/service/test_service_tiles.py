@@ -73,6 +73,16 @@ def test_tiles_come_in_the_order_of_asking_and_are_what_their_name_says(serve, c
     assert {(f.kind, f.model, f.epoch.boot) for _, f in messages} == {("tile", "bert", 7)}
 
 
+def test_each_device_has_one_tile_in_turn_however_many_others_have_asked_for(serve, checkpoints):
+    wanted = hashes_of(checkpoints["bert"], 9)
+    _, messages = serve([("bert", "a", wanted[:5]), ("bert", "b", wanted[5:7]), ("bert", "c", wanted[7:])], 9)
+    to = [topic for topic, _ in messages]
+    assert to == [TOPICS.weights(device) for device in "abcabcaaa"]
+    for device in "abc":
+        own = [tile_hash(frame.body) for topic, frame in messages if topic == TOPICS.weights(device)]
+        assert own == [digest for digest in wanted if digest in own]
+
+
 def test_the_manifest_is_served_under_its_own_hash(serve, checkpoints):
     manifest = checkpoints["bert"].manifest
     _, ((_, frame),) = serve([("bert", "a", [manifest.digest])], 1)

@@ -181,7 +181,7 @@ class WorkerSession:
             return [*out, self._failed(resident.txn, resident.key, event.error.code, str(event.error), 0)]
         if isinstance(event, Loaded):
             resident.weights = event.weights
-            return self._loaded(resident, now)
+            return self._loaded(resident, now) or [self._further(resident)]
         resident.acknowledged = True
         return self._connected(resident, now)
 
@@ -203,7 +203,14 @@ class WorkerSession:
 
     def _built(self, event: Built, now: float) -> list[Command]:
         resident, out = self.runs.built(event, now)
-        return out if resident is None or resident.loaded else [*out, *self._loaded(resident, now)]
+        if resident is None or resident.loaded:
+            return out
+        return [*out, *(self._loaded(resident, now) or [self._further(resident)])]
+
+    def _further(self, resident: Resident) -> Publish:
+        """Say that a plan whose weights are there has got further, though it is not ready."""
+        nbytes = max(weight_total(resident.refs), 1)
+        return self._up(messages.Progress(resident.txn, *resident.key, nbytes, nbytes))
 
     def _ready_if_complete(self, resident: Resident) -> list[Command]:
         if not resident.ready:

@@ -114,7 +114,7 @@ class CoordinatorSession:
     def snapshot(self) -> tuple[Standing, ...]:
         """Return the plans that are active or being prepared, as values that any thread may keep and read."""
         records = (r for model in self.slots for r in (model.plans.active, model.plans.preparing))
-        return tuple(Standing(run, r.decision.cluster) for r in records if r is not None for run in r.plan.runs)
+        return tuple(standing for r in records if r is not None for standing in r.standing())
 
     def stories(self) -> list[Story]:
         """Return the story of each model's plans."""
@@ -324,6 +324,7 @@ class CoordinatorSession:
         if isinstance(message, messages.Failed) and message.code == "mesh":
             self.membership.unheard(device, message.peers, now)
             return self._rollout.unheard(message, now)
+        self._rollout.moved(device, message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:
             return []

@@ -9,6 +9,7 @@ is `suspect`: it gets no more requests, but its weights stay until another plan 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
@@ -16,6 +17,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.runtime.states import Machine, Story, Table
 from hepti_mqtt.wire.messages import Ready
 
@@ -114,11 +116,10 @@ class Search:
 class PlanRecord:
     """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
 
-    begun_s: when it began to be prepared. moved_s: when each device last told of progress. decision: the search's, from
-    which it came. txn: of its Prepare. waiting: devices that are not ready. progress:
-    (bytes there, bytes in all) of the weights, by device; shown_s: when that was last published. behind: of a plan that
-    is swapping, the epochs that make room for it. doubted: replicas under which a run
-    never ended; nothing else runs there.
+    begun_s: when it began to be prepared. moved_s: when each device last got further. decision: the search's, from
+    which it came. txn: of its Prepare. waiting: devices that are not ready. progress: (bytes there, bytes in all) of
+    weights by device; shown_s: when that was last published. behind: of a plan that is swapping, the epochs that make
+    room for it. doubted: replicas under which a run never ended; nothing else runs there.
     """
 
     plan: Plan
@@ -149,10 +150,16 @@ class PlanRecord:
         """Return when there was last an exchange with the devices."""
         return max(self.asked_s, self.progress_s)
 
+    def standing(self) -> Iterator[Standing]:
+        """Yield what its requests run under, by replica."""
+        return (Standing(run, self.decision.cluster, self.decision.played(run)) for run in self.plan.runs)
+
     def price_anew(self, decision: Decision) -> None:
         """Take a later search's price of this plan, which it has found again, and what it was priced by."""
-        self.plan = _priced_as(self.plan, decision.chosen.plan)
-        chosen = replace(decision.chosen, plan=self.plan)
+        found = decision.chosen
+        self.plan = _priced_as(self.plan, found.plan)
+        played = found.price.played if all(map(_same, self.plan.runs, found.plan.runs)) else ()
+        chosen = replace(found, plan=self.plan, price=replace(found.price, played=played))
         self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
 
     def derived_by(self, device: str, ready: Ready) -> bool:
@@ -170,6 +177,11 @@ def _priced_as(plan: Plan, other: Plan) -> Plan:
     replicas = tuple(map(_priced_as, plan.replicas, other.replicas))
     told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
     return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
+
+
+def _same(a: Plan, b: Plan) -> bool:
+    """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
+    return (a.devices, a.weights, a.ranges) == (b.devices, b.weights, b.ranges)
 
 
 class Plans:

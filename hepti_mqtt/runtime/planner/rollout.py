@@ -98,7 +98,8 @@ class Rollout:
         record = model.plans.preparing
         if record is None or record.state != "preparing":
             return []
-        if now - record.progress_s > PREPARE_S:
+        moved_s = (record.moved_s.get(device, record.progress_s) for device in record.waiting)
+        if now - max([record.progress_s, *moved_s]) > PREPARE_S:
             waiting = ", ".join(sorted(record.waiting))
             text = f"{waiting} did not get ready for plan {record.epoch} within {PREPARE_S:.0f} s"
             out: list[CoordinatorCommand] = [Note("refused", text)]
@@ -140,6 +141,20 @@ class Rollout:
         return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
+
+    def moved(self, device: str, message: messages.Ready | messages.Failed | messages.Progress, now: float) -> None:
+        """Take note of a device that gets further, with whatever plan: others that it is to prepare wait for that one.
+
+        It loads and builds for one plan after the other, also for one that nobody wants any more.
+        """
+        records = [slot.plans.preparing for slot in self._slots]
+        if isinstance(message, messages.Progress):
+            is_further = message.total_bytes > 0  # else it has the plan, and has not got further
+        else:  # what was ready before is only a word
+            is_further = any(r is not None and r.txn == message.txn and device in r.waiting for r in records)
+        for record in records if is_further else ():
+            if record is not None and record.state == "preparing" and device in record.waiting:
+                record.moved_s[device] = now
 
     def heard(
         self, model: ModelState, device: str, message: messages.Ready | messages.Failed | messages.Progress, now: float

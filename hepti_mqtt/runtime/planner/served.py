@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Played
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.spec import Spec
@@ -30,7 +31,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A plan that is active or being prepared, with the measurements it was chosen by."""
+    """A plan that is active or being prepared, with the measurements it was chosen by.
+
+    played: the search's own simulation of this very plan by these measurements, None if it simulated another one.
+    """
 
     plan: Plan
     cluster: Cluster
+    played: Played | None = None

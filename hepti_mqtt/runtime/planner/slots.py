@@ -93,6 +93,10 @@ class Slots:
         """Return the slot of a preparation."""
         return next((s for s in self.of(model) if (found := s.plans.preparing) and found.txn == txn), None)
 
+    def computing(self) -> frozenset[str]:
+        """Return the models of which runs are under way."""
+        return frozenset(slot.name for slot in self if slot.runs)
+
     def jobs(self, model: str) -> list[Job]:
         """Return all requests for a model that wait or run; one of several runs comes several times."""
         return [job for slot in self.of(model) for job in slot.jobs()]
