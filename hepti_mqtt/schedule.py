@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.program import Key, Program, Recv, Slot, written
@@ -29,23 +29,34 @@ def deal(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[fl
         yield first
 
 
+class After(NamedTuple):
+    """What an op changes that has run: what nothing else has a part in, and what is counted.
+
+    begins: readers of what it wrote that wait for nothing else. awaited: its other readers. over: slots that nobody
+    reads from then on. shared: slots that it read, and others.
+    """
+
+    begins: tuple[int, ...]
+    awaited: tuple[int, ...]
+    over: tuple[Slot, ...]
+    shared: tuple[Slot, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
     """A Program prepared for running: readiness is a counter per op, and a slot is free after its last reader.
 
-    kept: slots that are filled from the start. pending: distinct slots that an op waits for. reads: these and the kept
-    ones. writes: slots that an op fills. readers: ops that read a slot or a view of it. uses: how many of them. recv:
-    the slot that an exchange fills. inputs: the exchanges that the request itself brings. first: ops that wait for
-    nothing. runnable: how many ops run whatever is leased; a Recv does not, its exchange arrives. begins: the
-    exchanges with which each task of a bag begins. task: that of each op, -1 for none; empty without a bag. sizes: how
-    many ops of each task run.
+    kept: slots that are filled from the start. pending: distinct slots that an op waits for. after: what each op
+    changes. readers: ops that read a slot or a view of it. uses: how many of them. recv: the slot that an exchange
+    fills. inputs: the exchanges that the request itself brings. first: ops that wait for nothing. runnable: how many
+    ops run whatever is leased; a Recv does not, its exchange arrives. begins: the exchanges with which each task of a
+    bag begins. task: that of each op, -1 for none; empty without a bag. sizes: how many ops of each task run.
     """
 
     program: Program
     kept: tuple[Slot, ...]
     pending: tuple[int, ...]
-    reads: tuple[tuple[Slot, ...], ...]
-    writes: tuple[tuple[Slot, ...], ...]
+    after: tuple[After, ...]
     readers: tuple[tuple[int, ...], ...]
     uses: tuple[int, ...]
     recv: Mapping[Key, Slot]
@@ -68,6 +79,19 @@ def _task_of(program: Program) -> tuple[int, ...]:
         of.update(dict.fromkeys(written(op), task))
         found.append(task)
     return tuple(found)
+
+
+def _after(
+    writes: Sequence[Slot], reads: Sequence[Slot], readers: Sequence[Sequence[int]], pending: Sequence[int]
+) -> After:
+    woken = [reader for slot in writes for reader in readers[slot]]
+    unread = (slot for slot in writes if not readers[slot])
+    return After(
+        begins=tuple(reader for reader in woken if pending[reader] == 1),
+        awaited=tuple(reader for reader in woken if pending[reader] > 1),
+        over=(*unread, *(slot for slot in reads if len(readers[slot]) == 1)),
+        shared=tuple(slot for slot in reads if len(readers[slot]) > 1),
+    )
 
 
 def template(program: Program) -> Template:
@@ -94,8 +118,7 @@ def template(program: Program) -> Template:
         program=program,
         kept=kept,
         pending=tuple(pending),
-        reads=tuple(reads),
-        writes=tuple(map(written, program.ops)),
+        after=tuple(_after(written(op), slots, readers, pending) for op, slots in zip(program.ops, reads, strict=True)),
         readers=tuple(tuple(r) for r in readers),
         uses=tuple(len(r) for r in readers),
         recv=recv,
@@ -198,27 +221,26 @@ class RunMachine(Generic[R]):
                 return run, place
         return None
 
-    def ran(self, run: R, place: int) -> list[Slot]:
+    def ran(self, run: R, place: int) -> tuple[Slot, ...]:
         """Count an op as run; return the slots that nobody reads any more, what it wrote itself perhaps among them."""
-        template, pending, uses = run.template, run.pending, run.uses
-        free = []
-        for slot in template.writes[place]:
-            readers = template.readers[slot]
-            for reader in readers:  # as in `fill`; a call more is felt here
-                pending[reader] -= 1
-                if not pending[reader]:
-                    heappush(self._ready, (run.admission, reader))
-            if not readers:
-                free.append(slot)
-        for slot in template.reads[place]:
-            uses[slot] -= 1
-            if not uses[slot]:
-                free.append(slot)
+        template, pending = run.template, run.pending
+        begins, awaited, over, shared = template.after[place]
+        for reader in begins:
+            pending[reader] = 0
+            heappush(self._ready, (run.admission, reader))
+        for reader in awaited:  # as in `fill`; a call more is felt here
+            pending[reader] -= 1
+            if not pending[reader]:
+                heappush(self._ready, (run.admission, reader))
+        for slot in shared:
+            run.uses[slot] -= 1
+            if not run.uses[slot]:
+                over = (*over, slot)
         if template.task and (task := template.task[place]) >= 0:
             run.tasks[task] -= 1
         else:
             run.left -= 1
-        return free
+        return over
 
     def drop(self, admission: int) -> R | None:
         """Forget a run, whether it is over or not; return it, None if there is none."""

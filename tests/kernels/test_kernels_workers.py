@@ -16,7 +16,7 @@ from numba import types
 
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.machine import cores, handover, jit
-from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, JIT, lowered
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, JIT, compile_first, lowered
 from hepti_mqtt.kernels.machine.workers import Parts, matmul_parts, panel_parts, ranges
 from hepti_mqtt.kernels.rowwise.moments import _moments
 
@@ -29,6 +29,18 @@ def test_every_part_runs_once(threads, parts):
     with pool(threads) as workers:
         workers.each(lambda label, part: seen.append((label, part)), ("x",), [(i,) for i in range(parts)])
     assert sorted(seen) == [("x", i) for i in range(parts)]
+
+
+@given(threads=st.integers(1, 3), rows=st.integers(1, 9), parts=st.integers(1, 9))
+def test_a_bound_kernel_does_what_each_does(threads, rows, parts):
+    compile_first()
+    x = np.random.default_rng(rows).standard_normal((rows, 5), np.float32)
+    one, other = np.full((2, rows, 2), np.nan, np.float32)
+    with pool(threads) as workers:
+        workers.each(_moments, (x, one), ranges(rows, parts))
+        workers.bind(_moments, ranges(rows, parts))(x, other)
+    np.testing.assert_array_equal(one, other)
+    assert not np.isnan(one).any()
 
 
 def test_parts_run_on_several_threads_at_once():

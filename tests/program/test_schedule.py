@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from hepti_mqtt.program import Builder
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.program import Builder, Recv, written
 from hepti_mqtt.schedule import ProgramRun, RunMachine, template
 
 
@@ -57,7 +61,7 @@ def test_a_slot_is_free_after_its_last_reader_and_a_run_over_after_its_last_op()
     while (found := machine.next()) is not None:
         assert run.left
         freed.append(machine.ran(*found))
-    assert freed == [[1], [0], [2, 3], [4]]
+    assert freed == [(1,), (0,), (2, 3), (4,)]
     assert not run.left
     assert machine.drop(1) is run
     assert machine.drop(1) is None
@@ -73,7 +77,7 @@ def test_what_nobody_reads_is_free_at_once():
     machine.admit(run)
     assert not fill(machine, run, 1, 0, "peer")
     assert fill(machine, run, 0, 0, "planner")
-    assert machine.ran(*machine.next()) == [1, 2, 0]
+    assert machine.ran(*machine.next()) == (1, 2, 0)
 
 
 def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
@@ -84,3 +88,48 @@ def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
     fill(machine, run, 0, 0, "planner")
     machine.drop(1)
     assert machine.next() is None
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 12))
+def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its_last_reader(rng, ops):
+    program = any_program(rng, ops)
+    machine: RunMachine[ProgramRun] = RunMachine()
+    run = ProgramRun(1, template(program))
+    machine.admit(run)
+    inputs = [op for op in program.ops if isinstance(op, Recv)]
+    rng.shuffle(inputs)
+    places = [place for place, op in enumerate(program.ops) if not isinstance(op, Recv)]
+    filled, over = set(), []
+    while places or inputs:
+        ready = [p for p in places if filled.issuperset(program.reads(program.ops[p]))]
+        if inputs and (not ready or rng.random() < 0.5):
+            op = inputs.pop()
+            filled.add(op.slot)
+            assert machine.fill(run, machine.awaited(run, op.key)) == any(
+                op.slot in program.reads(o) for o in program.ops
+            )
+            continue
+        assert machine.next() == (run, ready[0])
+        places.remove(ready[0])
+        op = program.ops[ready[0]]
+        filled.update(written(op))
+        still = {slot for p in places for slot in program.reads(program.ops[p])}
+        found = machine.ran(run, ready[0])
+        assert sorted(found) == sorted({*written(op), *program.reads(op)} - still)
+        over += found
+    assert machine.next() is None
+    assert not run.left
+    assert len(set(over)) == len(over)
+
+
+def any_program(rng: random.Random, ops: int):
+    """Return a Program whose ops read some slots before them, one or several times, and write one or two."""
+    b = Builder("me")
+    slots = [b.recv((1,), "peer", n) for n in range(rng.randint(1, 4))]
+    for _ in range(ops):
+        reads = rng.choices(slots, k=rng.randint(1, 3))
+        if rng.random() < 0.3:
+            b.send(reads[0], ("peer",), 9)
+        else:
+            slots += b.compute_many("add", reads, [(1,)] * rng.randint(1, 2))
+    return b.build()

@@ -68,9 +68,9 @@ def test_duplicates_and_foreign_exchanges_change_nothing():
     assert executor.deliver(1, (1, 0, "peer"), X) == "duplicate"
 
 
-def test_a_frame_of_another_shape_or_dtype_is_refused():
+def test_a_frame_of_another_shape_dtype_or_layout_is_refused():
     executor = started()
-    for wrong in (X[:1], X.astype(np.float16)):
+    for wrong in (X[:1], X.astype(np.float16), X.view(np.int32), X.T):
         with pytest.raises(ValueError, match="the Program expects"):
             executor.deliver(1, (1, 0, "peer"), wrong)
 
@@ -95,6 +95,40 @@ def test_buffers_are_kept_within_the_programs_own_accounting():
             step.run()
         assert executor.finished(admission)
     assert executor.held_bytes() <= live_bytes(program)
+
+
+def test_a_run_has_one_step_that_becomes_its_next_op():
+    executor = started(1)
+    started(2, executor)
+    for admission in (1, 2):
+        executor.deliver(admission, (0, 0, "planner"), X)
+        executor.deliver(admission, (1, 0, "peer"), X)
+    step, seen = executor.next(), []
+    while step is not None:
+        seen.append((step.admission, step.place, step.kernel))
+        step.run()
+        step = step.following()
+    ops = [(2, "add"), (3, "add"), (4, "add"), (5, None)]
+    assert seen == [(1, *op) for op in ops]
+    step = executor.next()
+    assert (step.admission, step.place) == (2, 2)
+
+
+def test_one_slot_several_and_views_are_read_alike():
+    b = Builder("me")
+    x = b.recv((3, 2), "planner", 0)
+    whole, part = ((0, 3), (0, 2)), ((0, 2), (0, 2))
+    last = b.compute("assemble", (b.view(x, 1, (2, 2)),), (2, 2), copies=((0, part, part),))
+    same = b.compute("assemble", (x,), (3, 2), copies=((0, whole, whole),))
+    total = b.compute("add", (last, b.view(same, 0, (2, 2)), b.view(x, 0, (2, 2))), (2, 2), bias=False)
+    b.send(b.view(total, 1, (1, 2)), ("planner",), 1)
+    executor = Executor()
+    executor.admit(1, bind(b.build(), {}, Workers(1)))
+    given = np.arange(6, dtype=np.float32).reshape(3, 2)
+    executor.deliver(1, (0, 0, "planner"), given)
+    while (step := executor.next()) is not None:
+        outgoing = step.run()
+    np.testing.assert_array_equal(outgoing.array, [given[2] + 2 * given[1]])
 
 
 def test_dropping_a_request_gives_its_buffers_back():

@@ -58,7 +58,8 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     empty = tiles_of(np.stack([0 * ends, ends], axis=1), causal=True)
     tiles, limits = empty.copy(), ends.copy()
     units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
-    parts = [ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1)]
+    parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
+    attend = [pool.bind(attention_units, divided) for divided in parts]
     table, scale = layout.table(), np.float32(op.attrs["scale"])
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -67,8 +68,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits)
         threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
-        arguments = (q, kv, writes[0].reshape(-1), tiles, limits, table, scale)
-        pool.each(attention_units, arguments, parts[threads - 1])
+        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, scale)
 
     return run
 

@@ -62,10 +62,11 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     parts = row_parts(r, heads * d * count, pool)
     if not parts or not heads:
         return nothing
+    combine = pool.bind(_combine, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill([state.reshape(r, -1) for state in reads])
-        pool.each(_combine, (table, count, writes[0], heads, d), parts)
+        combine(table, count, writes[0], heads, d)
 
     return run
 

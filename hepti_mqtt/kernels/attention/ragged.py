@@ -110,11 +110,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * layout.heads * layout.d) // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads)
-    scale = np.float32(op.attrs["scale"])
+    scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        arguments = (reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, scale)
-        pool.each(attention_units, arguments, parts)
+        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, scale)
 
     return run
 

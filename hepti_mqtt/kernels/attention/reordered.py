@@ -206,9 +206,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     threads = min(pool.threads, 1 + int(_flops(op, s, w)) // GRAIN)
     parts = ranges(len(units), threads if threads == 1 else 4 * threads)
     fixed = (keys.panels, values.panels, bias, units, op.attrs["q_column"], d, np.float32(op.attrs["scale"]))
+    attend = pool.bind(_reordered_units, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_reordered_units, (reads[0], reads[1], writes[0], *fixed), parts)
+        attend(reads[0], reads[1], writes[0], *fixed)
 
     return run
 

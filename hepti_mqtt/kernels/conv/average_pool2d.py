@@ -53,9 +53,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
     if not c:
         return nothing
+    pool_means = pool.bind(_average_pool2d, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_average_pool2d, (reads[0].reshape(-1), writes[0].reshape(-1, c), table, count_pad), parts)
+        pool_means(reads[0].reshape(-1), writes[0].reshape(-1, c), table, count_pad)
 
     return run
 

@@ -258,12 +258,12 @@ class _Convolution(NamedTuple):
         surround = _surrounding(window, pool) if is_thin and how[LENGTH] == window.channels > 0 else None
         if surround is not None:
             window, how[LENGTH] = _of_rows(window), window.kernel_columns * window.channels
-        table, alive = window.table(), self
+        table, alive, convolve = window.table(), self, pool.bind(_conv2d, parts)
 
         def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
             x = reads[0] if surround is None else surround(reads[0])
             residual = reads[1].reshape(-1, n) if has_residual else none
-            pool.each(_conv2d, (x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, how), parts)
+            convolve(x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, how)
 
         return run
 
@@ -275,12 +275,12 @@ class _Convolution(NamedTuple):
         count, tiles = grid(window, origin)
         size = 16 * NR * window.channels
         parts = matmul_parts(len(units), ragged, count, size, pool.threads, MR)
-        table, alive = window.table(), self
+        table, alive, convolve = window.table(), self, pool.bind(winograd, parts)
 
         def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
             residual = reads[1].reshape(-1, n) if has_residual else none
             x, out = reads[0].reshape(-1), writes[0].reshape(-1, n)
-            pool.each(winograd, (x, out, residual, zeros, units, table, tiles, how), parts)
+            convolve(x, out, residual, zeros, units, table, tiles, how)
 
         return run
 
@@ -299,10 +299,11 @@ def _surrounding(window: Window, pool: Workers) -> Any:
     # Rows and columns that no patch reaches are not copied.
     rows, columns = whole.rows - window.top, whole.columns - window.left
     parts = row_parts(min(rows, window.rows), window.columns * window.channels, pool)
+    fill = pool.bind(_surround, parts)
 
     def surround(x: Array) -> Array:
         seen = x if columns >= window.columns else np.ascontiguousarray(x[:, : max(columns, 0)])
-        pool.each(_surround, (seen, wide, window.top, window.left), parts)
+        fill(seen, wide, window.top, window.left)
         return wide
 
     return surround

@@ -60,9 +60,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     parts = ranges(c, min(pool.threads, 1 + y * x * c // ROWWISE_GRAIN))
     if not c:
         return nothing
+    add_up = pool.bind(_global_sum, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_global_sum, (reads[0], writes[0], scale), parts)
+        add_up(reads[0], writes[0], scale)
 
     return run
 

@@ -50,9 +50,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     c, table = window.channels, window.table()
     if not c:
         return nothing
+    pool_maxima = pool.bind(_max_pool2d, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_max_pool2d, (reads[0].reshape(-1), writes[0].reshape(-1, c), table), parts)
+        pool_maxima(reads[0].reshape(-1), writes[0].reshape(-1, c), table)
 
     return run
 

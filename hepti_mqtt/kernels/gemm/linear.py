@@ -207,11 +207,11 @@ def bind_product(
     table, bias = panels_of(matrices, biases)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, TILING.rows)
     alive = tuple(matrices)  # the table has only addresses
-    none = np.empty((0, 0), np.float32)
+    none, depth, product = np.empty((0, 0), np.float32), TILING.depth, pool.bind(_linear, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear, (reads[0], writes[0], residual, table, bias, activation, TILING.depth), parts)
+        product(reads[0], writes[0], residual, table, bias, activation, depth)
 
     return run
 

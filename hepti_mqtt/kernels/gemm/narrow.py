@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
 from hepti_mqtt.kernels.gemm.int8 import BIAS, CODES, COLUMN, SCALES, VALID, linear_int8, linear_w8a8, quantise_rows
 from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, byte_tile, half_tile
-from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.machine.jit import INT, TABLE, entry, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 
@@ -131,20 +131,22 @@ def bind(
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
+    product = pool.bind(linear_int8 if code == W8A8 else _linear_narrow, parts)
+    quantise, alone = pool.bind(quantise_rows, row_parts), entry(linear_w8a8)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         x, others = reads[0], (writes[0], reads[1] if has_residual else none)
         if code != W8A8:
             address = x.__array_interface__["data"][0]
-            pool.each(_linear_narrow, (code, address, k, *others, table, activation), parts)
+            product(code, address, k, *others, table, activation)
             return
         if len(parts) == len(row_parts) == 1:
-            linear_w8a8(x, *others, table, activation)
+            alone(x, *others, table, activation)
             return
         codes = np.empty((m, stride), np.uint8)
         scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
-        pool.each(quantise_rows, (x, codes, scales, zeros), row_parts)
-        pool.each(linear_int8, (codes, k, scales, zeros, *others, table, activation), parts)
+        quantise(x, codes, scales, zeros)
+        product(codes, k, scales, zeros, *others, table, activation)
 
     return run
 

@@ -114,9 +114,10 @@ def bind(
     by_panel = matmul_parts(len(table), False, 1, m * PANELS[storage].width * k, pool.threads, 1)
     parts = Parts((part[:2] for part in by_panel), by_panel.threads)
     none = np.empty((0, 0), np.float32)
+    product = pool.bind(_linear_stream, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        pool.each(_linear_stream, (STORAGE[storage], reads[0], writes[0], residual, table, activation), parts)
+        product(STORAGE[storage], reads[0], writes[0], residual, table, activation)
 
     return run

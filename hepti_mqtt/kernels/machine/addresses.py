@@ -12,7 +12,7 @@ from numba import float32, types
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, helper, kernel, lowered, reads
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, entry, helper, kernel, lowered, reads
 
 GROUP: Final = 8
 _PREFETCH: Final = "llvm.prefetch.p0"
@@ -87,10 +87,11 @@ def address_table(count: int) -> tuple[NDArray[np.int64], Callable[[Sequence[NDA
     """
     table = np.zeros(-(-max(count, 1) // GROUP) * GROUP, np.int64)
     padding = [np.empty((0, 0), np.float32)] * (len(table) - count)
+    note = entry(_note_addresses)
 
     def fill(arrays: Sequence[NDArray[np.float32]]) -> None:
         padded = [*arrays, *padding]
         for at in range(0, len(table), GROUP):
-            _note_addresses(table, at, *padded[at : at + GROUP])
+            note(table, at, *padded[at : at + GROUP])
 
     return table, fill

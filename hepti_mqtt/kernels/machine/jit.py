@@ -47,6 +47,7 @@ TABLE: Final = types.Array(types.int64, 2, "C")
 
 # Every kernel with its signature, in the order of definition.
 registered: Final[list[tuple[Any, tuple[Any, ...]]]] = []
+_signatures: Final[dict[Any, tuple[Any, ...]]] = {}
 # Those that not every model needs, and that take long: what is needed at once is compiled before them.
 later: Final[set[Any]] = set()
 # Those that several threads divide: their signature, and how many of its last arguments say the part.
@@ -126,6 +127,7 @@ def kernel(
         dispatcher = numba.njit(**_options(FASTMATH))(function)
         _cached(dispatcher)
         registered.append((dispatcher, arguments))
+        _signatures[dispatcher] = arguments
         if narrow or maps or seldom:
             later.add(dispatcher)
         if part:
@@ -154,6 +156,17 @@ def entry_of(dispatcher: Any, arguments: tuple[Any, ...]) -> tuple[Callable[...,
         dispatcher.compile(arguments)
     made = dispatcher.overloads[arguments]
     return made.entry_point, made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+
+
+def entry(function: Callable[..., None]) -> Callable[..., None]:
+    """Return what an op calls for a kernel that is compiled, which may also be a plain function: the code itself.
+
+    A dispatcher looks at the types of all arguments, in every call; where caches are cold that costs more than the call
+    (5 of 11 µs). The code trusts its arguments as `entry_of` says: arrays of an op have the dtypes of its slots, which
+    are checked when it is bound, and what comes from elsewhere is checked by the executor or by `Kernel.checked`.
+    """
+    arguments = _signatures.get(function)
+    return function if arguments is None else entry_of(function, arguments)[0]
 
 
 def helper(function: F) -> F:

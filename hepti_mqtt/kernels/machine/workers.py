@@ -36,7 +36,7 @@ from hepti_mqtt.kernels.machine.handover import (
     serve,
     shared,
 )
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels.machine.jit import JIT, entry
 
 # Multiply-adds below which a hand-over to another thread costs more than it saves, and those of the least part.
 _GRAIN: Final = 1 << 19
@@ -102,6 +102,16 @@ class Workers:
             self._share(compiled, arguments, parts if isinstance(parts, Parts) else Parts(parts))
         else:
             self._queue(function, arguments, parts)
+
+    def bind(self, function: Callable[..., None], parts: Sequence[Part]) -> Callable[..., None]:
+        """Return `call(*arguments)`, which does what `each` does with these parts of a kernel that is compiled.
+
+        It trusts its arguments as `jit.entry` says.
+        """
+        if len(parts) == 1:
+            alone, part = entry(function), parts[0]
+            return lambda *arguments: alone(*arguments, *part)
+        return lambda *arguments: self.each(function, arguments, parts)
 
     def _share(self, kernel: Shared, arguments: tuple[Any, ...], parts: Parts) -> None:
         memory, threads = self._memory, min(self.threads, parts.threads)

@@ -19,7 +19,7 @@ from numba import float32, int8, types, uint16
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, rowwise
 from hepti_mqtt.kernels.elementary import ZERO, bits_of, from_bits
 from hepti_mqtt.kernels.machine.isa import isa
-from hepti_mqtt.kernels.machine.jit import JIT, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.machine.jit import JIT, entry, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.machine.workers import Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
@@ -121,11 +121,13 @@ def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     check.dtypes(*(("f32", "f16") if encode else ("f16", "f32")))
     check.shape(check.writes[0], check.reads[0].shape)
 
+    convert = entry(_to_f16 if encode else _from_f16)
+
     def run_to(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        _to_f16(reads[0].reshape(-1), writes[0].reshape(-1).view(np.uint16))
+        convert(reads[0].reshape(-1), writes[0].reshape(-1).view(np.uint16))
 
     def run_from(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        _from_f16(reads[0].reshape(-1).view(np.uint16), writes[0].reshape(-1))
+        convert(reads[0].reshape(-1).view(np.uint16), writes[0].reshape(-1))
 
     return run_to if encode else run_from
 
@@ -138,7 +140,7 @@ def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     check.dtypes(*(("f32", "i8") if encode else ("i8", "f32")))
     plain, coded = (check.reads[0], check.writes[0])[:: 1 if encode else -1]
     check.shape(coded, (*plain.shape[:-1], plain.shape[-1] + SCALE_BYTES))
-    code = _to_i8 if encode else _from_i8
+    code = entry(_to_i8 if encode else _from_i8)
     # Rows by the number of their values: a map without rows or columns has no -1 that would follow.
     shapes = [(prod(slot.shape[:-1]), slot.shape[-1]) for slot in (check.reads[0], check.writes[0])]
     return lambda reads, writes: code(reads[0].reshape(shapes[0]), writes[0].reshape(shapes[1]))

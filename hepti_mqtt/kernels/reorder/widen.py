@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array
 from hepti_mqtt.kernels.elementary import from_bits
-from hepti_mqtt.kernels.machine.jit import TABLE, fills, kernel, reads
+from hepti_mqtt.kernels.machine.jit import TABLE, entry, fills, kernel, reads
 from hepti_mqtt.kernels.reorder.codecs import HALF_IN_HARDWARE, SCALE_BYTES, from_half_bits
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import SlotSpec
@@ -114,5 +114,7 @@ def widen(spec: SlotSpec, shape: tuple[int, ...], rectangles: Sequence[Rectangle
     """Return what widens rectangles of an array of a narrow slot into an f32 array of `shape`."""
     runs = runs_of(spec, shape, rectangles)
     if spec.dtype == "i8":
-        return lambda x, out: _widen_i8(x.reshape(-1), out.reshape(-1), runs)
-    return lambda x, out: _widen_f16(x.reshape(-1).view(np.uint16), out.reshape(-1), runs)
+        of_i8 = entry(_widen_i8)
+        return lambda x, out: of_i8(x.reshape(-1), out.reshape(-1), runs)
+    of_f16 = entry(_widen_f16)
+    return lambda x, out: of_f16(x.reshape(-1).view(np.uint16), out.reshape(-1), runs)

@@ -74,9 +74,10 @@ def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weig
     parts = row_parts(r, c, pool)
     if not c:
         return _no_columns
+    find = pool.bind(_moments, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_moments, (reads[0], writes[0]), parts)
+        find(reads[0], writes[0])
 
     return run
 
@@ -103,10 +104,11 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     table, fill = address_table(len(counts))
     if not parts or not c:
         return nothing
+    norm = pool.bind(_normalise, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill(reads[1:])
-        pool.each(_normalise, (reads[0], writes[0], table, counts, gamma, beta, eps), parts)
+        norm(reads[0], writes[0], table, counts, gamma, beta, eps)
 
     return run
 

@@ -17,7 +17,7 @@ from numba import float32
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing, row_parts, rowwise
 from hepti_mqtt.kernels.machine.addresses import address_table
-from hepti_mqtt.kernels.machine.jit import FLOAT, INT, INT_ARRAY, exact, fills, helper, kernel, reads
+from hepti_mqtt.kernels.machine.jit import FLOAT, INT, INT_ARRAY, entry, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers
 from hepti_mqtt.kernels.rowwise.sums import add_row, bias_of, same_shapes, total_of
 from hepti_mqtt.kernels.weights import Weight
@@ -122,9 +122,10 @@ def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     eps, parts = np.float32(op.attrs["eps"]), row_parts(m, h, pool)
     if not parts or not h:
         return nothing
+    norm = pool.bind(_layer_norm, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool.each(_layer_norm, (reads[0], writes[0], gamma, beta, eps), parts)
+        norm(reads[0], writes[0], gamma, beta, eps)
 
     return run
 
@@ -139,10 +140,11 @@ def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     parts = row_parts(m, h * count, pool)
     if not parts or not h:
         return nothing
+    norm = pool.bind(_add_norm, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill(reads)
-        pool.each(_add_norm, (table, count, writes[0], writes[-1], bias, gamma, beta, eps), parts)
+        norm(table, count, writes[0], writes[-1], bias, gamma, beta, eps)
 
     return run
 
@@ -150,7 +152,8 @@ def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
 def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
     check, _, _ = same_shapes(op, slots, 1)
     check.weights(weights, 0)
-    return lambda reads, writes: _normalize_rows(reads[0], writes[0])
+    normalize = entry(_normalize_rows)
+    return lambda reads, writes: normalize(reads[0], writes[0])
 
 
 def _reference_layer_norm(

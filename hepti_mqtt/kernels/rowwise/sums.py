@@ -87,10 +87,11 @@ def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     parts = row_parts(m, h * count, pool)
     if not parts or not h:
         return nothing
+    add = pool.bind(_add, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill(reads)
-        pool.each(_add, (table, count, writes[0], bias), parts)
+        add(table, count, writes[0], bias)
 
     return run
 
@@ -108,10 +109,11 @@ def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     parts = row_parts(check.writes[0].nbytes // 4, count, pool)
     if not parts:
         return nothing
+    add_up = pool.bind(_sum, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill([part.reshape(1, -1) for part in reads])
-        pool.each(_sum, (table, count, writes[0].reshape(-1), activation), parts)
+        add_up(table, count, writes[0].reshape(-1), activation)
 
     return run
 

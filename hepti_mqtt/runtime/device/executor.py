@@ -2,6 +2,10 @@
 
 Which op is next is the machine's to say (`schedule.py`). Overlap of communication and computation falls out of its
 rule: while a Recv is outstanding, whatever else is ready runs.
+
+Between two ops a matmul has put its weights into the caches, so what an op costs beside its kernel is what must come
+back from memory: distinct code, and distinct objects. So all that is alike in every run is worked out when a Program is
+bound, what is alike for every op of a run when it is admitted, and an op makes no object but the arrays' sequences.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +25,7 @@ from hepti_mqtt.schedule import ProgramRun, Refusal, RunMachine, Template, templ
 
 Array = NDArray[Any]
 KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
+Pick = Callable[[Sequence[Array | None]], Sequence[Any]]
 Delivery = Literal["filled"] | Refusal
 _NO_STATES: Final[Mapping[str, Array]] = {}
 
@@ -52,66 +58,84 @@ def view(program: Program, slot: Slot) -> View:
     return View(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
 
 
-class BoundKernel(NamedTuple):
-    """A kernel bound to weights and shapes.
+def _picker(program: Program, slots: Sequence[Slot]) -> Pick:
+    """Return the function from the arrays of a run, by slot, to those of some slots: where none is a view, one of C."""
+    views = [view(program, slot) for slot in slots]
+    if not views or any(v.rows or v.shape is not None for v in views):
+        return lambda arrays: [v.of(arrays) for v in views]
+    first, *others = (v.base for v in views)
+    # Of a single place it would return no sequence.
+    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
 
-    whole: the slots that it reads where all of them are arrays of their own, else None; `reads` says more then.
-    """
+
+class BoundKernel(NamedTuple):
+    """A kernel bound to weights and shapes, and the functions from a run's arrays to those that it reads and writes."""
 
     run: KernelRun
-    reads: tuple[View, ...]
-    whole: tuple[Slot, ...] | None
-    writes: tuple[Slot, ...]
+    reads: Pick
+    writes: Pick
 
 
 class BoundOp(NamedTuple):
-    """A Compute op, ready to run: the slots that it fills, what each of them needs, and its kernels."""
+    """A Compute op, ready to run: the slots that it fills with arrays of the executor, and its kernels."""
 
-    writes: tuple[Slot, ...]
-    buffers: tuple[SlotSpec, ...]
+    fills: tuple[Slot, ...]
     kernels: tuple[BoundKernel, ...]
 
 
 class BoundSend(NamedTuple):
-    """A Send, and where its values lie."""
+    """A Send, and the function from a run's arrays to what it sends, which is the first."""
 
     op: Send
-    read: View
+    read: Pick
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A Program ready to run on this device, for any number of requests of its shape.
 
-    sends: what those who run it keep with each Send, by its place, since it is the same in every run.
+    kernels: the name of the kernel of each op, None for what is no Compute. states: the names of those slots that are
+    arrays of the session. buffers: the slots that ops fill with arrays of the executor, by what array it is. sends:
+    what those who run it keep with each Send, by its place, since it is the same in every run.
     """
 
     template: Template
     ops: tuple[BoundOp | BoundSend | None, ...]
+    kernels: tuple[str | None, ...]
+    states: Mapping[Slot, str]
+    buffers: Mapping[SlotSpec, tuple[Slot, ...]]
     sends: dict[int, Any] = field(default_factory=dict)
 
 
 def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> Bound:
     """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
-    return Bound(template(program), tuple(_bind(program, op, weights, workers) for op in program.ops))
+    ops = tuple(_bind(program, op, weights, workers) for op in program.ops)
+    buffers: dict[SlotSpec, list[Slot]] = {}
+    for slot in (slot for op in ops if isinstance(op, BoundOp) for slot in op.fills):
+        buffers.setdefault(program.slots[slot], []).append(slot)
+    return Bound(
+        template(program),
+        ops,
+        tuple(op.kernel if isinstance(op, Compute) else None for op in program.ops),
+        {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None},
+        {spec: tuple(slots) for spec, slots in buffers.items()},
+    )
 
 
 def _bind(
     program: Program, op: Compute | Send | Recv, weights: Mapping[WeightRef, Weight], workers: Workers
 ) -> BoundOp | BoundSend | None:
     if isinstance(op, Send):
-        return BoundSend(op, view(program, op.slot))
+        return BoundSend(op, _picker(program, (op.slot,)))
     if isinstance(op, Recv):
         return None
     kernels = tuple(_bound_kernel(program, step, weights, workers) for step in op.steps)
-    return BoundOp(op.writes, tuple(program.slots[w] for w in op.writes), kernels)
+    return BoundOp(tuple(slot for slot in op.writes if not program.slots[slot].state), kernels)
 
 
 def _bound_kernel(program: Program, op: Compute, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundKernel:
     run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
-    reads = tuple(view(program, slot) for slot in op.reads)
-    whole = None if any(r.rows or r.shape is not None for r in reads) else tuple(r.base for r in reads)
-    return BoundKernel(run, reads, whole, op.writes)
+    return BoundKernel(run, _picker(program, op.reads), _picker(program, op.writes))
 
 
 class Outgoing(NamedTuple):
@@ -124,35 +148,66 @@ class Outgoing(NamedTuple):
 
 
 class _Running(ProgramRun):
-    """A run with its arrays, by slot. owned: those that the executor has made, and keeps."""
+    """A run with its arrays, by slot. free: of each slot that an op fills the buffers kept for it, None for others."""
 
-    __slots__ = ("bound", "owned", "slots", "states")
+    __slots__ = ("bound", "free", "slots")
 
-    def __init__(self, admission: int, bound: Bound, states: Mapping[str, Array]) -> None:
+    def __init__(self, admission: int, bound: Bound, free: list[list[Array] | None]) -> None:
         super().__init__(admission, bound.template)
-        n = len(bound.template.program.slots)
         self.bound = bound
-        self.states = states
-        self.slots: list[Array | None] = [None] * n
-        self.owned = [False] * n
+        self.free = free
+        self.slots: list[Array | None] = [None] * len(free)
+
+    def array(self, slot: Slot) -> Array:
+        """Return a new array for a slot."""
+        spec = self.template.program.slots[slot]
+        return np.empty(spec.shape, NUMPY_DTYPE[spec.dtype])
 
 
-class Step(NamedTuple):
-    """The next op to run: a kernel, or None for a Send."""
+class Step:
+    """The next op of a run: its place, and its kernel, or None for a Send.
 
-    admission: int
-    place: int
-    kernel: str | None
-    executor: Executor
-    running: _Running
+    There is one for a run: it becomes the next op when `Executor.next` or `following` returns it again.
+    """
+
+    __slots__ = ("_machine", "admission", "kernel", "place", "running")
+
+    def __init__(self, machine: RunMachine[_Running], running: _Running) -> None:
+        self._machine = machine
+        self.admission, self.running = running.admission, running
+        self.place = -1
+        self.kernel: str | None = None
 
     def run(self) -> Outgoing | None:
         """Compute the op; return what must be sent, if it was a Send."""
-        return self.executor.run(self.running, self.place)
+        running, place = self.running, self.place
+        op, slots, free = running.bound.ops[place], running.slots, running.free
+        out = None
+        if isinstance(op, BoundOp):
+            filled, kernels = op
+            for slot in filled:
+                kept = free[slot]
+                slots[slot] = kept.pop() if kept else running.array(slot)
+            for run, reads, writes in kernels:
+                run(reads(slots), writes(slots))
+        else:
+            assert op is not None
+            out = Outgoing(running.admission, op.op, op.read(slots)[0], place)
+        for slot in self._machine.ran(running, place):
+            freed, slots[slot], kept = slots[slot], None, free[slot]
+            if freed is not None and kept is not None:
+                kept.append(freed)
+        return out
 
     def following(self) -> Step | None:
         """Return the next op if it is of the same run; it must run now."""
-        return self.executor.next(self.admission)
+        found = self._machine.next(self.admission)
+        return None if found is None else self.at(found[1])
+
+    def at(self, place: int) -> Step:
+        """Become the op at a place."""
+        self.place, self.kernel = place, self.running.bound.kernels[place]
+        return self
 
 
 class Executor:
@@ -160,6 +215,7 @@ class Executor:
 
     def __init__(self) -> None:
         self._machine: RunMachine[_Running] = RunMachine()
+        self._steps: dict[int, Step] = {}
         self._free: dict[SlotSpec, list[Array]] = {}
 
     def __contains__(self, admission: int) -> bool:
@@ -175,17 +231,23 @@ class Executor:
 
         states: the arrays of its session by name, which stay the session's.
         """
-        running = _Running(admission, bound, states)
-        specs = bound.template.program.slots
-        for slot in bound.template.kept:
-            running.slots[slot] = states[specs[slot].state]
+        free: list[list[Array] | None] = [None] * len(bound.template.program.slots)
+        for spec, slots in bound.buffers.items():
+            kept = self._free.setdefault(spec, [])
+            for slot in slots:
+                free[slot] = kept
+        running = _Running(admission, bound, free)
+        for slot, name in bound.states.items():
+            running.slots[slot] = states[name]
         self._machine.admit(running)
+        self._steps[admission] = Step(self._machine, running)
         self._trim()
 
     def deliver(self, admission: int, key: Key, array: Array) -> Delivery:
         """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
 
-        Raises KeyError if the request does not run, ValueError if shape or dtype are not the slot's.
+        Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
+        trust it.
         """
         machine = self._machine
         running = machine.runs[admission]
@@ -193,8 +255,9 @@ class Executor:
         if not isinstance(slot, int):
             return slot
         spec = running.template.program.slots[slot]
-        if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype]:
-            raise ValueError(f"{key}: got {array.dtype}{list(array.shape)}, the Program expects {spec}")
+        if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype] or not array.flags.c_contiguous:
+            text = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
+            raise ValueError(f"{key}: got {text}, the Program expects {spec}, row by row")
         if machine.fill(running, slot):
             running.slots[slot] = array
         return "filled"
@@ -218,11 +281,7 @@ class Executor:
     def next(self, admission: int | None = None) -> Step | None:
         """Return the first ready op, or None if every request waits, or if it is of another run than `admission`."""
         found = self._machine.next(admission)
-        if found is None:
-            return None
-        running, place = found
-        op = running.template.program.ops[place]
-        return Step(running.admission, place, op.kernel if isinstance(op, Compute) else None, self, running)
+        return None if found is None else self._steps[found[0].admission].at(found[1])
 
     def finished(self, admission: int) -> bool:
         """Return whether a running request has no op left; drop it then."""
@@ -237,51 +296,21 @@ class Executor:
         running = self._machine.drop(admission)
         if running is None:
             return
-        for slot, array in enumerate(running.slots):
-            if array is not None and running.owned[slot]:
-                self._free.setdefault(running.template.program.slots[slot], []).append(array)
+        del self._steps[admission]
+        for array, kept in zip(running.slots, running.free, strict=True):
+            if array is not None and kept is not None:
+                kept.append(array)
         self._trim()
 
     def held_bytes(self) -> int:
         """Return the bytes of buffers that the executor owns and keeps for re-use."""
         return sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())
 
-    def run(self, running: _Running, place: int) -> Outgoing | None:
-        """Run one op of a request; `Step.run` calls it."""
-        op = running.bound.ops[place]
-        slots = running.slots
-        if isinstance(op, BoundOp):
-            for slot, spec in zip(op.writes, op.buffers, strict=True):
-                if spec.state:
-                    array = running.states[spec.state]
-                else:
-                    kept = self._free.get(spec)
-                    array = kept.pop() if kept else np.empty(spec.shape, NUMPY_DTYPE[spec.dtype])
-                    running.owned[slot] = True
-                slots[slot] = array
-            for run, views, whole, filled in op.kernels:
-                reads: Sequence[Any] = (
-                    [read.of(slots) for read in views] if whole is None else [slots[i] for i in whole]
-                )
-                writes: Sequence[Any] = [slots[i] for i in filled]
-                run(reads, writes)
-            out = None
-        else:
-            assert op is not None
-            out = Outgoing(running.admission, op.op, op.read.of(slots), place)
-        for slot in self._machine.ran(running, place):
-            freed = slots[slot]
-            slots[slot] = None
-            if freed is not None and running.owned[slot]:
-                running.owned[slot] = False
-                self._free.setdefault(running.template.program.slots[slot], []).append(freed)
-        return out
-
     def _trim(self) -> None:
         """Drop kept buffers of shapes that no running request uses, so that ragged lengths do not pile up."""
         runs = self._machine.runs
         if not runs:
             return
-        wanted = {spec for running in runs.values() for spec in running.template.program.slots}
+        wanted = {spec for running in runs.values() for spec in running.bound.buffers}
         for spec in [s for s in self._free if s not in wanted]:
             del self._free[spec]
