@@ -68,9 +68,8 @@ class Surroundings:
     """What a peer has around it.
 
     user: this device. watch(fd, events, peer): wait for these events on this descriptor, 0: no more. timed: called
-    after `due` of a peer was set. tell, hear: where
-    events and messages (peer, topic, payload) go. again: call `ready` without waiting. secure: makes a TLS line of a
-    connected socket, the other side known by its fingerprint.
+    after `due` was set. tell, hear: where events and messages (peer, topic, payload) go. again: call `ready` without
+    waiting. secure: makes a TLS line of a connected socket, the other side known by its fingerprint.
     """
 
     user: str
