@@ -190,14 +190,10 @@ class Shell:
 
     def take(self, event: AgentEvent) -> None:
         """Take one event."""
-        own = self._own.get(type(event))
         try:
             if isinstance(event, Arrival) and self._session.runs.fills(event):
                 return  # as most do; it changes no plan and no order, and nothing is to be told
-            if own is not None:
-                own(event)
-            else:
-                self._hand_over(event)
+            self._own.get(type(event), self._hand_over)(event)
         except Exception as exc:
             self._complaints.add("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
             self._carry(self._report(event, exc))
