@@ -38,7 +38,9 @@ class Arrival(NamedTuple):
 
     def array(self) -> NDArray[Any]:
         """Return its read-only array: a view, no copy."""
-        array = np.ndarray(self.exchange.shape, self.exchange.dtype, self.payload, HEADER_BYTES)
+        # An ndarray made of the payload itself would refer to the memory behind it, and not to the view by which
+        # `Buffers` knows that it is in use.
+        array = np.frombuffer(self.payload, self.exchange.dtype, -1, HEADER_BYTES).reshape(self.exchange.shape)
         array.flags.writeable = False
         return array
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.transport.mesh.buffers import Buffers
 from hepti_mqtt.wire import arrivals
 from hepti_mqtt.wire.arrivals import Exchanges
 from hepti_mqtt.wire.frames import DTYPES, HEADER_BYTES, Frame, decode, encode
@@ -49,6 +50,20 @@ def test_an_arrival_says_what_its_frame_says(admission, dtype, shape, node):
     assert (got.flags.writeable, got.flags.owndata, got.flags.c_contiguous) == (False, False, True)
     assert got.ctypes.data == read.ctypes.data
     assert arrival.frame().says(frame)
+
+
+def test_memory_of_a_payload_is_not_used_again_while_its_array_is_there():
+    buffers, sent = Buffers(), payload()
+    taken = buffers.take(sent.nbytes)
+    taken[:] = sent
+    array = learned().arrival("a", TOPIC, taken).array()
+    del taken
+    for _ in range(3):
+        buffers.take(sent.nbytes)[:] = bytes(sent.nbytes)
+    np.testing.assert_array_equal(array, BODY)
+    address = array.ctypes.data
+    del array
+    assert address - HEADER_BYTES in {np.frombuffer(buffers.take(100), np.uint8).ctypes.data for _ in range(3)}
 
 
 def test_any_other_byte_before_the_admission_number_has_to_be_checked():
