@@ -15,6 +15,7 @@ from hepti_mqtt.runtime.device.events import FrameIn, PeerBehind, PeerJoined, Pe
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Place, Refused
 from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.arrivals import Arrival, Exchanges
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
 from hepti_mqtt.wire.topics import Topics
@@ -22,7 +23,7 @@ from hepti_mqtt.wire.topics import Topics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LinkEvent = FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
+LinkEvent = Arrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
 
 
 class MeshLinks:
@@ -43,6 +44,7 @@ class MeshLinks:
         self.probes = probes
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
+        self._exchanges = Exchanges()
         self._admitted: dict[tuple[str, Epoch], set[str]] = {}
         self._joined: dict[tuple[str, Epoch], set[str]] = {}
         self.tensors = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
@@ -62,7 +64,8 @@ class MeshLinks:
     def publish(self, command: Publish) -> None:
         """Send a message to those who read it, header and body as they lie."""
         readers = self.mesh.publish(command.topic, command.payload, command.body)
-        self._count(readers, command.nbytes)
+        count, nbytes = self.tensors
+        self.tensors = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
         if not readers:
             self._complaints.add("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
 
@@ -126,23 +129,28 @@ class MeshLinks:
     # -- called by the mesh, in `wait` and `publish` ---------------------------------------------------------------
 
     def _message(self, peer: str, topic: str, payload: memoryview) -> None:
+        arrived = self._exchanges.arrival(peer, topic, payload) or self._checked(peer, topic, payload)
+        if arrived is not None:
+            count, nbytes = self.tensors
+            self.tensors = count + 1, nbytes + payload.nbytes
+            self._arrived.append(arrived)
+
+    def _checked(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
+        """Read and check a whole frame; return it if it is a tensor that may come from there."""
         try:
             parsed, frame = self._topics.parse(topic), frames.decode(payload)
             if frame.kind == "probe" and parsed.kind == "activation" and (frame.source, parsed.source) == (peer, peer):
                 self._probed(peer, parsed.model, frame)
-                return
+                return None
             # What a peer may publish is its own: neither topic nor frame may name another source.
             said = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
             if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
                 raise WireError(f"the frame says {said}, which is not what its topic and its sender say")
         except WireError as exc:
             self._complaints.add("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
-            return
-        self._count(1, payload.nbytes)
-        self._arrived.append(FrameIn(frame))
-
-    def _count(self, frames: int, nbytes: int) -> None:
-        self.tensors = (self.tensors[0] + frames, self.tensors[1] + frames * nbytes)
+            return None
+        self._exchanges.learn(peer, topic, payload, frame)
+        return FrameIn(frame)
 
     def _probed(self, peer: str, model: str, frame: Frame) -> None:
         if frame.numbers == ANSWER:

@@ -50,6 +50,7 @@ from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane, Publish
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire.arrivals import Arrival
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 HEAR_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
@@ -182,19 +183,17 @@ class Shell:
         timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
         for event in links.wait(timeout_s):
             self.take(event)
-        self._meter.frames_s += time.perf_counter() - links.mesh.woke_s
-        deadline = self._session.deadline
-        if deadline < inf and time.perf_counter() >= deadline:
+        now = time.perf_counter()
+        self._meter.frames_s += now - links.mesh.woke_s
+        if self._session.deadline <= now:
             self.take(Tick())
 
     def take(self, event: AgentEvent) -> None:
         """Take one event."""
-        own = self._own.get(type(event))
         try:
-            if own is not None:
-                own(event)
-            else:
-                self._hand_over(event)
+            if isinstance(event, Arrival) and self._session.runs.fills(event):
+                return  # as most do; it changes no plan and no order, and nothing is to be told
+            self._own.get(type(event), self._hand_over)(event)
         except Exception as exc:
             self._complaints.add("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
             self._carry(self._report(event, exc))

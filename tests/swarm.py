@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
@@ -33,6 +33,7 @@ from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, Requ
 from hepti_mqtt.runtime.planner.packs import Batching
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.wire import described, frames, messages
+from hepti_mqtt.wire.arrivals import Arrival, Exchanges
 from hepti_mqtt.wire.peers import Endpoint
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -106,6 +107,7 @@ class Swarm:
         self.planner = coordinator.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
+        self.learns, self.known, self.exchanges = True, 0, Exchanges()  # frames of exchanges that were known
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
@@ -251,11 +253,23 @@ class Swarm:
             if publish.topic == self.planner.topics.command(name):
                 event: worker.WorkerEvent = worker.MessageIn(messages.decode(publish.payload))
             else:
-                event = worker.FrameIn(frames.decode(publish.payload))
+                event = self._arrived(over[0] if over is not None and self.learns else "", publish)
             self._host_commands(name, host, host.session.handle(event, self.now))
             self._work(name, host)
 
         self.carry(publish.topic, name, publish.qos, deliver)
+
+    def _arrived(self, peer: str, publish: commands.Publish) -> worker.FrameIn | Arrival:
+        """Return a frame as MeshLinks gives those of a peer, or as a broker's connection does."""
+        payload = memoryview(publish.payload)
+        arrival = self.exchanges.arrival(peer, publish.topic, payload)
+        if arrival is not None:
+            self.known += 1
+            return arrival
+        frame = frames.decode(payload)
+        if peer:
+            self.exchanges.learn(peer, publish.topic, payload, frame)
+        return worker.FrameIn(frame)
 
     def _host_commands(self, name: str, host: Host, out: list[commands.Command]) -> None:
         for command in out:
@@ -327,7 +341,7 @@ class Swarm:
     def _direct(self, name: str, publish: commands.Publish) -> None:
         """Bring a frame to the peers that hear it, unless their connection is cut while it travels."""
         target = publish.topic.rsplit("/", 1)[1]
-        whole = replace(publish, payload=publish.whole, body=memoryview(b""))
+        whole = publish._replace(payload=publish.whole, body=memoryview(b""))
         for other, host in self.hosts.items():
             if other == target and any(peer == name for peer, _ in host.hears):
                 self.direct += 1
@@ -365,7 +379,7 @@ class Swarm:
             self._direct(name, publish)
             return
         if publish.plane == "data":
-            publish = replace(publish, payload=publish.whole, body=memoryview(b""))  # the body changes with the next op
+            publish = publish._replace(payload=publish.whole, body=memoryview(b""))  # the body changes with the next op
             for other, host in self.hosts.items():
                 if other != name and any(matches(f, publish.topic) for f in host.filters):
                     self._to_host(other, publish)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Plane = Literal["control", "data"]  # separate MQTT connections to the broker
 _NOTHING = memoryview(b"")
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(NamedTuple):
     """Publish `payload`, and `body` behind it, on a connection to the broker or to the peers that read from us (mesh).
 
     body: of a tensor alone: a view of its array, so that no copy joins it with its header, and valid until the next op.

@@ -44,7 +44,7 @@ MAGIC: Final = b"HPT3"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
-_ABOUT_BYTES: Final = 248  # the header but for its admission number
+ABOUT_BYTES: Final = 248  # the header but for its admission number
 _ABOUTS: Final = 2048  # read headers that are remembered, 2 KB each: those of a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
@@ -139,7 +139,7 @@ def about(frame: Frame, body_bytes: int) -> bytes:
             frame.numbers,
         )
     )
-    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(_ABOUT_BYTES, b"\0")
+    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(ABOUT_BYTES, b"\0")
 
 
 def head(about: bytes, admission: int) -> bytes:
@@ -157,8 +157,8 @@ def decode(payload: Body) -> Frame:
             f"{len(view)} bytes are not a frame of this version: a frame begins with {MAGIC!r} and a header of "
             f"{HEADER_BYTES} bytes; update the device that sent it"
         )
-    before, after, frame = _read(bytes(view[:_ABOUT_BYTES]))
-    admission = int.from_bytes(view[_ABOUT_BYTES:HEADER_BYTES], "little")
+    before, after, frame = _read(bytes(view[:ABOUT_BYTES]))
+    admission = int.from_bytes(view[ABOUT_BYTES:HEADER_BYTES], "little")
     if admission > U63:
         raise WireError(f"the frame's admission {admission} is not a number from 0 to {U63}")
     _check_size(frame, len(view) - HEADER_BYTES)
@@ -170,7 +170,7 @@ def decode(payload: Body) -> Frame:
 def _read(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
     """Return a frame's values before and after its admission number, from what `about` returned, and such a frame."""
     end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
-    if end > _ABOUT_BYTES or any(about[end:]):
+    if end > ABOUT_BYTES or any(about[end:]):
         raise WireError("the frame's header is longer than its place or not padded with zeros")
     frame = _frame(_fields(about[_PREFIX_BYTES:end]))
     _check_fields(frame)

@@ -18,7 +18,9 @@ from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder
 from hepti_mqtt.runtime.device import runs
 from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.runtime.device.run import Run
 from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.arrivals import Exchanges
 from hepti_mqtt.wire.topics import Topics
 
 OPS, RUNS = 400, 60
@@ -74,22 +76,26 @@ def per_exchange(rows: int = 16, columns: int = 1024) -> float:
         receiver.recv((rows, columns), "a", VALUE + layer)
     session = runs.Runs("a", Topics("home"), Counter())
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    times = []
+    times, known = [], Exchanges()
     out, into = bind(sender.build(), {}, Workers(1)), bind(receiver.build(), {}, Workers(1))
     for run in range(RUNS):
         here, there = Executor(), Executor()
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, "planner"), x)
-        sending = runs._Run(("m", Epoch(1, 1)), 0.0, frames.Session(), out.sends)
+        sending = Run(frames.Frame("work", "m", Epoch(1, 1), run), 0.0, frames.Session(), x, out.sends)
         started = time.perf_counter()
         while (step := here.next()) is not None:
             outgoing = step.run()
             if outgoing is not None:
                 for publish in session.send(sending, outgoing):
-                    frame = frames.decode(publish.whole)
-                    array = frame.array()
-                    assert there.deliver(run, (frame.node, frame.part, frame.source), array) == "filled"
+                    payload = memoryview(publish.whole)
+                    arrival = known.arrival("a", publish.topic, payload)
+                    if arrival is None:  # in the first run
+                        known.learn("a", publish.topic, payload, frames.decode(payload))
+                        arrival = known.arrival("a", publish.topic, payload)
+                    array = arrival.array()
+                    assert there.deliver(run, arrival.exchange.key, array) == "filled"
         times.append((time.perf_counter() - started) / exchanges)
         assert np.array_equal(array, x)
     return statistics.median(times) * 1e6

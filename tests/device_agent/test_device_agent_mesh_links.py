@@ -23,6 +23,7 @@ from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.mesh import Mesh, mesh_possible
 from hepti_mqtt.wire import frames
+from hepti_mqtt.wire.arrivals import Arrival
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.peers import Endpoint, Peer
 from hepti_mqtt.wire.topics import Topics
@@ -105,6 +106,24 @@ def test_a_frame_comes_as_a_view_of_aligned_memory_and_is_counted_at_both_ends(p
     sent, came = pair.a.links.edges()["b"], pair.b.links.edges()["a"]
     assert (sent.frames_out, sent.bytes_out) == (came.frames_in, came.bytes_in) == (1, command.nbytes)
     assert pair.a.links.tensors == pair.b.links.tensors == (1, command.nbytes)
+
+
+def test_the_next_frame_of_an_exchange_comes_as_an_arrival_with_the_same_values_and_counts(pair: Pair) -> None:
+    pair.introduce()
+    head, body = tensor("a")
+    command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
+    for _ in range(3):
+        pair.a.links.publish(command)
+    pair.until(lambda: pair.b.links.tensors[0] == 3, "all have come")
+    pair.until(lambda: len([e for e in pair.b.events if isinstance(e, FrameIn | Arrival)]) == 3, "all are told")
+    (frame,) = pair.frames(pair.b)
+    arrivals = [event for event in pair.b.events if isinstance(event, Arrival)]
+    assert [(a.admission, a.exchange.key) for a in arrivals] == [(7, (frame.node, frame.part, frame.source))] * 2
+    for arrival in arrivals:
+        np.testing.assert_array_equal(arrival.array(), ARRAY)
+    came = pair.b.links.edges()["a"]
+    assert pair.a.links.tensors == pair.b.links.tensors == (3, 3 * command.nbytes)
+    assert (came.frames_in, came.bytes_in) == pair.b.links.tensors
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import described, frames, messages
+from hepti_mqtt.wire.arrivals import Exchanges
 from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
@@ -456,3 +457,14 @@ def test_frames_of_dead_epochs_are_dropped(device):
     payload = frames.encode_work(PLAN.model, Epoch(1, 99), 1, PackedTokens((1,)), np.zeros(1, np.int32))
     d.run(FrameIn(frames.decode(payload)))
     assert d.session.counters["dead_epoch"] == 1
+
+
+def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is() -> None:
+    device = Device()
+    device.join()
+    frame = frames.Frame("tensor", "m", Epoch(1, 1), 7, 0, 3, "d1", 0, "f32", (2,), 0, (), np.zeros(2, np.float32))
+    payload, known = memoryview(frames.encode(frame)), Exchanges()
+    known.learn("d1", "topic", payload, frame)
+    device.run(known.arrival("d1", "topic", payload), FrameIn(frames.decode(payload)))
+    assert device.session.counters == {"dead_epoch": 2}
+    assert not device.complaints.counters

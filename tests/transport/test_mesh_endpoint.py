@@ -101,7 +101,7 @@ def stuff(site, nbytes=100_000, user="b"):
     """Publish until something waits for the user in our own queue; return how many messages went."""
     count = 0
     while not site.endpoint.queued_bytes().get(user):
-        assert site.endpoint.publish(TOPIC, (bytes(nbytes),)) >= 1
+        assert site.endpoint.publish(TOPIC, bytes(nbytes)) >= 1
         count += 1
     return count
 
@@ -128,7 +128,7 @@ def test_who_does_not_introduce_itself_is_sent_away(site):
 def test_who_has_come_in_may_be_silent_for_ever(site):
     client = site.let_in()
     site.move(1e6)
-    assert site.endpoint.publish(TOPIC, (b"still",)) == 1
+    assert site.endpoint.publish(TOPIC, b"still") == 1
     assert site.answer(client, 14) == publish(TOPIC, b"still")
 
 
@@ -183,7 +183,7 @@ def test_a_client_that_comes_again_takes_the_place_of_its_old_connection(site):
     anonymous = [site.let_in("b"), site.let_in("b")]
     new = site.let_in("b", client="one")
     assert is_closed(old)
-    assert site.endpoint.publish(TOPIC, (b"x",)) == 4
+    assert site.endpoint.publish(TOPIC, b"x") == 4
     assert not any(is_closed(sock) for sock in (new, other, *anonymous))
 
 
@@ -191,7 +191,7 @@ def test_what_did_not_fit_arrives_whole_and_in_order(site):
     client = site.let_in(receive_bytes=65_536)
     count = 0
     while site.endpoint.queued_bytes()["b"] < LIMIT // 2:
-        assert site.endpoint.publish(TOPIC, (count.to_bytes(4, "big"), bytes(70_000))) == 1
+        assert site.endpoint.publish(TOPIC, count.to_bytes(4, "big"), bytes(70_000)) == 1
         count += 1
     data, wanted = bytearray(), count * len(publish(TOPIC, bytes(70_004)))
     while len(data) < wanted:
@@ -208,7 +208,7 @@ def test_a_full_queue_drops_whole_messages_and_nobody_else_is_touched(site):
     slow, quick = site.let_in("b", receive_bytes=65_536), site.let_in("c")
     sent, received, nbytes = 0, 0, 100_000
     while len(site.drops) < 5:
-        site.endpoint.publish(TOPIC, (bytes(nbytes),))
+        site.endpoint.publish(TOPIC, bytes(nbytes))
         sent += 1
         while peek(quick, 1):
             received += len(quick.recv(1 << 20))
@@ -236,7 +236,7 @@ def test_a_reader_that_stops_is_sent_away(site):
     assert site.drops == [("b", waiting)]
     assert site.edges["b"].dropped == 1
     assert not site.endpoint.busy()
-    assert site.endpoint.publish(TOPIC, (b"x",)) == 0
+    assert site.endpoint.publish(TOPIC, b"x") == 0
     assert is_closed(client)
 
 
@@ -277,7 +277,7 @@ def test_silent_connections_keep_nobody_out(site):
         site.endpoint.turn(PATIENCE_S)
     client = site.let_in()
     assert [is_closed(sock) for sock in silent] == [True] * 4 + [False] * (MAX_GUESTS - 1)
-    assert site.endpoint.publish(TOPIC, (b"x",)) == 1
+    assert site.endpoint.publish(TOPIC, b"x") == 1
     assert peek(client, 1)
 
 
@@ -285,17 +285,17 @@ def test_no_more_than_so_many_come_in(site):
     clients = [site.let_in() for _ in range(MAX_GUESTS)]
     late = site.dial(connect())
     site.until(lambda: is_closed(late))
-    assert site.endpoint.publish(TOPIC, (b"x",)) == len(clients)
+    assert site.endpoint.publish(TOPIC, b"x") == len(clients)
     clients[0].close()
-    site.until(lambda: site.endpoint.publish(TOPIC, (b"x",)) == len(clients) - 1)
+    site.until(lambda: site.endpoint.publish(TOPIC, b"x") == len(clients) - 1)
     site.let_in()
 
 
 def test_what_a_client_says_it_cannot_take_is_not_sent(site):
     client = site.dial(connect(version=5, properties=b"\x27\0\0\0\x40") + subscribe("x/#", version=5))
     site.answer(client, 24)
-    assert site.endpoint.publish(TOPIC, (bytes(100),)) == 0
-    assert site.endpoint.publish(TOPIC, (bytes(10),)) == 1
+    assert site.endpoint.publish(TOPIC, bytes(100)) == 0
+    assert site.endpoint.publish(TOPIC, bytes(10)) == 1
     assert site.answer(client, 20) == publish(TOPIC, bytes(10), version=5)
     assert site.edges["b"].dropped == 1
 
@@ -304,11 +304,11 @@ def test_a_grant_that_ends_takes_its_filters_with_it(site):
     site.endpoint.admit("b", 2, "other", ["y/#"], LIMIT)
     client = site.dial(connect() + subscribe("x/+/a", "y/#"))
     site.answer(client, 10)
-    assert [site.endpoint.publish(name, (b"1",)) for name in (TOPIC, "y/a", "z")] == [1, 1, 0]
+    assert [site.endpoint.publish(name, b"1") for name in (TOPIC, "y/a", "z")] == [1, 1, 0]
     site.endpoint.expel("b", 1)
-    assert [site.endpoint.publish(name, (b"2",)) for name in (TOPIC, "y/a")] == [0, 1]
+    assert [site.endpoint.publish(name, b"2") for name in (TOPIC, "y/a")] == [0, 1]
     site.endpoint.admit("b", 3, "third", ["x/#"], LIMIT)
-    assert site.endpoint.publish(TOPIC, (b"3",)) == 1, "it goes on reading what it subscribed to and may read again"
+    assert site.endpoint.publish(TOPIC, b"3") == 1, "it goes on reading what it subscribed to and may read again"
     site.endpoint.expel("b", 3)
     site.endpoint.expel("b", 2)
     assert is_closed(client)
@@ -334,13 +334,12 @@ def test_without_descriptors_who_knocks_waits_for_the_next_tick(site, monkeypatc
     assert site.answer(client, 4) == b"\x20\x02\0\0"
 
 
-def test_heads_and_readers_are_not_remembered_for_ever(site, monkeypatch):
+def test_ways_to_readers_are_not_remembered_for_ever(site, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.transport.mesh.endpoint.MAX_CACHED", 10)
     client = site.let_in()
     for i in range(25):
-        site.endpoint.publish(f"x/{i}", (b"",))
-    assert len(site.endpoint._heads) <= 10
-    assert len(site.endpoint._readers) <= 10
+        site.endpoint.publish(f"x/{i}", b"")
+    assert len(site.endpoint._ways) <= 10
     data = site.answer(client, sum(len(publish(f"x/{i}", b"")) for i in range(25)))
     assert [name for name, _ in plain_parse(data, LIMIT)[0]] == [f"x/{i}" for i in range(25)]
 
@@ -348,14 +347,14 @@ def test_heads_and_readers_are_not_remembered_for_ever(site, monkeypatch):
 def test_a_payload_that_mqtt_cannot_say_is_refused(site):
     site.let_in()
     with pytest.raises(ValueError, match="more than one MQTT packet"):
-        site.endpoint.publish(TOPIC, (np.empty(1 << 28, np.uint8),))
+        site.endpoint.publish(TOPIC, np.empty(1 << 28, np.uint8))
 
 
 def test_a_connection_that_broke_is_forgotten_by_who_publishes(site):
     client, other = site.let_in("b"), site.let_in("c")
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()  # a reset
-    while site.endpoint.publish(TOPIC, (b"x",)) == 2:
+    while site.endpoint.publish(TOPIC, b"x") == 2:
         continue
     assert site.endpoint.queued_bytes() == {"c": 0}
     assert peek(other, 1)
@@ -391,7 +390,7 @@ def test_a_socket_that_is_full_already_takes_nothing(site):
     with contextlib.suppress(BlockingIOError):
         while True:
             subscriber.line.send(publish(TOPIC, bytes(10_000)))
-    assert site.endpoint.publish(TOPIC, (b"last",)) == 1
+    assert site.endpoint.publish(TOPIC, b"last") == 1
     assert site.endpoint.queued_bytes() == {"b": len(publish(TOPIC, b"last"))}
     data = bytearray()
     while not data.endswith(b"last"):
@@ -403,7 +402,7 @@ def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatc
     client, other = site.let_in("b"), site.let_in("c")
     monkeypatch.setattr("hepti_mqtt.transport.mesh.guest.Guest.feed", lambda *_: 1 / 0)
     client.sendall(b"\xc0\0")
-    site.until(lambda: site.endpoint.publish(TOPIC, (b"x",)) == 1)
+    site.until(lambda: site.endpoint.publish(TOPIC, b"x") == 1)
     assert is_closed(client)
     assert not is_closed(other)
     assert "a subscriber of this device is sent away" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from mesh_bytes import plain_parse, publish
 
 from hepti_mqtt.transport.mesh.buffers import ALIGN, Buffers
-from hepti_mqtt.transport.mesh.intake import MAX_TOPICS, STAGE, Intake
+from hepti_mqtt.transport.mesh.intake import MAX_LEADS, MAX_TOPICS, STAGE, Intake
 from hepti_mqtt.transport.mesh.packets import Malformed
 
 LIMIT = 1 << 20
@@ -68,6 +68,30 @@ def test_byte_by_byte():
     assert reader.heard == HEARD
 
 
+def test_what_was_heard_before_is_heard_the_same_at_every_split():
+    for at in range(len(STREAM) + 1):
+        reader = Reader()
+        for data in (STREAM, STREAM[:at], STREAM[at:], STREAM):
+            reader.put(data)
+        assert reader.heard == HEARD * 3
+
+
+def test_where_topics_lie_is_not_remembered_for_ever():
+    reader = Reader()
+    for nbytes in range(2 * MAX_LEADS):
+        reader.put(publish("x/a", bytes(nbytes)))
+        assert len(reader.intake._leads) <= MAX_LEADS
+    assert reader.heard == [("x/a", bytes(nbytes)) for nbytes in range(2 * MAX_LEADS)]
+
+
+def test_a_lower_limit_holds_for_what_was_heard_before():
+    reader = Reader()
+    reader.put(publish("x/a", bytes(1000)))
+    reader.intake.limit_bytes = 1000
+    with pytest.raises(Malformed, match="the limit is 1000"):
+        reader.put(publish("x/a", bytes(1000)))
+
+
 @pytest.mark.parametrize("nbytes", [STAGE - 20, STAGE - 8, STAGE - 7, STAGE, STAGE + 1, 70_000, 1_000_000])
 def test_payloads_around_the_stage_are_whole_and_aligned(nbytes):
     payload = np.random.default_rng(nbytes).bytes(nbytes)
@@ -106,6 +130,11 @@ def test_what_an_endpoint_may_not_send(data):
     with pytest.raises(Malformed):
         Reader().put(data)
     assert plain_parse(data, LIMIT) == ([], True)
+    reader = Reader()
+    reader.put(STREAM)
+    with pytest.raises(Malformed):
+        reader.put(data)
+    assert reader.heard == HEARD
 
 
 def test_other_packets_are_handed_on_as_they_are():

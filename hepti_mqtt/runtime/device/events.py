@@ -12,6 +12,7 @@ from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.executor import Bound
 from hepti_mqtt.runtime.device.resident import Resident
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.arrivals import Arrival
 from hepti_mqtt.wire.frames import Frame
 
 
@@ -138,6 +139,7 @@ class Tick:
 WorkerEvent = (
     MessageIn
     | FrameIn
+    | Arrival
     | Loaded
     | LoadProgress
     | LoadFailed

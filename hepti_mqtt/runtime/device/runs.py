@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from hepti_mqtt.runtime.device.events import Built
 from hepti_mqtt.runtime.device.executor import Array, Bound, Executor, Outgoing, Step
 from hepti_mqtt.runtime.device.plausible import shape_of
 from hepti_mqtt.runtime.device.resident import Resident
+from hepti_mqtt.runtime.device.run import Run, Way
 from hepti_mqtt.runtime.device.sessions import SessionLostError, Sessions
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.arrivals import Arrival
 from hepti_mqtt.wire.frames import (
     Frame,
     FrameKind,
@@ -34,7 +36,6 @@ from hepti_mqtt.wire.frames import (
     decode_work,
     encode,
     frame_bytes,
-    head,
 )
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
@@ -44,41 +45,6 @@ REMEMBERED: Final = 1024  # admission numbers that are over, per model
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
 
 
-class _Way(NamedTuple):
-    """How what a Send sends leaves the device, in every run of its Program: what was checked and written once.
-
-    about: the header but for the admission number. nbytes: of all PUBLISH packets.
-    """
-
-    about: bytes
-    topics: tuple[str, ...]
-    plane: Literal["mesh", "data"]
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Run:
-    """A request that is under way here.
-
-    frame: what began it. inputs: what it brought, for tasks that are leased later. sends: of its Program. compute_s: of
-    its ops so far. sent_bytes: of its PUBLISH packets. outputs: parts of the answer that were sent.
-    """
-
-    frame: Frame
-    started_s: float
-    session: Session
-    inputs: Array
-    sends: dict[int, _Way]
-    compute_s: float = 0.0
-    sent_bytes: int = 0
-    outputs: int = 0
-
-    @property
-    def key(self) -> Key:
-        """Return the model and the epoch of its plan."""
-        return self.frame.model, self.frame.epoch
-
-
 class Runs:
     """All runs of a device. counters: frames dropped, by reason."""
 
@@ -86,7 +52,7 @@ class Runs:
         self._device, self._topics, self._counters = device, topics, counters
         self._building = Building(counters)
         self._executor = Executor()
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._early = EarlyFrames()
         self._leases = EarlyLeases()
         self._sessions = Sessions(counters)
@@ -184,7 +150,7 @@ class Runs:
         except SessionLostError as error:
             self.end(frame.admission)
             return [self._refused(frame, "session", str(error))]
-        self._runs[frame.admission] = _Run(frame, now, session, inputs, bound.sends)
+        self._runs[frame.admission] = Run(frame, now, session, inputs, bound.sends)
         self._executor.admit(frame.admission, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.admission, key, inputs)
@@ -250,6 +216,16 @@ class Runs:
             self._counters["early_dropped"] += dropped
         return []
 
+    def fills(self, arrival: Arrival) -> bool:
+        """Fill the slot of a run that waits for this arrival; False, and nothing has changed, where it is not so."""
+        request = self._runs.get(arrival.admission)
+        if request is None or request.key != arrival.exchange.of:
+            return False
+        try:
+            return self._executor.deliver(arrival.admission, arrival.exchange.key, arrival.array()) == "filled"
+        except ValueError:
+            return False  # not what the Program expects; `tensor` says so
+
     def _deliver(self, frame: Frame) -> list[Command]:
         try:
             outcome = self._executor.deliver(frame.admission, (frame.node, frame.part, frame.source), frame.array())
@@ -275,7 +251,7 @@ class Runs:
         if request is None:
             return []
         request.compute_s += seconds
-        out: list[Command] = [] if outgoing is None else [*self.send(request, outgoing)]
+        out = [] if outgoing is None else self.send(request, outgoing)
         task = step.running.completes(step.place)
         if task is not None:
             out.append(self._up(messages.TaskDone(*request.key, step.admission, task)))
@@ -286,36 +262,35 @@ class Runs:
         text = f"{self._device}: {step.kernel or 'send'} failed: {error}"
         return self._request_failed(step.admission, "device", text)
 
-    def send(self, request: _Run, outgoing: Outgoing) -> list[Publish]:
+    def send(self, request: Run, outgoing: Outgoing) -> list[Command]:
         """Return the publishes of what an op of a run sends."""
-        op = outgoing.op
-        if op.to == (PLANNER,):
-            return [self._output(request, outgoing)]
-        if op.to == (self._device,):  # a task that the head device has computed itself
-            self._executor.deliver(outgoing.admission, (op.node, op.part, self._device), outgoing.array.copy())
-            return []
         way = request.sends.get(outgoing.place)
         if way is None:
+            op = outgoing.op
+            if op.to == (PLANNER,):
+                return [self._output(request, outgoing)]
+            if op.to == (self._device,):  # a task that the head device has computed itself
+                self._executor.deliver(outgoing.admission, (op.node, op.part, self._device), outgoing.array.copy())
+                return []
             way = request.sends[outgoing.place] = self._way(request, outgoing)
-        header, array = head(way.about, outgoing.admission), outgoing.array
-        body = array.data.cast("B") if array.size else _NOTHING
+        body = outgoing.array.data.cast("B") if way.filled else _NOTHING
         request.sent_bytes += way.nbytes
-        return [Publish(topic, header, 0, way.plane, body=body) for topic in way.topics]
+        return [Publish(topic, way.about + request.number, 0, way.plane, False, body) for topic in way.topics]
 
-    def _way(self, request: _Run, outgoing: Outgoing) -> _Way:
+    def _way(self, request: Run, outgoing: Outgoing) -> Way:
         op, (model, _) = outgoing.op, request.key
         topics = tuple(self._topics.activation(model, op.layer, self._device, to) for to in addresses(op))
         nbytes = sum(publish_bytes(topic, frame_bytes(outgoing.array.nbytes), 0) for topic in topics)
         header = about(self._placed(request, outgoing), outgoing.array.nbytes)
-        return _Way(header, topics, "mesh" if op.route == "mesh" else "data", nbytes)
+        return Way(header, topics, "mesh" if op.route == "mesh" else "data", nbytes, outgoing.array.size > 0)
 
-    def _output(self, request: _Run, outgoing: Outgoing) -> Publish:
+    def _output(self, request: Run, outgoing: Outgoing) -> Publish:
         request.outputs += 1
         out = Publish(self._topics.up(self._device), encode(self._placed(request, outgoing, "output")), 1)
         request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
 
-    def _placed(self, request: _Run, outgoing: Outgoing, kind: FrameKind = "tensor") -> Frame:
+    def _placed(self, request: Run, outgoing: Outgoing, kind: FrameKind = "tensor") -> Frame:
         op, array = outgoing.op, outgoing.array
         frame = self._frame_of(kind, *request.key, outgoing.admission, array)
         return replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row)

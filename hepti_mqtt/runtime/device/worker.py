@@ -36,6 +36,7 @@ from hepti_mqtt.runtime.device.runs import Runs
 from hepti_mqtt.runtime.publish import Publish
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.arrivals import Arrival
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.topics import Topics
 
@@ -74,6 +75,10 @@ class WorkerSession:
 
     def handle(self, event: WorkerEvent, now: float) -> list[Command]:
         """Take one event and return the commands that follow from it."""
+        if isinstance(event, Arrival):
+            if self.runs.fills(event):
+                return []
+            event = FrameIn(event.frame())
         if isinstance(event, FrameIn):
             out = self._frame(event.frame, now)
             if not out and event.frame.kind == "tensor":

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from hepti_mqtt.transport.mesh.events import Edge
 from hepti_mqtt.transport.mesh.filters import matches
@@ -41,6 +41,14 @@ class _Subscriber:
     out_bytes: int = 0
 
 
+class _Way(NamedTuple):
+    """How messages of one topic and size get to one reader: what stands before the payload, and the bytes of both."""
+
+    reader: _Subscriber
+    head: bytes
+    size: int
+
+
 class Endpoint:
     """Sends what is published to who subscribed and may read it; whatever is not a subscription is refused.
 
@@ -67,8 +75,7 @@ class Endpoint:
         self._lock = threading.RLock()
         self._grants = Grants()
         self._subscribers: dict[int, _Subscriber] = {}
-        self._readers: dict[str, list[_Subscriber]] = {}  # by topic, until something changes
-        self._heads: dict[tuple[str, int, int], bytes] = {}
+        self._ways: dict[tuple[str, int], list[_Way]] = {}  # by topic and bytes of the payload, until something changes
         self._full = False  # no more descriptors: who knocks has to wait
         self._epoll = select.epoll()
         self._epoll.register(self._listener, IN)
@@ -85,17 +92,18 @@ class Endpoint:
             self._grants.expel(user, key)
             self._review()
 
-    def publish(self, topic: str, parts: Sequence[Buffer]) -> int:
+    def publish(self, topic: str, *parts: Buffer) -> int:
         """Send one message, its payload in parts; return to how many it went or is on its way."""
-        nbytes = sum([memoryview(part).nbytes for part in parts])
-        went = 0
+        nbytes = went = 0
+        for part in parts:
+            nbytes += memoryview(part).nbytes
         with self._lock:
-            readers = self._readers.get(topic)
-            for reader in self._find(topic) if readers is None else readers:
-                head = self._heads.get((topic, nbytes, reader.guest.version)) or self._head(topic, nbytes, reader)
-                if self._send(reader, (head, *parts), len(head) + nbytes):
-                    reader.edge.frames_out += 1
-                    reader.edge.bytes_out += nbytes
+            ways = self._ways.get((topic, nbytes))
+            for reader, head, size in self._find(topic, nbytes) if ways is None else ways:
+                if self._send(reader, (head, *parts), size):
+                    edge = reader.edge
+                    edge.frames_out += 1
+                    edge.bytes_out += nbytes
                     went += 1
         return went
 
@@ -146,24 +154,20 @@ class Endpoint:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def _find(self, topic: str) -> list[_Subscriber]:
+    def _find(self, topic: str, nbytes: int) -> list[_Way]:
+        """Return the ways of messages of this size to those who read the topic, and remember them."""
         allows = self._grants.allows
         found = [
             s
             for s in self._subscribers.values()
             if any(matches(f, topic) and allows(s.guest.user, f) for f in s.guest.filters)
         ]
-        if len(self._readers) >= MAX_CACHED:
-            self._readers.clear()
-        self._readers[topic] = found
-        return found
-
-    def _head(self, topic: str, nbytes: int, reader: _Subscriber) -> bytes:
-        if len(self._heads) >= MAX_CACHED:
-            self._heads.clear()
-        head = publish_head(topic, nbytes, reader.guest.version)
-        self._heads[topic, nbytes, reader.guest.version] = head
-        return head
+        heads = [publish_head(topic, nbytes, s.guest.version) for s in found]
+        if len(self._ways) >= MAX_CACHED:
+            self._ways.clear()
+        ways = [_Way(s, head, len(head) + nbytes) for s, head in zip(found, heads, strict=True)]
+        self._ways[topic, nbytes] = ways
+        return ways
 
     def _send(self, reader: _Subscriber, parts: Sequence[Buffer], size: int) -> bool:
         sent = 0
@@ -267,7 +271,7 @@ class Endpoint:
         answer = guest.feed(data)
         if guest.version and not here:
             self._welcome(subscriber)
-        self._readers.clear()
+        self._ways.clear()
         if answer:
             with suppress(BlockingIOError):
                 sent = 0 if subscriber.out else subscriber.line.send(answer)
@@ -291,7 +295,7 @@ class Endpoint:
 
     def _review(self) -> None:
         """Act on changed grants: what a guest reads is what it subscribed to and its grants cover now."""
-        self._readers.clear()
+        self._ways.clear()
         for subscriber in [s for s in self._subscribers.values() if s.guest.version]:
             subscriber.limit_bytes = self._grants.limit_bytes(subscriber.guest.user)
             if not self._grants.holds(subscriber.guest.user):
@@ -303,7 +307,7 @@ class Endpoint:
 
     def _drop(self, subscriber: _Subscriber) -> None:
         self._subscribers.pop(subscriber.line.fileno(), None)
-        self._readers.clear()
+        self._ways.clear()
         if subscriber.out:
             self._count_drop(subscriber, len(subscriber.out), subscriber.out_bytes)
             subscriber.out.clear()

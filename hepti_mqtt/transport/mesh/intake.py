@@ -11,6 +11,10 @@ from hepti_mqtt.transport.mesh.packets import PUBLISH, Malformed, fixed_header
 
 STAGE: Final = 4096  # read first, to see what comes; the rest of a larger payload goes where it belongs
 MAX_TOPICS, MAX_HEAD = 4096, 1024  # topics remembered; the longest topic or control packet in bytes
+# First byte, length and length of the topic of a PUBLISH lie in so many bytes, which say where its topic and payload
+# lie: those of frames that come with every request are read once.
+LEAD, MAX_LEADS = 7, 256
+_NOTHING: Final = memoryview(b"")
 
 OnPublish = Callable[[str, memoryview], None]
 OnControl = Callable[[int, bytes], None]
@@ -29,7 +33,8 @@ class Intake:
         self._stage = memoryview(bytearray(STAGE))
         self._start = self._end = 0  # what of the stage is not parsed
         self._topics: dict[bytes, str] = {}
-        self._topic, self._payload = "", memoryview(b"")
+        self._leads: dict[bytes, tuple[int, int, int]] = {}
+        self._topic, self._payload = "", _NOTHING
 
     def room(self) -> memoryview:
         """Return where to receive: the rest of a payload and nothing beyond it, or the stage."""
@@ -46,25 +51,26 @@ class Intake:
         if self.missing:
             self.missing -= nbytes
             if not self.missing:
-                self._hand_over()
+                payload, self._payload = self._payload, _NOTHING  # a view that is kept would keep the buffer
+                self._on_publish(self._topic, payload)
             return
         self._end += nbytes
         while not self.missing and self._parse():
             pass
 
-    def _hand_over(self) -> None:
-        payload, self._payload = self._payload, memoryview(b"")  # a view that is kept would keep the buffer
-        self._on_publish(self._topic, payload)
-
     def _parse(self) -> bool:
         """Take one packet, or the beginning of a PUBLISH, from the stage; return whether there was one."""
-        stage, end = self._stage, self._end
-        header = fixed_header(stage, self._start, end, self.limit_bytes)
+        stage, start, end = self._stage, self._start, self._end
+        if end - start >= LEAD:
+            known = self._leads.get(bytes(stage[start : start + LEAD]))
+            if known is not None and known[2] <= self.limit_bytes:
+                return self._begin(start + known[0], start + known[1], start + known[2])
+        header = fixed_header(stage, start, end, self.limit_bytes)
         if header is None:
             return False
         first, at, length = header
         if first == PUBLISH:
-            return self._begin(at, length)
+            return self._unknown(at, length)
         if length > MAX_HEAD:
             raise Malformed(f"packet {first:#x} of {length} bytes")
         if end < at + length:
@@ -73,9 +79,9 @@ class Intake:
         self._on_control(first, bytes(stage[at : at + length]))
         return True
 
-    def _begin(self, at: int, length: int) -> bool:
-        """Take topic and first bytes of a PUBLISH whose body starts at `at`; False if its head is not there yet."""
-        stage, end = self._stage, self._end
+    def _unknown(self, at: int, length: int) -> bool:
+        """Check where topic and payload of a PUBLISH lie whose body starts at `at`, and take their beginning."""
+        stage, first, end = self._stage, self._start, self._end
         if length < 2:
             raise Malformed("a PUBLISH without a topic")
         if end < at + 2:
@@ -83,17 +89,27 @@ class Intake:
         start = at + 2 + (stage[at] << 8 | stage[at + 1])
         if start > at + min(length, MAX_HEAD):
             raise Malformed("a topic longer than its packet, or too long")
+        if end - first >= LEAD:
+            if len(self._leads) >= MAX_LEADS:
+                self._leads.clear()
+            self._leads[bytes(stage[first : first + LEAD])] = (at + 2 - first, start - first, at + length - first)
+        return self._begin(at + 2, start, at + length)
+
+    def _begin(self, name_at: int, start: int, stop: int) -> bool:
+        """Take the topic and the first bytes of a payload that lies from `start` to `stop`; False without its topic."""
+        stage, end = self._stage, self._end
         if end < start:
             return False
-        name = bytes(stage[at + 2 : start])
+        name = bytes(stage[name_at:start])
         self._topic = self._topics.get(name) or self._new_topic(name)
-        self._payload = payload = self._buffers.take(at + length - start)
-        self._start = min(end, at + length)
-        have = self._start - start
-        payload[:have] = stage[start : self._start]
-        self.missing = payload.nbytes - have
-        if not self.missing:
-            self._hand_over()
+        payload = self._buffers.take(stop - start)
+        if end >= stop:
+            payload[:] = stage[start:stop]
+            self._start = stop
+            self._on_publish(self._topic, payload)
+        else:
+            payload[: end - start] = stage[start:end]
+            self._start, self._payload, self.missing = end, payload, stop - end
         return True
 
     def _new_topic(self, name: bytes) -> str:

@@ -15,7 +15,6 @@ from typing import Final
 from hepti_mqtt.transport.mesh.buffers import Buffers
 from hepti_mqtt.transport.mesh.endpoint import Endpoint
 from hepti_mqtt.transport.mesh.events import Dropped, Edge, MeshEvent, Place
-from hepti_mqtt.transport.mesh.lines import Buffer
 from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
 from hepti_mqtt.transport.mesh.tls import MeshTls
 
@@ -57,7 +56,11 @@ class Mesh:
             host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
         )
         self.port = self._endpoint.port
+        # Sends one message, its payload in C-contiguous parts; returns to how many subscribers it went. It never waits;
+        # the parts are the caller's again on return. `Dropped` tells who did not get it.
+        self.publish: Callable[..., int] = self._endpoint.publish
         self._peers: dict[str, Peer] = {}
+        self._due = NEVER  # when the first timer of a peer is
         self._by_fd: dict[int, Peer] = {}
         self._eager: list[Peer] = []  # have read some of what came, and not all
         # What is told on this thread in `wait`, in the order in which it came.
@@ -71,6 +74,7 @@ class Mesh:
             user=user,
             clock=clock,
             watch=self._watch,
+            timed=self._timed,
             tell=self._told.append,
             hear=self._told.append,
             again=self._eager.append,
@@ -119,22 +123,12 @@ class Mesh:
         if there is not None and not there.leave(key):
             del self._peers[peer]
 
-    def publish(self, topic: str, *parts: Buffer) -> int:
-        """Send one message, its payload in C-contiguous parts; return to how many subscribers it went.
-
-        It never waits; the parts are the caller's again on return. `Dropped` tells who did not get it.
-        """
-        return self._endpoint.publish(topic, parts)
-
     def wait(self, timeout_s: float | None) -> None:
         """Wait until something has come, `wake` was called or the time is over; tell what has come."""
         if self._told or self._eager:
             timeout_s = 0.0
-        due = NEVER
-        for each in self._peers.values():
-            due = min(due, each.due)
-        if due < NEVER:
-            timeout_s = self._until(due, timeout_s)
+        if self._due < NEVER:
+            timeout_s = self._until(timeout_s)
         found = self._epoll.poll(timeout_s)
         self.woke_s = time.perf_counter()
         for fd, _ in found:
@@ -147,8 +141,13 @@ class Mesh:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
                 peer.ready()
-        while self._told:
-            self._tell()
+        told = self._told
+        while told:
+            each = told.popleft()
+            if isinstance(each, tuple):
+                self._on_message(*each)
+            else:
+                self._on_event(each)
 
     def wake(self) -> None:
         """Let `wait` return at once; from any thread, also after `close`."""
@@ -182,23 +181,18 @@ class Mesh:
             os.close(self._wake)
             self._wake = -1
 
-    def _tell(self) -> None:
-        told = self._told.popleft()
-        if isinstance(told, tuple):
-            self._on_message(*told)
-        else:
-            self._on_event(told)
+    def _timed(self) -> None:
+        self._due = min((peer.due for peer in self._peers.values()), default=NEVER)
 
-    def _until(self, due: float, timeout_s: float | None) -> float:
+    def _until(self, timeout_s: float | None) -> float:
         """Run the timers that are due, and return how long to wait for the next one."""
         now = self._clock()
-        if due <= now:
+        if self._due <= now:
             for peer in self._peers.values():
                 peer.timer()
-            due = min(peer.due for peer in self._peers.values())
         if self._told:
             return 0.0
-        left = max(due - now, 0.0)
+        left = max(self._due - now, 0.0)
         return left if timeout_s is None else min(left, timeout_s)
 
     def _watch(self, fd: int, events: int, peer: Peer) -> None:

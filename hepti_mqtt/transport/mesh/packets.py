@@ -45,16 +45,20 @@ def fixed_header(data: Bytes, start: int, end: int, limit: int) -> tuple[int, in
 
     Raises Malformed for a length of more than `limit` or of more than four bytes.
     """
-    length = 0
-    for index in range(start + 1, min(end, start + 5)):
-        byte = data[index]
-        length |= (byte & 127) << 7 * (index - start - 1)
+    length = shift = 0
+    at = start + 1
+    while at < end:
+        byte = data[at]
+        at += 1
         if byte < 128:
+            length |= byte << shift
             if length > limit:
                 raise Malformed(f"a packet of {length} bytes; the limit is {limit}")
-            return data[start], index + 1, length
-    if end >= start + 5:
-        raise Malformed("a length of more than four bytes")
+            return data[start], at, length
+        length |= (byte & 127) << shift
+        shift += 7
+        if shift == 28:
+            raise Malformed("a length of more than four bytes")
     return None
 
 

@@ -67,14 +67,15 @@ class _Join:
 class Surroundings:
     """What a peer has around it.
 
-    user: this device. watch(fd, events, peer): wait for these events on this descriptor, 0: no more. tell, hear: where
-    events and messages (peer, topic, payload) go. again: call `ready` without waiting. secure: makes a TLS line of a
-    connected socket, the other side known by its fingerprint.
+    user: this device. watch(fd, events, peer): wait for these events on this descriptor, 0: no more. timed: called
+    after `due` was set. tell, hear: where events and messages (peer, topic, payload) go. again: call `ready` without
+    waiting. secure: makes a TLS line of a connected socket, the other side known by its fingerprint.
     """
 
     user: str
     clock: Callable[[], float]
     watch: Callable[[int, int, Peer], None]
+    timed: Callable[[], None]
     tell: Callable[[MeshEvent], None]
     hear: Callable[[tuple[str, str, memoryview]], None]
     again: Callable[[Peer], None]
@@ -206,6 +207,7 @@ class Peer:
             self.due = min(join.due for join in joins)
         else:
             self.due = self._deadline
+        self._around.timed()
 
     # -- the connection ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""Frames of exchanges that are known take a shorter way to their slots, and have the effects of all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sites import FAMILIES, everyone, request, tensors
+from swarm import MODEL, Swarm, plan_of
+
+from hepti_mqtt.runtime.device.worker import FrameIn
+from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.wire.arrivals import Exchanges
+from hepti_mqtt.wire.frames import Frame, decode, encode
+
+SPEC = FAMILIES["bert-embedding"]
+TENSORS = tensors(SPEC)
+SHAPE, INPUTS = request(SPEC, (9, 4))
+ANSWERED = ["first", "second", "third"]
+
+
+def site(seed: int = 0, **network) -> Swarm:
+    devices = {f"d{i}": (1e9 * (i + 1), 1 << 30) for i in range(3)}
+    decider = everyone(("row", {"variant": "kv"}))
+    swarm = Swarm(SPEC, TENSORS, devices, decider=decider, pins=Pins(route="mesh"), seed=seed, **network)
+    swarm.run(60, until=lambda: plan_of(swarm) is not None)
+    return swarm
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_site_that_remembers_exchanges_does_what_one_that_reads_every_frame_does(seed: int) -> None:
+    """Among frames that come twice, early and late."""
+    seen = []
+    for learns in (True, False):
+        swarm = site(seed, duplicates=0.3, jitter_s=0.01)
+        swarm.learns = learns
+        for token in ANSWERED:
+            swarm.submit(token, SHAPE, INPUTS)
+            swarm.run(60, until=lambda token=token, swarm=swarm: token in swarm.answers)
+        swarm.run(1)
+        assert bool(swarm.known) is learns
+        counters = {name: host.session.counters for name, host in swarm.hosts.items()}
+        assert any(c["duplicate"] for c in counters.values())
+        answers = {token: [got.tobytes() for got, _ in swarm.answers[token]] for token in ANSWERED}
+        seen.append((counters, answers, dict(swarm.sent), swarm.errors))
+    assert seen[0] == seen[1]
+
+
+def exchanges(swarm: Swarm) -> list[Frame]:
+    """Return what d0 awaits of d1, as frames of a run, each with an array of the shape that d0 expects."""
+    epoch = plan_of(swarm).epoch
+    template = swarm.hosts["d0"].session.epochs.get(MODEL, epoch).bound[SHAPE].template
+    found = []
+    for key, slot in template.recv.items():
+        if key[2] == "d1":
+            spec = template.program.slots[slot]
+            body = np.zeros(spec.shape, np.float32)
+            found.append(Frame("tensor", MODEL, epoch, 2, 0, key[0], "d1", key[1], spec.dtype, spec.shape, 0, (), body))
+    return found
+
+
+def other_shape(frame: Frame) -> Frame:
+    return replace(frame, shape=(2, 2), body=np.zeros((2, 2), np.float32))
+
+
+CASES = {
+    "as expected": lambda f: [f],
+    "twice": lambda f: [f, f],
+    "twice with other values": lambda f: [f, replace(f, body=f.body + 1)],
+    "another shape": lambda f: [other_shape(f)],
+    "after one of another shape": lambda f: [other_shape(f), f],
+    "of no exchange": lambda f: [replace(f, node=9999)],
+    "of another device": lambda f: [replace(f, source="d9")],
+    "of a run that has yet to come": lambda f: [replace(f, admission=77)],
+    "of a run that is over": lambda f: [replace(f, admission=1)],
+    "of an epoch that is not here": lambda f: [replace(f, epoch=f.epoch._replace(number=9999))],
+    "of a model that is not here": lambda f: [replace(f, model="other")],
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_frame_has_the_effects_that_it_has_when_it_is_read(case) -> None:
+    seen = []
+    for known in (False, True):
+        swarm = site()
+        swarm.submit("first", SHAPE, INPUTS)
+        swarm.run(60, until=lambda swarm=swarm: "first" in swarm.answers)
+        session = swarm.hosts["d0"].session
+        before, out = session.counters.copy(), []
+        swarm.submit("second", SHAPE, INPUTS)
+        swarm.run(60, until=lambda session=session: not session.runs.idle)
+        assert not session.runs.idle
+        for frame in case(exchanges(swarm)[0]):
+            payload, remembered = memoryview(encode(frame)), Exchanges()
+            remembered.learn("d1", "topic", payload, decode(payload))
+            event = remembered.arrival("d1", "topic", payload) if known else FrameIn(decode(payload))
+            assert event is not None
+            out += session.handle(event, swarm.now)
+            session.check()
+        session.counters.subtract(before)
+        seen.append((out, +session.counters, session.runs.idle, session.runs.early_bytes))
+    assert seen[0] == seen[1]
