@@ -43,7 +43,7 @@ from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.kernels import TILING, Workers, isa
 from hepti_mqtt.kernels.machine import jit, turns
-from hepti_mqtt.kernels.machine.release import release_compiler
+from hepti_mqtt.kernels.machine.release import release_compiler, return_large_blocks
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, open_broker_warning
@@ -67,6 +67,7 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
     data_link()
     jit.check_settings()
+    return_large_blocks()
     places = directories(config.cache_dir, config.site, config.device_id)
     with device_lock(places.state), _Signals() as signals:
         # A cache that is opened leaves room on the disk: tiles go before the boot counter does.

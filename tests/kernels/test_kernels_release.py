@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -37,6 +38,23 @@ again = numba.njit(lambda x: x + 1)
 assert again(2) == 3, "it compiles afterwards too"
 """
 
+LARGE_BLOCKS = """
+import ctypes, sys
+import numpy as np
+from hepti_mqtt.kernels.machine import release
+
+if sys.argv[1] == "returned":
+    release.return_large_blocks()
+malloc_info = ctypes.CDLL(None).mallinfo2
+malloc_info.restype = type("Info", (ctypes.Structure,), {"_fields_": [(str(n), ctypes.c_size_t) for n in range(10)]})
+weights = np.ones(16 << 20, np.uint8)
+del weights
+others = np.ones(8 << 20, np.uint8)
+print(getattr(malloc_info(), "4") >> 20)  # MiB in blocks with pages of their own
+"""
+
+PATHS = map(str, (Path(__file__).parents[2], Path(__file__).parent))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 
 
@@ -47,7 +65,7 @@ compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
     done = subprocess.run(
         [sys.executable, "-c", RELEASED],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
@@ -86,3 +104,15 @@ def test_bitcode_stays_as_long_as_something_is_left_to_compile(monkeypatch):
     monkeypatch.setattr(jit, "all_ready", lambda: True)
     release.release_compiler()
     assert asked
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="about glibc's heap")
+def test_large_blocks_go_back_also_after_larger_ones_were_freed() -> None:
+    def alone(how: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE_BLOCKS, how], env=ENVIRONMENT, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert alone("returned") >= 8 > alone("as it is")
