@@ -1,6 +1,7 @@
 """`python -m hepti_mqtt.lab.broker ADDRESS PORT`: a broker of a lab, without password; prints its URL as JSON.
 
-PORT 0 takes a free one. It ends with this process, also when that is killed.
+PORT 0 takes a free one. It ends with this process, also when that is killed: a moment later, so whoever starts another
+one on its port waits for that.
 """
 
 from __future__ import annotations
@@ -9,10 +10,26 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from typing import Final
 
-from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
+from hepti_mqtt.errors import ConfigError, HeptiError
+
+PATIENCE_S: Final = 10.0  # for a port that is taken
+
+
+def started(address: str, port: int) -> EmbeddedBroker:
+    """Return a running broker; raises ConfigError if its port stays taken."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return start_broker(address=address, port=port)
+        except ConfigError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m hepti_mqtt.lab.broker ADDRESS PORT", file=sys.stderr)
         return 2
     try:
-        with start_broker(address=address, port=port) as broker:
+        with started(address, port) as broker:
             print(json.dumps({"url": broker.url, "kind": broker.kind, "reason": broker.reason}), flush=True)
             stop.wait()
     except HeptiError as error:
