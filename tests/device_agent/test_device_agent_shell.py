@@ -1,164 +1,27 @@
 """The session thread over list transports: events go in, what was published is looked at."""
 
-import logging
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import sites
-import swarm
-from device_agent_support import ListTransport
+from shell_support import PLAN, SPEC, TENSORS, TOPICS, TWO, devices, request
 
 from device_agent import meter as metering
-from device_agent.complaints import Complaints
-from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus, Stop
+from device_agent.events import FiltersRefused, LinkDown, LinkUp
 from device_agent.loader_thread import AskAgain
-from device_agent.meter import Meter
-from device_agent.network import Network
-from device_agent.probe import Prober
-from device_agent.shell import Shell
 from hepti_mqtt import models
-from hepti_mqtt.errors import ConfigError, RefusedError
+from hepti_mqtt.errors import RefusedError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import program, resident_weights
-from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Load, Study, Unload
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
-from hepti_mqtt.transport import Inbox
-from hepti_mqtt.wire import described, frames, messages
+from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.runtime.device.commands import Unload
+from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
+from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.arrivals import Exchanges
-from hepti_mqtt.wire.topics import Topics
-
-TOPICS = Topics("home")
-BOOT = 100
-SPEC = sites.FAMILIES["bert-embedding"]
-TENSORS = sites.tensors(SPEC)
-PLAN = sites.plan(SPEC, ("single", {}), (1.0,))
-TWO = sites.plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
-UP = TOPICS.up("d0")
-
-
-class Finite(Inbox):
-    """An inbox that ends the session thread where it would wait."""
-
-    def get(self):
-        return Stop() if self.empty() else super().get()
-
-
-class ListLoader:
-    def __init__(self):
-        self.posted = []
-
-    def post(self, item):
-        self.posted.append(item)
-
-    def loads(self):
-        return [i for i in self.posted if isinstance(i, Load)]
-
-
-class NowBuilder:
-    """Builds at once what is posted."""
-
-    def __init__(self, inbox, workers):
-        self.inbox, self.workers = inbox, workers
-
-    def post(self, order):
-        if isinstance(order, Study):
-            self.inbox.post(study(order, "d0", TOPICS))
-        else:
-            self.inbox.post(build(order, "d0", self.workers))
-
-
-class Device:
-    def __init__(self, memory_bytes=1 << 30, limit=None):
-        log = logging.getLogger("test")
-        self.inbox = Finite()
-        self.planes, self.announced, self.limit = {}, [], limit
-        self.complaints = Complaints(log)
-        self.loader = ListLoader()
-        self.network = Network(
-            TOPICS, "d0", self.inbox, Prober("d0", BOOT), self.loader.post, self.complaints, self.make
-        )
-        self.workers = Workers(1)
-        self.session = WorkerSession("d0", "home", memory_bytes)
-        self.builder = NowBuilder(self.inbox, self.workers)
-        self.meter = Meter(swarm.curves(1e9))
-        self.shell = Shell(
-            self.session,
-            BOOT,
-            self.inbox,
-            self.network,
-            self.loader,
-            self.builder,
-            self.meter,
-            self.complaints,
-            self.announce,
-            log,
-        )
-
-    def make(self, plane, on_message, on_state):
-        self.planes[plane] = ListTransport(on_message, on_state)
-        return self.planes[plane]
-
-    def announce(self, link):
-        self.announced.append(link)
-        return self.limit
-
-    def run(self, *events):
-        """Let the session thread take events and do all that follows from them."""
-        for event in events:
-            self.inbox.post(event)
-        self.shell.run()
-        self.session.check()
-
-    def join(self):
-        self.run(LinkUp("control", 5, None), LinkUp("data", 4, None))
-
-    def ups(self, kind=None):
-        sent = [messages.decode_up(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
-        return [m for m in sent if kind is None or isinstance(m, kind)]
-
-    def prepare(self, plan=PLAN, txn=1):
-        message = messages.Prepare(txn, plan.to_dict(), SPEC.to_dict(), bytes(32), 2)
-        self.run(MessageIn(message))
-
-    def acknowledge(self):
-        for plane, transport in self.planes.items():
-            self.run(*(Acknowledged(plane, token) for token in transport.subscribed))
-
-    def loaded(self, plan=PLAN):
-        weights = pack(TENSORS, resident_weights(SPEC, plan, "d0"))
-        self.run(Loaded(plan.model, plan.epoch, weights))
-
-    def ready(self, plan=PLAN):
-        self.join()
-        self.prepare(plan)
-        self.acknowledge()
-        self.loaded(plan)
 
 
 @pytest.fixture
 def device():
-    made = []
-
-    def make(**options):
-        made.append(Device(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.workers.close()
-
-
-def request(admission=1, plan=PLAN, length=7):
-    shape, inputs = sites.request(SPEC, (length,))
-    payload = frames.encode_work(plan.model, plan.epoch, admission, shape, inputs)
-    return shape, inputs, FrameIn(frames.decode(payload))
+    yield from devices()
 
 
 def test_online_only_when_both_connections_stand(device):
@@ -326,122 +189,6 @@ def test_a_refused_publish_is_a_complaint(device):
     assert d.complaints.counters["publish_refused"] == 1
 
 
-def test_a_new_planner_voids_what_the_old_one_prepared(device):
-    d = device()
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
-    d.ready()
-    asked = d.loader.posted.count(AskAgain())
-    d.run(PlannerStatus(described.Status("offline", PLAN.epoch.boot)))
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
-    assert not [i for i in d.loader.posted if isinstance(i, Unload)]
-    assert d.loader.posted.count(AskAgain()) == asked + 1
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot + 1)))
-    assert Unload(PLAN.model, PLAN.epoch, d.session.memory_bytes) in d.loader.posted
-    d.run(request()[2])
-    assert d.ups(frames.Frame) == []
-
-
-def unloaded(d):
-    return [(i.model, i.epoch) for i in d.loader.posted if isinstance(i, Unload)]
-
-
-def test_own_will_heard_is_contradicted(device):
-    d = device()
-    d.ready()
-    d.run(OwnStatus(described.Status("online", BOOT)))
-    assert len(d.announced) == 1
-    d.run(OwnStatus(described.Status("offline", BOOT)))
-    assert len(d.announced) == 2
-
-
-NEXT = replace(PLAN, epoch=Epoch(1, 2))
-AWAY = (LinkDown("control", "x"), LinkUp("control", 5, None))
-WILL = (OwnStatus(described.Status("offline", BOOT)),)
-
-
-@pytest.mark.parametrize("away", [AWAY, WILL])
-def test_plans_from_before_a_reconnection_serve_on_if_the_planner_goes_on(device, away):
-    d = device()
-    d.ready()
-    d.run(*away)
-    d.run(request(1)[2])
-    assert len(d.ups(frames.Frame)) == 2
-    d.prepare(NEXT)
-    d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.epoch)))
-    assert unloaded(d) == []
-
-
-@pytest.mark.parametrize("away", [AWAY, WILL])
-def test_plans_from_before_a_reconnection_go_when_a_newer_one_is_activated(device, away):
-    d = device()
-    d.ready()
-    d.run(*away)
-    d.prepare(NEXT)
-    assert unloaded(d) == []
-    d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.epoch)))
-    assert unloaded(d) == [(PLAN.model, PLAN.epoch)]
-    assert d.complaints.counters["epochs_forgotten"] == 1
-
-
-BLOCK = replace(sites.plan(SPEC, ("block", {}), (1.0, 1.0)), epoch=Epoch(1, 2))
-
-
-def needs(*plans):
-    refs = {ref for plan in plans for ref in resident_weights(SPEC, plan, "d0")}
-    live = 2 * live_bytes(program(SPEC, plans[-1], models.largest_shape(SPEC), "d0"))
-    return weight_total(refs) + live + sum(programs_bytes(SPEC, plan, "d0") for plan in plans)
-
-
-@pytest.mark.parametrize("doubted", [True, False])
-def test_plans_from_before_a_reconnection_go_when_memory_is_needed(device, doubted):
-    budget = max(needs(PLAN), needs(BLOCK))
-    assert needs(PLAN, BLOCK) > budget
-    d = device(memory_bytes=budget)
-    d.ready()
-    d.run(*AWAY)
-    if not doubted:
-        d.run(request(1)[2])
-    d.prepare(BLOCK)
-    failed = d.ups(messages.Failed)
-    if doubted:
-        assert failed == []
-        assert unloaded(d) == [(PLAN.model, PLAN.epoch)]
-        assert [load.epoch for load in d.loader.loads()] == [PLAN.epoch, BLOCK.epoch]
-    else:
-        assert [m.code for m in failed] == ["memory"]
-        assert unloaded(d) == []
-
-
-def test_a_late_will_of_an_earlier_start_is_overwritten(device):
-    d = device()
-    d.run(OwnStatus(described.Status("offline", BOOT - 1)))
-    assert d.announced == []
-    d.ready()
-    d.run(OwnStatus(described.Status("offline", BOOT - 1)))
-    assert len(d.announced) == 2
-    assert not [i for i in d.loader.posted if isinstance(i, Unload)]
-
-
-def test_boot_counters_of_a_time_that_has_not_come_are_not_believed(device):
-    d = device()
-    d.ready()
-    for _ in range(3):
-        d.run(OwnStatus(described.Status("online", 4_000_000_000)))
-    assert len(d.announced) == 4, "what was forged is overwritten"
-    d.run(PlannerStatus(described.Status("online", 4_000_000_000)))
-    assert unloaded(d) == [], "nobody has taken the planner's place"
-    assert d.complaints.counters["implausible_boot"] == 4
-
-
-def test_another_agent_of_the_same_name_wins(device):
-    d = device()
-    d.join()
-    d.inbox.post(OwnStatus(described.Status("online", BOOT + 1)))
-    with pytest.raises(ConfigError, match="--id"):
-        d.shell.run()
-    assert not d.shell.farewell
-
-
 def test_events_of_the_network_go_before_further_ops(device):
     d = device()
     d.ready()
@@ -459,12 +206,12 @@ def test_frames_of_dead_epochs_are_dropped(device):
     assert d.session.counters["dead_epoch"] == 1
 
 
-def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is() -> None:
-    device = Device()
-    device.join()
+def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is(device):
+    d = device()
+    d.join()
     frame = frames.Frame("tensor", "m", Epoch(1, 1), 7, 0, 3, "d1", 0, "f32", (2,), 0, (), np.zeros(2, np.float32))
     payload, known = memoryview(frames.encode(frame)), Exchanges()
     known.learn("d1", "topic", payload, frame)
-    device.run(known.arrival("d1", "topic", payload), FrameIn(frames.decode(payload)))
-    assert device.session.counters == {"dead_epoch": 2}
-    assert not device.complaints.counters
+    d.run(known.arrival("d1", "topic", payload), FrameIn(frames.decode(payload)))
+    assert d.session.counters == {"dead_epoch": 2}
+    assert not d.complaints.counters

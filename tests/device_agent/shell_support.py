@@ -1,0 +1,154 @@
+"""A session thread over list transports, whose loader and builder do what tests say."""
+
+import logging
+
+import sites
+import swarm
+from device_agent_support import ListTransport
+
+from device_agent.complaints import Complaints
+from device_agent.events import Acknowledged, LinkUp, Stop
+from device_agent.meter import Meter
+from device_agent.network import Network
+from device_agent.probe import Prober
+from device_agent.shell import Shell
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.runtime.device.building import build, study
+from hepti_mqtt.runtime.device.commands import Load, Study, Unload
+from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn
+from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.transport import Inbox
+from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire.topics import Topics
+
+TOPICS = Topics("home")
+BOOT = 100
+SPEC = sites.FAMILIES["bert-embedding"]
+TENSORS = sites.tensors(SPEC)
+PLAN = sites.plan(SPEC, ("single", {}), (1.0,))
+TWO = sites.plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
+UP = TOPICS.up("d0")
+
+
+class Finite(Inbox):
+    """An inbox that ends the session thread where it would wait."""
+
+    def get(self):
+        return Stop() if self.empty() else super().get()
+
+
+class ListLoader:
+    def __init__(self):
+        self.posted = []
+
+    def post(self, item):
+        self.posted.append(item)
+
+    def loads(self):
+        return [i for i in self.posted if isinstance(i, Load)]
+
+
+class NowBuilder:
+    """Builds at once what is posted."""
+
+    def __init__(self, inbox, workers):
+        self.inbox, self.workers = inbox, workers
+
+    def post(self, order):
+        if isinstance(order, Study):
+            self.inbox.post(study(order, "d0", TOPICS))
+        else:
+            self.inbox.post(build(order, "d0", self.workers))
+
+
+class Device:
+    def __init__(self, memory_bytes=1 << 30, limit=None):
+        log = logging.getLogger("test")
+        self.inbox = Finite()
+        self.planes, self.announced, self.limit = {}, [], limit
+        self.complaints = Complaints(log)
+        self.loader = ListLoader()
+        self.network = Network(
+            TOPICS, "d0", self.inbox, Prober("d0", BOOT), self.loader.post, self.complaints, self.make
+        )
+        self.workers = Workers(1)
+        self.session = WorkerSession("d0", "home", memory_bytes)
+        self.builder = NowBuilder(self.inbox, self.workers)
+        self.meter = Meter(swarm.curves(1e9))
+        self.shell = Shell(
+            self.session,
+            BOOT,
+            self.inbox,
+            self.network,
+            self.loader,
+            self.builder,
+            self.meter,
+            self.complaints,
+            self.announce,
+            log,
+        )
+
+    def make(self, plane, on_message, on_state):
+        self.planes[plane] = ListTransport(on_message, on_state)
+        return self.planes[plane]
+
+    def announce(self, link):
+        self.announced.append(link)
+        return self.limit
+
+    def run(self, *events):
+        """Let the session thread take events and do all that follows from them."""
+        for event in events:
+            self.inbox.post(event)
+        self.shell.run()
+        self.session.check()
+
+    def join(self):
+        self.run(LinkUp("control", 5, None), LinkUp("data", 4, None))
+
+    def ups(self, kind=None):
+        sent = [messages.decode_up(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
+        return [m for m in sent if kind is None or isinstance(m, kind)]
+
+    def prepare(self, plan=PLAN, txn=1):
+        message = messages.Prepare(txn, plan.to_dict(), SPEC.to_dict(), bytes(32), 2)
+        self.run(MessageIn(message))
+
+    def acknowledge(self):
+        for plane, transport in self.planes.items():
+            self.run(*(Acknowledged(plane, token) for token in transport.subscribed))
+
+    def loaded(self, plan=PLAN):
+        weights = pack(TENSORS, resident_weights(SPEC, plan, "d0"))
+        self.run(Loaded(plan.model, plan.epoch, weights))
+
+    def ready(self, plan=PLAN):
+        self.join()
+        self.prepare(plan)
+        self.acknowledge()
+        self.loaded(plan)
+
+
+def devices():
+    """Yield what makes devices, and end their threads afterwards; a fixture of each file."""
+    made = []
+
+    def make(**options):
+        made.append(Device(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.workers.close()
+
+
+def request(admission=1, plan=PLAN, length=7):
+    shape, inputs = sites.request(SPEC, (length,))
+    payload = frames.encode_work(plan.model, plan.epoch, admission, shape, inputs)
+    return shape, inputs, FrameIn(frames.decode(payload))
+
+
+def unloaded(d):
+    return [(i.model, i.epoch) for i in d.loader.posted if isinstance(i, Unload)]
