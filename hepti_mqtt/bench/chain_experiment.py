@@ -18,7 +18,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.spec import LabSpec
 
 KIND: Final = "chain"
-_KEYS: Final = ("name", "kind", "lab", "rates", "cpu", "rows", "shares", "chunks", "rounds", "seed")
+_KEYS: Final = ("name", "kind", "lab", "rates", "cpu", "rows", "shares", "chunks", "rounds", "seed", "dilation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def parse(data: Mapping[str, Any], base: Path) -> ChainExperiment:
     for key in ("name", "lab", "rows", "shares"):
         if key not in data:
             raise ConfigError(f"an experiment of kind {KIND} needs `{key}:`")
-    lab = lab_of(data["lab"], base)
+    lab = lab_of(data["lab"], base, data.get("dilation"))
     for name in (PRIMARY, SECONDARY):
         lab.host(name)
     made = ChainExperiment(

@@ -137,22 +137,19 @@ def names() -> dict[str, Path]:
     return examples.names("experiments")
 
 
-def load(
-    experiment: str, quick: bool = False, lab: str | None = None, rates: Sequence[float] | None = None
-) -> Experiment:
+def load(experiment: str, quick: bool = False, given: Mapping[str, Any] | None = None) -> Experiment:
     """Return the experiment of a file or a name in configs/experiments; raises ConfigError that names file and key.
 
-    quick: with the changes of its `quick:`. lab, rates: instead of those in the file.
+    quick: with the changes of its `quick:`. given: what a user wants instead of what the file has, by its keys.
     """
-    return load_with(lambda _: parse, experiment, quick, lab, rates)
+    return load_with(lambda _: parse, experiment, quick, given or {})
 
 
 def load_with(
     parser_of: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any], Path], Parsed]],
     experiment: str,
     quick: bool,
-    lab: str | None,
-    rates: Sequence[float] | None,
+    given: Mapping[str, Any],
 ) -> Parsed:
     """Return what the parser that is chosen by a file's content makes of it, as `load` does."""
     known = names()
@@ -165,13 +162,14 @@ def load_with(
     own = data.get("quick") or {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"{path}: `quick` is a mapping of the keys that a quick run changes")
-    given = {"lab": str(Path(lab).resolve()) if lab and Path(lab).is_file() else lab, "rates": rates or None}
+    lab = given.get("lab")
+    given = {**given, "lab": str(Path(lab).resolve())} if lab and Path(lab).is_file() else given
     chosen = {key: value for key, value in {**data, "quick": None}.items() if value is not None}
     chosen.update(own if quick else {})
-    chosen.update({key: value for key, value in given.items() if value is not None})
+    chosen.update(given)
     try:
         parser = parser_of(chosen)
-        parser({**chosen, **own, **{k: v for k, v in given.items() if v is not None}}, path.parent)
+        parser({**chosen, **own, **given}, path.parent)
         return parser(chosen, path.parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -290,7 +288,7 @@ def spec_of(kind: str | Path, layers: int | None = None) -> Spec:
 def _labs(data: Mapping[str, Any], base: Path) -> Iterator[LabSpec]:
     """Yield the labs of a file, each once for every budget of memory that its hosts have instead of their own."""
     for each in listed("lab", data["lab"]):
-        lab = lab_of(each, base)
+        lab = lab_of(each, base, data.get("dilation"))
         for budget in listed("memory", data.get("memory", [None])):
             yield lab if budget is None else _with_memory(lab, budget)
 
@@ -306,17 +304,17 @@ def _with_memory(lab: LabSpec, budget: Any) -> LabSpec:
     return replace(lab, name=f"{lab.name}-{str(budget).lower()}", hosts=hosts)
 
 
-def lab_of(value: Any, base: Path) -> LabSpec:
-    """Return the lab of a name in configs/lab or a path; raises ConfigError."""
+def lab_of(value: Any, base: Path, dilation: Any = None) -> LabSpec:
+    """Return the lab of a name in configs/lab or a path, so many times as slow; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"`lab` is {value!r}; it needs the name of a file in configs/lab, or a path")
     if (own := examples.names("lab").get(value)) is not None:
-        return load_lab(own)
+        return load_lab(own, dilation)
     path = _path(value, base)
     if not path.is_file():
         known = ", ".join(examples.names("lab"))
         raise ConfigError(f"`lab`: there is no {value!r}; give a file, or one of {known}")
-    return load_lab(path)
+    return load_lab(path, dilation)
 
 
 def strategies_of(value: Any) -> list[str]:
@@ -370,6 +368,7 @@ _KEYS: Final = (
     *(
         "weights",
         "memory",
+        "dilation",
         "requests",
         "objective",
         "bars",

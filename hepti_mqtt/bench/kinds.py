@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,9 +31,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 
 
-def load(
-    name: str, quick: bool = False, lab: str | None = None, rates: Sequence[float] | None = None
-) -> tuple[Kind, Any]:
+def load(name: str, quick: bool = False, given: Mapping[str, Any] | None = None) -> tuple[Kind, Any]:
     """Return the kind and the experiment of a file, as `experiment.load` does; raises ConfigError."""
     found: list[Kind] = []
 
@@ -41,7 +39,7 @@ def load(
         found.append(_kind(data.get("kind", DEFAULT)))
         return found[0].parse
 
-    made = experiment.load_with(parser_of, name, quick, lab, rates)
+    made = experiment.load_with(parser_of, name, quick, given or {})
     return found[0], made
 
 

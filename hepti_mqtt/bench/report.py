@@ -34,8 +34,7 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the whole report."""
     lines = head(results)
     for r in (r for r in results.records if r["record"] == "lab"):
-        rate = r["lab"]["rate_mbit"]
-        lines += [f"## Lab {r['lab']['name']}, {'links as they are' if rate is None else f'{rate:g} Mbit/s'}", ""]
+        lines += [_lab_title(r["lab"]), ""]
         lines += [calibration_table(Calibration.from_dict(r["calibration"])), ""]
         lines += [f"- off target: {miss}" for miss in r["misses"]] + [""]
     found = figures(results)
@@ -48,6 +47,13 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         lines += _changes(play)
     lines += [f"![{name}]({name})" for name in pictures]
     return "\n".join(lines) + "\n"
+
+
+def _lab_title(lab: Mapping[str, Any]) -> str:
+    rate, times = lab["rate_mbit"], lab.get("dilation", 1)
+    slowed = f", {times:g} times as slow: the table has what the hosts were to have so, times are as measured"
+    links = "links as they are" if rate is None else f"{rate:g} Mbit/s"
+    return f"## Lab {lab['name']}, {links}{slowed if times != 1 else ''}"
 
 
 def head(results: Results) -> list[str]:

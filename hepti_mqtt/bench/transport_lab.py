@@ -36,9 +36,11 @@ class InLab:
     say: Callable[[str], None]
 
 
-def place(file: Path, rates: Iterable[float], calibrations: Path | None, say: Callable[[str], None]) -> InLab:
+def place(
+    file: Path, dilation: float | None, rates: Iterable[float], calibrations: Path | None, say: Callable[[str], None]
+) -> InLab:
     """Return the lab of a file, or one of ours by name; raises ConfigError for what it cannot have."""
-    spec = load(examples.find("lab", file))
+    spec = load(examples.find("lab", file), dilation)
     for rate in rates:
         spec.with_rate(rate)
     return InLab(spec, tuple(rates), calibrations, say)

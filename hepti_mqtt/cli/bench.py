@@ -27,6 +27,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's; of transport: its hosts")
     sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
+    sub.add_argument("--dilation", type=float, metavar="TIMES", help="the lab so many times as slow: hosts and links")
     sub.add_argument(
         "--quick", action="store_true", help="the experiment with its `quick:` values; a sample of the kernels"
     )
@@ -94,7 +95,8 @@ def _list(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from hepti_mqtt.bench.kinds import load
 
-    kind, experiment = load(args.what, args.quick, args.lab, args.rate)
+    given = {"lab": args.lab, "rates": args.rate, "dilation": args.dilation}
+    kind, experiment = load(args.what, args.quick, {key: value for key, value in given.items() if value is not None})
     if args.resume and args.out is None:
         raise ConfigError("--resume goes on with a directory: name it with --out")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -149,7 +151,7 @@ def _transport(args: argparse.Namespace) -> int:
 def _transport_in_lab(args: argparse.Namespace, out: Path, command: str) -> dict[str, Any]:
     from hepti_mqtt.bench import transport_lab
 
-    place = transport_lab.place(Path(args.lab), args.rate or (), args.calibrations, output.err.print)
+    place = transport_lab.place(Path(args.lab), args.dilation, args.rate or (), args.calibrations, output.err.print)
     return transport_lab.run(transport_lab.options(out, command, quick=args.quick), place)
 
 

@@ -40,6 +40,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     for action in (up, run):
         action.add_argument("file", type=Path, metavar="FILE", help="a lab file (configs/lab)")
         action.add_argument("--rate", type=float, metavar="MBIT", help="goodput of every link instead of the file's")
+        action.add_argument("--dilation", type=float, metavar="TIMES", help="so many times as slow: hosts and links")
         action.add_argument("--dir", type=Path, metavar="DIR", help="where logs go (default: a new directory)")
     which = down.add_mutually_exclusive_group(required=True)
     which.add_argument("name", nargs="?", metavar="NAME", help="the lab")
@@ -188,7 +189,7 @@ def _report(stamp: Stamp) -> None:
 def _spec(args: argparse.Namespace) -> LabSpec:
     from hepti_mqtt.lab.spec import load
 
-    spec = load(examples.find("lab", args.file))
+    spec = load(examples.find("lab", args.file), args.dilation)
     return spec if args.rate is None else spec.with_rate(args.rate)
 
 

@@ -148,13 +148,14 @@ def calibrate(spec: LabSpec, hub: Host, hosts: Mapping[str, Host], cache: Path |
         check_quotas(spec, full, os.cpu_count() or 1)
     figures: list[HostFigures] = []
     for host in spec.hosts:
-        alike = next((f.cpu for f in figures if f.cpu and f.target_gflops == host.gflops), None)
-        measured = _speeds(hosts[host.name], host, spec.calibrate, full, known.get(host.name), alike)
+        slowed = replace(host, gflops=spec.slowed(host.gflops))
+        alike = next((f.cpu for f in figures if f.cpu and f.target_gflops == slowed.gflops), None)
+        measured = _speeds(hosts[host.name], slowed, spec.calibrate, full, known.get(host.name), alike)
         report(f"{host.name}: {measured.gflops:.1f} GFLOP/s{_cell(measured.cpu, '.1%', ' at ', ' of a core')}")
         figures.append(measured)
     for place, h in enumerate(figures):
         if hosts[h.host] is not hub:
-            rate = _slower(spec.rate_of(h.host), spec.rate_of(spec.broker or HUB))
+            rate = spec.slowed(_slower(spec.rate_of(h.host), spec.rate_of(spec.broker or HUB)))
             up, down, rtt_ms = _checked_link(hosts[h.host], hub, rate)
             figures[place] = replace(h, rate_mbit=rate, up_mbit=up, down_mbit=down, rtt_ms=rtt_ms)
             report(f"{h.host}: {up:.0f} Mbit/s up, {down:.0f} down")
@@ -177,7 +178,7 @@ def machine() -> str:
 
 def cache_key(spec: LabSpec) -> str:
     """Return the name of a calibration: the same machine, version, hosts and speeds; rates are always measured."""
-    hosts = [(h.name, h.gflops, h.threads, h.ssh, h.command) for h in spec.hosts]
+    hosts = [(h.name, spec.slowed(h.gflops), h.threads, h.ssh, h.command) for h in spec.hosts]
     text = json.dumps([machine(), __version__, spec.name, spec.kind, spec.calibrate, hosts])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

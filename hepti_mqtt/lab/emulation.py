@@ -24,8 +24,9 @@ class Emulation:
         self._cpu_root = controllers.cpu_root
         names = [HUB, *(host.name for host in spec.hosts)]
         limits = {host.name: host.memory_bytes for host in spec.hosts}
-        self.network = network.Network(spec.name, {name: spec.rate_of(name) for name in names})
-        targets = {host.name: host.gflops for host in spec.hosts}
+        rates = {name: spec.slowed(spec.rate_of(name)) for name in names}
+        speeds = {host.name: spec.slowed(host.gflops) for host in spec.hosts}
+        self.network = network.Network(spec.name, rates)
         self._groups = {name: cgroups.Group(controllers, spec.name, name, limits.get(name)) for name in names}
         self.hosts: dict[str, EmulatedHost] = {}
         self._sleepers: list[subprocess.Popen[bytes]] = []
@@ -41,8 +42,8 @@ class Emulation:
             {
                 name: {
                     "address": self.network.addresses[name],
-                    "rate_mbit": spec.rate_of(name),
-                    "gflops": targets.get(name),
+                    "rate_mbit": rates[name],
+                    "gflops": speeds.get(name),
                     "cpu": None,
                     "group": str(self._groups[name].directories[-1]),
                 }

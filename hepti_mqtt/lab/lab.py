@@ -174,7 +174,7 @@ class Lab:
 
     def _set_rate(self, change: Change) -> None:
         assert change.mbit is not None, "checked with the script"
-        self._emulation().network.set_rate(change.host, change.mbit)
+        self._emulation().network.set_rate(change.host, change.mbit / self.spec.dilation)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -25,6 +26,7 @@ THREADS: Final = (1, 1024)
 HUB_CPU: Final = (0.01, 64.0)
 DEFAULT_HUB_CPU: Final = 0.3
 MAX_HOSTS: Final = 64
+DILATION: Final = (1.0, 100.0)
 _MAX_NAME: Final = 32
 
 
@@ -54,7 +56,9 @@ class LabSpec:
 
     rate_mbit: goodput of every link each way (None: not shaped). broker, planner: names of hosts, None: the lab's own
     host `hub` and beside the broker. hub_cpu: the hub's share of one core. address: where boards reach the hub.
-    calibrate: whose speed `gflops` is, NumPy's or that of Hepti's kernel.
+    calibrate: whose speed `gflops` is, NumPy's or that of Hepti's kernel. dilation: how many times as slow as said here
+    hosts compute and links carry, so that everything takes so many times as long (Gupta and others, "To Infinity and
+    Beyond: Time-Warped Network Emulation", 2006).
     """
 
     name: str
@@ -66,6 +70,7 @@ class LabSpec:
     planner: str | None = None
     address: str | None = None
     calibrate: Yardstick = "numpy"
+    dilation: float = 1.0
 
     def host(self, name: str) -> HostSpec:
         """Return the host of a name; raises ConfigError that lists the names."""
@@ -79,6 +84,10 @@ class LabSpec:
         own = None if name == HUB else self.host(name).rate_mbit
         return self.rate_mbit if own is None else own
 
+    def slowed(self, figure: float | None) -> float | None:
+        """Return what a speed or a rate of this lab is when it is emulated, None for None."""
+        return None if figure is None else figure / self.dilation
+
     def with_rate(self, rate_mbit: float) -> LabSpec:
         """Return the same lab with this rate on every link; raises ConfigError for one that cannot be."""
         if self.kind != "emulated":
@@ -88,10 +97,15 @@ class LabSpec:
         rate = _number("rate", rate_mbit, RATE_MBIT)
         return replace(self, rate_mbit=rate, hosts=tuple(replace(host, rate_mbit=None) for host in self.hosts))
 
+    def with_dilation(self, times: Any) -> LabSpec:
+        """Return the same lab so many times as slow; raises ConfigError where that cannot be."""
+        return _check_kind(replace(self, dilation=_number("dilation", times, DILATION)))
 
-def load(path: Path) -> LabSpec:
-    """Return the lab of a file; raises ConfigError that names file and key."""
-    return parse(load_yaml(path), str(path))
+
+def load(path: Path, dilation: float | None = None) -> LabSpec:
+    """Return the lab of a file; raises ConfigError that names file and key; dilation: instead of the file's."""
+    spec = parse(load_yaml(path), str(path))
+    return spec if dilation is None else spec.with_dilation(dilation)
 
 
 def parse(data: Any, where: str) -> LabSpec:
@@ -111,18 +125,22 @@ def check_quotas(spec: LabSpec, full_gflops: float, cores: int) -> float:
     for host in spec.hosts:
         if host.gflops is None:
             continue
-        needs[host.name] = host.gflops / full_gflops
+        target = host.gflops / spec.dilation
+        needs[host.name] = target / full_gflops
         if needs[host.name] > host.threads:
+            slower = ceil(host.gflops / full_gflops / host.threads)
             raise LabError(
-                f"host {host.name} is to reach {host.gflops:g} GFLOP/s with {host.threads} thread(s), and one core of "
-                f"this machine gives {full_gflops:.1f}; give it more `threads:`, or less `gflops:`"
+                f"host {host.name} is to reach {target:g} GFLOP/s with {host.threads} thread(s), and one core of "
+                f"this machine gives {full_gflops:.1f}; give it more `threads:` or less `gflops:`, or slow hosts and "
+                f"links down alike (--dilation {slower})"
             )
     total = sum(needs.values())
     if total > cores:
         parts = " + ".join(f"{name} {need:.0%}" for name, need in needs.items())
         raise LabError(
             f"lab {spec.name} needs {total:.0%} of a core ({parts}, at {full_gflops:.1f} GFLOP/s a core), and this "
-            f"machine has {cores * 100} %; take fewer or slower hosts, or a machine with more cores"
+            f"machine has {cores * 100} %; take fewer or slower hosts, a machine with more cores, or slow hosts and "
+            f"links down alike (--dilation {ceil(spec.dilation * total / cores)})"
         )
     return total
 
@@ -158,6 +176,7 @@ def _lab(data: Any) -> LabSpec:
         _text("planner", fields),
         _text("address", fields),
         cast(Yardstick, yardstick),
+        _number("dilation", fields.get("dilation", 1.0), DILATION),
     )
     for role, name in (("broker", spec.broker), ("planner", spec.planner)):
         if name is not None and name != HUB:
@@ -173,6 +192,8 @@ def _check_kind(spec: LabSpec) -> LabSpec:
         raise ConfigError(f"`rate` shapes emulated links only, and the lab is of kind {spec.kind}: take it out")
     if spec.kind != "emulated" and spec.calibrate != "numpy":
         raise ConfigError(f"`calibrate` sets emulated quotas only, and the lab is of kind {spec.kind}: take it out")
+    if spec.kind != "emulated" and spec.dilation != 1:
+        raise ConfigError(f"`dilation` slows emulated hosts only, and the lab is of kind {spec.kind}: take it out")
     if spec.kind == "ssh" and spec.broker is None and spec.address is None:
         raise ConfigError(
             "a lab of kind ssh needs `address:` (where the boards reach this machine, whose broker they use) or "
@@ -206,7 +227,7 @@ def _host(name: Any, fields: Mapping[str, Any], kind: str) -> HostSpec:
 
 
 _LAB_KEYS: Final = (
-    *("name", "kind", "hosts", "defaults", "rate", "broker", "hub_cpu", "planner", "address", "calibrate"),
+    *("name", "kind", "hosts", "defaults", "rate", "broker", "hub_cpu", "planner", "address", "calibrate", "dilation"),
 )
 _HOST_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("gflops", "memory", "threads", "rate"),

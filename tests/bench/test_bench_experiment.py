@@ -102,6 +102,8 @@ def test_baselines_are_cells_of_as_many_devices_as_they_take():
         ({"lengths": [0]}, "`lengths`"),
         ({"devices": [1], "strategies": ["row"]}, "nothing to measure"),
         ({"lab": "this-machine", "devices": [2]}, "only emulated links"),
+        ({"lab": "this-machine", "devices": [2], "rates": [], "dilation": 2}, "`dilation` slows emulated hosts only"),
+        ({"dilation": "slow"}, "`dilation` is 'slow'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(changes, words):
@@ -185,6 +187,13 @@ def test_a_budget_of_memory_makes_a_lab_of_its_own():
     labs = made(memory=["1GiB", "500MiB"]).labs
     assert list(labs) == ["four-pi4-1gib", "four-pi4-500mib"]
     assert {host.memory_bytes for host in labs["four-pi4-500mib"].hosts} == {500 * 2**20}
+
+
+def test_a_dilated_experiment_has_dilated_labs_and_its_own_results():
+    assert {lab.dilation for lab in made(dilation=2).labs.values()} == {2}
+    assert made(dilation=2).digest != made().digest
+    assert cells(made(dilation=2)) == cells(made()), "rates are those that it stands for"
+    assert load("mesh-bar", given={"dilation": 3, "rates": [240]}).labs["mixed-four"].dilation == 3
 
 
 def test_only_methods_that_divide_a_model_have_cells_of_it():

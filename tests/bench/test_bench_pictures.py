@@ -133,6 +133,16 @@ def test_devices_of_one_number_are_named_and_failed_cells_left_out(tmp_path):
     assert not any(line.startswith("| row/kv i8 |") for line in lines)
 
 
+def test_the_report_says_how_much_slower_a_lab_was(tmp_path):
+    calibration = {"lab": "lab", "machine": "m", "hosts": [], "full_gflops": None}
+    with Writer(tmp_path, HEADER, resume=False) as writer:
+        writer.add("lab", lab={"name": "lab", "rate_mbit": 240.0, "dilation": 2.0}, calibration=calibration, misses=[])
+        writer.add("lab", lab={"name": "lab", "rate_mbit": None}, calibration=calibration, misses=[])
+    heads = [line for line in report.markdown(read(tmp_path)).splitlines() if line.startswith("## Lab")]
+    assert heads[0].startswith("## Lab lab, 240 Mbit/s, 2 times as slow")
+    assert heads[1] == "## Lab lab, links as they are"
+
+
 def test_the_report_tells_of_changes(played):
     text = report.markdown(read(played))
     assert "| 3.0 | rate pi2 50 Mbit/s | row/kv on pi1, pi2 | 1 | 0 | 120 | 120 |" in text

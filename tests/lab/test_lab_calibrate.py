@@ -142,6 +142,15 @@ def test_a_quota_is_found_verified_kept_and_found_again_when_the_machine_has_cha
         assert anew.numpy_gflops == pytest.approx(24.6, rel=0.05)
 
 
+def test_a_dilated_host_gets_the_quota_of_a_slower_one(tmp_path):
+    spec = LabSpec("slow", "emulated", (HostSpec("a", gflops=24.6),), rate_mbit=240.0, dilation=3.0)
+    with QuotaHost("a", tmp_path / "a") as a:
+        found = calibrate(spec, a, {"a": a}, None, lambda line: None).hosts[0]
+    assert found.target_gflops == pytest.approx(8.2)
+    assert found.numpy_gflops == pytest.approx(8.2, rel=0.05)
+    assert cache_key(spec) != cache_key(replace(spec, dilation=1.0))
+
+
 def test_quotas_beyond_the_machine_are_refused_before_any_search(tmp_path):
     hosts = tuple(HostSpec(f"h{i}", gflops=126.0) for i in range(1 + 2 * (os.cpu_count() or 1)))
     with QuotaHost("h", tmp_path / "a") as a:
@@ -159,12 +168,12 @@ def test_quotas_beyond_the_machine_are_refused_before_any_search(tmp_path):
     ],
 )
 def test_a_link_that_is_off_is_measured_again_and_the_median_counts(hub, monkeypatch, seen, counts):
-    spec = LabSpec("links", "local", (HostSpec("a"),), rate_mbit=240.0)
+    spec = LabSpec("links", "emulated", (HostSpec("a"),), rate_mbit=480.0, dilation=2.0)
     left = list(seen)
     monkeypatch.setattr(module, "_link", lambda host, hub: left.pop(0))
     monkeypatch.setattr(module, "_speeds", lambda host, *rest: replace(FIGURES, host="a"))
     found = calibrate(spec, hub, {"a": object()}, None, lambda line: None).hosts[0]
-    assert (found.up_mbit, found.down_mbit, found.rtt_ms) == counts
+    assert (found.rate_mbit, found.up_mbit, found.down_mbit, found.rtt_ms) == (240.0, *counts)
     assert not left
 
 

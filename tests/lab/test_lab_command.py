@@ -129,6 +129,7 @@ def test_a_users_mistakes_end_with_2_and_words(file: str, tmp_path: Path, capsys
     for words, said in (
         (("up", str(tmp_path / "none.yaml")), "none.yaml"),
         (("up", file, "--rate", "0"), "`rate`"),
+        (("up", file, "--dilation", "0"), "`dilation`"),
         (("run", file, "--host", "c", "--", "true"), "'c'"),
         (("run", file, "--script", str(script), "--", "true"), "step 1"),
         (("up", str(ROOT / "configs/lab/this-machine.yaml")), "hepti lab run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ import pytest
 from emulation import PATIENCE_S, left_of, needs_emulation, small, unique
 
 from hepti_mqtt.errors import LabError
-from hepti_mqtt.lab import leftovers
+from hepti_mqtt.lab import leftovers, network
 from hepti_mqtt.lab.changes import parse_change
 from hepti_mqtt.lab.emulated import EmulatedHost
 from hepti_mqtt.lab.lab import Lab
@@ -84,6 +85,13 @@ def _quota(lab: Lab, name: str) -> float | None:
     return None if amount in ("max", "-1") else int(amount) / int(period)
 
 
+def _goodput(lab: Lab, name: str) -> float:
+    """Return the Mbit/s that TCP gets of a host's uplink, from the kernel's own words."""
+    said = network.command(["tc", "-n", network.namespace(lab.spec.name, name), "qdisc", "show", "dev", "eth0"])
+    rate, unit = re.findall(r"rate (\d+)([KM])bit", said)[0]
+    return int(rate) * {"K": 1e-3, "M": 1.0}[unit] * 1448 / 1514
+
+
 def _sleepers(lab: Lab) -> list[int]:
     (record,) = [r for r in leftovers.records() if r.lab == lab.spec.name]
     return [pid for pid, _ in record.sleepers]
@@ -116,6 +124,13 @@ def test_a_slow_link_takes_at_least_the_time_of_its_bytes_both_ways(lab: Lab, se
     received, took = lab.hosts[sender].run(words).out.split()
     assert int(received) == size
     assert float(took) > 0.9 * (size - 18_000) * 8 / 4e6
+
+
+def test_links_of_a_dilated_lab_are_slower_also_after_a_change(tmp_path: Path) -> None:
+    with Lab(replace(small(unique()), rate_mbit=100.0, dilation=4.0), tmp_path / "lab") as lab:
+        assert _goodput(lab, "a") == pytest.approx(25, rel=0.01)
+        change(lab, "rate", "a", mbit=48)
+        assert _goodput(lab, "a") == pytest.approx(12, rel=0.01)
 
 
 def test_a_cut_host_is_unreachable_until_it_is_mended(lab: Lab) -> None:

@@ -46,6 +46,17 @@ def test_a_lab_says_hosts_links_and_roles() -> None:
     assert own.with_rate(10).rate_of("a") == 10
 
 
+def test_a_dilated_lab_is_slower_in_all_and_says_what_it_stands_for() -> None:
+    spec = parse(small(rate=100, dilation=2), "here").with_rate(240)
+    assert (spec.rate_of("a"), spec.hosts[0].gflops) == (240, 24.6)
+    assert (spec.slowed(spec.rate_of("a")), spec.slowed(spec.hosts[0].gflops), spec.slowed(None)) == (120, 12.3, None)
+    assert spec.with_dilation(4).slowed(100) == 25
+    assert load(LABS / "four-pi4.yaml").dilation == 1
+    assert load(LABS / "four-pi4.yaml", 3).dilation == 3
+    with pytest.raises(ConfigError, match="`dilation` slows emulated hosts only"):
+        load(LABS / "this-machine.yaml", 2)
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -66,6 +77,7 @@ def test_a_lab_says_hosts_links_and_roles() -> None:
         (small(hosts={"a": {"memory": "much"}}), "`memory`"),
         (small(hosts={"a": {"memory": 5}}), "`memory`"),
         (small(hosts={"a": {"threads": 1.5}}), "`threads`"),
+        (small(dilation=0.5), "`dilation` is 0.5"),
         (small(hosts={"a": {"ssh": "pi@x"}}), "'ssh'"),
         (small(rate=0), "`rate`"),
         (small(rate="fast"), "`rate`"),
@@ -110,7 +122,8 @@ def test_any_data_is_a_lab_or_a_config_error(data: Any) -> None:
 def test_quotas_over_the_machine_are_refused_with_the_numbers() -> None:
     four = load(LABS / "four-pi4.yaml")
     assert check_quotas(four, 140.0, 2) == pytest.approx(0.3 + 4 * 24.6 / 140)
-    with pytest.raises(LabError, match=r"pi1 62%.*200 %"):
+    with pytest.raises(LabError, match=r"pi1 62%.*200 %.*--dilation 2"):
         check_quotas(four, 40.0, 2)
-    with pytest.raises(LabError, match=r"pi1 is to reach 24.6 GFLOP/s with 1 thread"):
+    assert check_quotas(four.with_dilation(2), 40.0, 2) == pytest.approx(0.3 + 4 * 12.3 / 40)
+    with pytest.raises(LabError, match=r"pi1 is to reach 24.6 GFLOP/s with 1 thread.*--dilation 2"):
         check_quotas(four, 20.0, 64)
