@@ -28,7 +28,7 @@ def product_order(graph: Graph, order: str, rows: Sequence[Set], storage: Storag
     """Return what makes a request's graph, given as families state it, the one that is computed.
 
     order: `kept`, `reordered`, or `cost` for the one that takes the busiest device less. rows: of each device. storage:
-    of the weights; the other order reads them in f32 alone, so that narrow ones stay in theirs, whatever is asked for.
+    of the weights; the other order reads them in f32 alone, so `cost` leaves narrow ones in theirs.
     """
     if storage == "f32" and (order == "reordered" or (order == "cost" and saves(graph, rows))):
         return reordered

@@ -21,6 +21,7 @@ def check_pins(question: Question) -> None:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
     if question.options:
         _check_options(question)
+    _check_storage(question)
     _check_count(question)
     unknown = set(question.devices or ()) - set(question.cluster.devices)
     if unknown:
@@ -30,6 +31,18 @@ def check_pins(question: Question) -> None:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
     if question.strategy is not None and STRATEGIES[question.strategy].settles(question.options):
         _check_watts(question)
+
+
+def _check_storage(question: Question) -> None:
+    """Raise ConfigError for weights in another storage than the pinned variant can multiply by."""
+    if question.strategy is None or not question.options:
+        return
+    storages = STRATEGIES[question.strategy].storages(question.options)
+    if question.storage not in storages:
+        raise ConfigError(
+            f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(storages)}, and "
+            f"{question.storage} is asked for; leave out the option, or the weights"
+        )
 
 
 def _check_count(question: Question) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 from hepti_mqtt.lowering import Graph, Rewrite, Set, Table, roles, span
-from hepti_mqtt.plan import Plan, apportion
+from hepti_mqtt.plan import Plan, Storage, apportion
 from hepti_mqtt.shares import Branches, Lane, Options, Share, Shares, Weights
 
 # What methods share out.
@@ -73,7 +73,8 @@ class Method:
     least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
     devices make up each of them. bag: into how many tasks a variant divides its work that are leased
     while a request runs, 0 for none; its table is then made for a place per task and one more, the head's. rewrite: of
-    a request, what makes the family's graph the one that is computed: as many tensors, and the same weights.
+    a request, what makes the family's graph the one that is computed: as many tensors, and the same weights. storages:
+    how the weights of a variant may be kept.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Method:
     groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
     bag: Callable[[Options], int] = lambda _: 0
     rewrite: Callable[[Division], Rewrite] | None = None
+    storages: Callable[[Options], Sequence[Storage]] = lambda _: get_args(Storage)
 
     def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

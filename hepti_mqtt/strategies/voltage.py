@@ -6,8 +6,10 @@ themselves, whichever takes less for a request (`order: kept` or `reordered` pin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from hepti_mqtt.lowering import Graph, Rewrite, Table, product_order, roles, split
+from hepti_mqtt.plan import Storage
 from hepti_mqtt.shares import Lane, Options, Shares, Weights
 from hepti_mqtt.strategies.method import ROWS, Division, Method
 
@@ -33,4 +35,5 @@ VARIANTS = tuple({"shares": shares, **order} for shares in ("equal", "uneven") f
 METHOD = Method(
     "voltage", "own token rows, gathered once a layer", table, (ROWS,), options=VARIANTS[:1],
     variants=lambda _: VARIANTS, differs=lambda _, options: "order" not in options, rewrite=rewrite, solve=solve,
+    storages=lambda options: ("f32",) if options.get("order") == "reordered" else get_args(Storage),
 )  # fmt: skip

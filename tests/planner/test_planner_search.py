@@ -103,6 +103,10 @@ def test_a_slow_device_is_left_out_or_gets_little():
         ({"strategy": "megatron", "options": {"variant": "kv"}}, "megatron has no option variant=kv; it has reduce="),
         ({"strategy": "block", "options": {"nt": "2"}}, "block has no option nt=2; it has none"),
         (
+            {"strategy": "voltage", "options": {"shares": "equal", "order": "reordered"}, "storage": "w8a32"},
+            "voltage with shares=equal order=reordered needs weights in f32, and w8a32 is asked for",
+        ),
+        (
             {"strategy": "grid", "options": {"nt": "3"}, "devices": ("pi0", "pi1", "pi2", "pi3")},
             "grid has no option nt=3 on 4 devices; there it has nt=1, nt=2, nt=4",
         ),
