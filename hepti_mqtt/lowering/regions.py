@@ -10,11 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Final
 
 from hepti_mqtt.plan import Range
 
 Set = tuple[Range, ...]
 Region = tuple[Set, ...]
+
+# What is remembered: a search takes as long with 512 as with 4096. Each plan has shares of its own, so more would only be
+# those of plans that are gone, a few KB each.
+KEPT: Final = 512
 
 
 def span(start: int, stop: int) -> Set:
@@ -135,7 +140,7 @@ def disjoint(regions: Iterable[Region]) -> tuple[Region, ...]:
     return _disjoint(unique) if len(unique) > 1 else unique
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT)
 def _disjoint(regions: tuple[Region, ...]) -> tuple[Region, ...]:
     """Cut overlaps, the largest region first, then join pairs that differ in one dimension."""
     out: list[Region] = []
@@ -164,7 +169,7 @@ def _join(regions: list[Region]) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT)
 def place(inner: Set, outer: Set) -> Set:
     """Return where `inner` lies in an array that holds the indices of `outer` one behind the other."""
     at, out = 0, []

@@ -45,7 +45,7 @@ HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
 ABOUT_BYTES: Final = 248  # the header but for its admission number
-_ABOUTS: Final = 2048  # read headers that are remembered, 2 KB each: those of a large model's exchanges
+_ABOUTS: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
 MAX_DIMS: Final = 4
