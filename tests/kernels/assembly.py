@@ -15,7 +15,9 @@ from numba.core.fastmathpass import rewrite_module
 
 from hepti_mqtt.kernels.attention.softmax import _write_copy, _write_softmax
 from hepti_mqtt.kernels.conv.places import PlacesWriter
+from hepti_mqtt.kernels.gemm import few
 from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, form
+from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter
 from hepti_mqtt.kernels.gemm.tile import TileWriter
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import Dot, Tile
@@ -110,6 +112,11 @@ def _matmul(kind: str) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     return write
 
 
+def _panels(module: ir.Module, target: Target) -> Iterator[ir.Function]:
+    for rows, vectors in dict.fromkeys(few.sizes(target.tile)):
+        yield few.write_panels(module, f"hepti_panels_rows_{rows}x{vectors}", target.tile, rows, vectors)
+
+
 def _places(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
         for rows, vectors in product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1)):
@@ -118,11 +125,11 @@ def _places(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     return write
 
 
-def _storage(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+def _storage(kind: Any, writer: type[StorageTileWriter]) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
     def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
         shape = form(kind, target.tile, target.dot, target.half_in_hardware)
-        for rows, vectors in product(range(1, shape.rows + 1), StorageTileWriter.widths(shape)):
-            yield StorageTileWriter(module, f"hepti_{kind}_{rows}x{vectors}", shape, rows, vectors).write()
+        for rows, vectors in writer.sizes(shape):
+            yield writer(module, f"hepti_{writer.prefix}{kind}_{rows}x{vectors}", shape, rows, vectors).write()
 
     return write
 
@@ -142,8 +149,10 @@ _OF_PANELS: Final = ("panel_ahead_rows", "panel_rows", "panel_columns")
 MATMUL: Final = (*_OF_PANELS, "places")
 KINDS: Final[dict[str, Callable[[ir.Module, Target], Iterator[ir.Function]]]] = {
     **{kind: _matmul(kind) for kind in _OF_PANELS},
+    "panels_rows": _panels,
     **{kind: _places(kind) for kind in ("places", "depthwise")},
-    **{kind: _storage(kind) for kind in ("f16", "w8a32", "w8a8")},
+    **{kind: _storage(kind, StorageTileWriter) for kind in ("f16", "w8a32", "w8a8")},
+    **{f"stream_{kind}": _storage(kind, StreamTileWriter) for kind in ("f16", "w8a32")},
     "softmax": _vectors("softmax", _write_softmax),
     "copy": _vectors("copy", _write_copy),
 }

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from assembly import KINDS, MATMUL, MULTIPLY_ADD, Loop, Target, loops, written
 
+from hepti_mqtt.kernels.gemm import few
 from hepti_mqtt.kernels.gemm.tilings import TILINGS
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import DOTS, TILES
@@ -39,7 +40,7 @@ TERMS = 5
 # A size that no register file holds, of rows and, for softmax, of vectors.
 TOO_HIGH = {"avx512": 16, "avx2": 16, "sse": 16, "neon": 20}
 
-WITH_PRODUCTS = [kind for kind in KINDS if kind != "copy"]
+WITH_PRODUCTS = [kind for kind in KINDS if kind not in ("copy", "panels_rows", "stream_f16", "stream_w8a32")]
 
 
 def target(cpu):
@@ -185,6 +186,32 @@ def test_every_tile_that_may_be_chosen_adds_in_full_registers(cpu, name):
         assert all(re.match(multiply_add, line) and full in line for line in loop.multiply_adds), loop
         assert loop.prefetches, loop
         assert not (loop.spills if loop.size[1] == tiling.vectors else loop.vector_spills), (loop.size, loop.spills)
+
+
+@pytest.mark.parametrize("cpu", wide_but_for_one(list(CPUS)))
+def test_a_tile_over_several_panels_has_enough_sums_and_none_on_the_stack(cpu):
+    on = target(cpu)
+    multiply_add, *_, full = WORDS[on.isa]
+    found = tile_loops("panels_rows", on)
+    assert {loop.size for loop in found} == set(few.sizes(on.tile))
+    assert max(rows * vectors for rows, vectors in few.sizes(on.tile)) == (4 if on.isa == "avx512" else 8)
+    for loop in found:
+        assert len(loop.multiply_adds) % products(loop, on) == 0, loop
+        assert all(re.match(multiply_add, line) and full in line for line in loop.multiply_adds), loop
+        assert not loop.vector_spills, (loop.size, loop.vector_spills)
+
+
+@pytest.mark.parametrize(("cpu", "kind"), wide_but_for_one([c for c in CASES if c[1] in ("f16", "w8a32")]))
+def test_a_stream_over_several_panels_widens_each_weight_once(cpu, kind):
+    on = target(cpu)
+    found = tile_loops(f"stream_{kind}", on)
+    assert {loop.size for loop in found} >= set(few.sizes(on.tile))
+    for loop in found:
+        steps, rest = divmod(len(loop.multiply_adds), products(loop, on))
+        assert not rest, loop
+        assert len(loop.conversions) == steps * loop.size[1], loop
+        assert loop.prefetches, loop
+        assert not loop.vector_spills, (loop.size, loop.vector_spills)
 
 
 def test_a_high_tile_that_the_compiler_unrolls_is_found_out():

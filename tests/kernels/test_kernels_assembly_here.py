@@ -11,7 +11,7 @@ from assembly import compiled, loops
 from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.attention import tiles
 from hepti_mqtt.kernels.conv import conv2d
-from hepti_mqtt.kernels.gemm import int8, linear, narrow
+from hepti_mqtt.kernels.gemm import few, int8, linear, narrow
 from hepti_mqtt.kernels.gemm.narrow_tile import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import DOT, TILE, isa
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 # Kinds of tiles by the kernel that calls them.
 KERNELS = {
     "panel_ahead_rows": linear._linear,
+    "panels_rows": few._linear_few,
     "f16": narrow._linear_narrow,
     "w8a32": narrow._linear_narrow,
     "w8a8": int8.linear_int8,
@@ -49,9 +50,9 @@ SOON = ("panel_ahead_rows",)
     [pytest.param(k, marks=[] if k in SOON else pytest.mark.wide) for k in KERNELS if not SLOW.get(k)],
 )
 def test_the_tiles_are_compiled_as_they_are_written(kind):
-    rows = {"w8a8": DOT.rows, "panel_ahead_rows": TILING.rows}.get(kind, TILE.rows)
+    others = {"w8a8": DOT.rows, "panel_ahead_rows": TILING.rows, "panels_rows": max(few.MOST_ROWS, 1)}
     found = [loop for loop in loops_of(KERNELS[kind]) if loop.kind == kind]
-    assert {loop.size[0] for loop in found} == set(range(1, rows + 1))
+    assert {loop.size[0] for loop in found} == set(range(1, others.get(kind, TILE.rows) + 1))
     for loop in found:
         products = loop.size[0] * loop.size[1]
         assert len(loop.multiply_adds) % products == 0, loop

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from kernels_support import ALONE, Case, array, runnable
 
 from hepti_mqtt.kernels import TILING
-from hepti_mqtt.kernels.gemm import tilings
+from hepti_mqtt.kernels.gemm import few, tilings
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.gemm.linear import ROWS, SHALLOW
-from hepti_mqtt.kernels.machine.isa import OVERRIDE
+from hepti_mqtt.kernels.gemm.tile import NR
+from hepti_mqtt.kernels.machine.isa import OVERRIDE, TILE
 from hepti_mqtt.kernels.machine.jit import JIT
 
 DEPTH = TILING.depth
+
+
+PANELS_AT_ONCE = few.together(1, TILE)
 
 
 def linear(m, k, widths, bias=True, activation=None, residual=False, x=None):
@@ -49,7 +53,7 @@ def test_any_shape_equals_the_reference(m, k, widths, bias, activation, residual
     linear(m, k, widths, bias, activation, residual).check(rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("m", [1, 13, ROWS - 1, ROWS, ROWS + 1])
+@pytest.mark.parametrize("m", [1, 2, 13, ROWS - 1, ROWS, ROWS + 1])
 @pytest.mark.parametrize("k", [SHALLOW + 1, DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
@@ -63,7 +67,7 @@ once_again = pytest.mark.skipif(not JIT or ALONE in os.environ, reason="runs the
 
 def run_again(**environment):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, ALONE: "gemm.linear machine.handover", **environment}
+    environment = {**os.environ, ALONE: "gemm.linear gemm.few machine.handover", **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -96,12 +100,24 @@ def test_any_number_of_threads_gives_the_same_bits(threads, m, widths):
 
 @given(m=st.integers(1, 40), data=st.data())
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
-    case = linear(m, 50, [40], activation="gelu")
+    widths = [PANELS_AT_ONCE * NR + 8, 40]
+    case = linear(m, 50, widths, activation="gelu")
     first = data.draw(st.integers(0, m - 1))
     stop = data.draw(st.integers(first + 1, m))
-    part = linear(stop - first, 50, [40], activation="gelu", x=case.reads[0][first:stop])
+    part = linear(stop - first, 50, widths, activation="gelu", x=case.reads[0][first:stop])
     part.weights = case.weights
     np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
+
+
+@pytest.mark.parametrize("rows", range(1, few.MOST_ROWS + 1))
+@pytest.mark.parametrize(("activation", "residual"), [(None, False), (None, True), ("gelu", True)])
+def test_panels_go_together_only_within_a_matrix(rows, activation, residual):
+    """Whole ones with part of one behind them, one alone, and as many as go together, all of one product."""
+    together = few.together(rows, TILE)
+    widths = [together * NR + 3, NR, together * NR, (2 * together + 1) * NR, 1]
+    case = linear(rows, 37, widths, activation=activation, residual=residual)
+    case.check(rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(case.run(2)[0], case.run(1)[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, 1e-42])

@@ -230,21 +230,23 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
     rng = np.random.default_rng(3)
     group = 4 if shape.kind == "w8a8" else 1
     two_blocks = (BLOCK // group + 9,) if kind == "stream" else ()
-    for rows, vectors, steps in product(range(1, shape.rows + 1), writer.widths(shape), (0, 1, 9, *two_blocks)):
-        n = vectors * shape.lanes
+    for (rows, vectors), steps in product(writer.sizes(shape), (0, 1, 9, *two_blocks)):
+        n, panels = vectors * shape.lanes, -(-vectors // shape.vectors)
         a = rng.integers(-128, 128, (rows, 4 * steps + 8)).astype(np.int8)
         if group == 1:
             a = rng.standard_normal((rows, steps + 2)).astype(np.float32)
-        panel = rng.integers(-127, 128, (steps, shape.width, group)).astype(np.int8)
+        panel = rng.integers(-127, 128, (panels * steps, shape.width, group)).astype(np.int8)
         if shape.kind == "f16":
             odd = [0.0, -0.0, 6e-8, -6e-8, 6e-5, 65504.0, -65504.0]
-            panel = np.where(rng.random((steps, n)) < 0.2, rng.choice(odd, (steps, n)), rng.standard_normal((steps, n)))
+            size = (panels * steps, shape.width)
+            panel = np.where(rng.random(size) < 0.2, rng.choice(odd, size), rng.standard_normal(size))
             panel = panel.astype(np.float16)
-        # The scales of two blocks beside each other, of which a tile uses the first.
+        # The scales of two blocks beside each other, of which a tile uses the first; of several panels those they have.
+        columns = (2, n) if panels == 1 else (panels * max(1, -(-steps * group // BLOCK)), shape.width)
         of_rows, of_columns, start = (
-            rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), (2, n), (rows, n + 1))
+            rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), columns, (rows, n + 1))
         )
-        zeros, sums = (rng.integers(-300, 300, size).astype(np.float32) for size in ((rows, 2), (2, n)))
+        zeros, sums = (rng.integers(-300, 300, size).astype(np.float32) for size in ((rows, 2), columns))
         sums *= steps > 0  # no codes add to nothing
         results = []
         for tile in (call, plain):

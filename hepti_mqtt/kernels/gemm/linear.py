@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
-from hepti_mqtt.kernels.gemm import narrow, stream
+from hepti_mqtt.kernels.gemm import few, narrow, stream
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, activation_of, store
 from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, plain_panel_ahead
 from hepti_mqtt.kernels.gemm.tilings import Tiling, chosen, require_known_pin
@@ -205,6 +205,8 @@ def bind_product(
         bind = stream.bind if m <= stream.MOST_ROWS[narrow_ones[0].storage] else narrow.bind
         return bind(shape, narrow_ones, biases, has_residual, activation, pool)
     table, bias = panels_of(matrices, biases)
+    if m <= few.MOST_ROWS:
+        return few.bind(shape, table, bias, tuple(matrices), has_residual, activation, pool)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, TILING.rows)
     alive = tuple(matrices)  # the table has only addresses
     none, depth, product = np.empty((0, 0), np.float32), TILING.depth, pool.bind(_linear, parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.gemm.tile import call_chosen
 from hepti_mqtt.kernels.machine.isa import DOT, TILE, Dot, Tile, isa
 from hepti_mqtt.kernels.machine.jit import lowered
 
@@ -33,7 +33,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 15
 # Bytes of a cache line; and by kind how far ahead of its use a line is asked for, and for which level of cache (3 the
 # first): widening fills the window in which the CPU would find loads by itself.
-_LINE: Final = 64
+LINE: Final = 64
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
 _SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
@@ -83,6 +83,9 @@ class StorageTileWriter:
 
     prefix = ""
     ahead = _AHEAD
+    # Bytes from a panel to the next one, and from its scales to the next one's, where a tile goes down several.
+    panel_bytes: Any = None
+    scale_bytes: Any = None
 
     def __init__(self, module: ir.Module, name: str, shape: Form, rows: int, vectors: int) -> None:
         self.form, self.rows, self.vectors = shape, rows, vectors
@@ -97,9 +100,10 @@ class StorageTileWriter:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
     @classmethod
-    def widths(cls, shape: Form) -> Sequence[int]:
-        """Return the numbers of vectors that there are tiles for: w8a8 has 1 to those of a panel, the others all."""
-        return range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
+    def sizes(cls, shape: Form) -> Sequence[tuple[int, int]]:
+        """Return (rows, vectors) of all tiles: w8a8 has 1 to those of a panel, the others all."""
+        widths = range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
+        return [(rows, vectors) for vectors in widths for rows in range(1, shape.rows + 1)]
 
     def write(self) -> ir.Function:
         """Return the finished function."""
@@ -132,13 +136,12 @@ class StorageTileWriter:
         p = b.phi(_I64)
         sums = [b.phi(self.vector) for _ in start]
         at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
-        weights = [self._weight(b.add(at, self._int(j * f.vector_bytes))) for j in range(self.vectors)]
+        weights = [self._weight(self._of_vector(at, j, f.vector_bytes, self.panel_bytes)) for j in range(self.vectors)]
         if f.kind in self.ahead:
-            distance, level = self.ahead[f.kind]
-            self._prefetch(b.add(at, self._int(distance)), f.vector_bytes * f.vectors, level)
+            self._fetch(p, at)
         elif ahead:
             first, by = ahead
-            self._prefetch(b.add(first, b.mul(p, by)), _LINE, 3)
+            self._prefetch(b.add(first, b.mul(p, by)), LINE, 3)
         new = []
         for i, row in enumerate(at_rows):
             x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
@@ -157,12 +160,29 @@ class StorageTileWriter:
             new[place] = result
         return new
 
+    def _of_vector(self, first: Any, j: int, nbytes: int, between: Any) -> Any:
+        """Return where vector j lies, of `nbytes`, if the first is there; `between` two panels: address and bytes."""
+        b = self.builder
+        panel, place = divmod(j, self.form.vectors)
+        within = b.add(first, self._int(place * nbytes))
+        return b.add(within, b.mul(between, self._int(panel))) if panel else within
+
+    def _of_columns(self, first: Any, j: int) -> Any:
+        """Return where the scales or sums of vector j lie, if those of the first are there."""
+        return self._of_vector(first, j, 4 * self.form.lanes, self.scale_bytes)
+
+    def _fetch(self, p: Any, at: Any) -> None:
+        """Ask in step p, whose weights lie at an address, for those of a later step."""
+        del p
+        distance, level = self.ahead[self.form.kind]
+        self._prefetch(self.builder.add(at, self._int(distance)), self.form.vector_bytes * self.form.vectors, level)
+
     def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
         """Ask for `nbytes` from an address on, for a level of cache: 3 the first, 2 the second, 0 the first alone."""
         address = _I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), [address, _I32, _I32, _I32])
         read, level, data = (ir.Constant(_I32, value) for value in (0, locality, 1))
-        for line in range(0, nbytes, _LINE):
+        for line in range(0, nbytes, LINE):
             place = self.builder.inttoptr(self.builder.add(at, self._int(line)), address)
             self.builder.call(function, [place, read, level, data])
 
@@ -185,8 +205,8 @@ class StorageTileWriter:
         wide = ir.VectorType(_F32, f.lanes)
         for j in range(self.vectors):
             at = self._int(4 * j * f.lanes)
-            scale = None if f.kind == "f16" else self._load(b.add(column_scales, at), wide)
-            of_codes = self._load(b.add(column_sums, at), wide) if f.kind == "w8a8" else None
+            scale = None if f.kind == "f16" else self._load(self._of_columns(column_scales, j), wide)
+            of_codes = self._load(self._of_columns(column_sums, j), wide) if f.kind == "w8a8" else None
             for i in range(self.rows):
                 value = sums[i * self.vectors + j]
                 if f.kind != "f16":
@@ -275,8 +295,7 @@ class StorageTileWriter:
 
 
 def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTileWriter) -> Callable[..., Any]:
-    """Return the Numba intrinsic that calls the tile of 1 to `shape.rows` rows, and `writer.widths` vectors."""
-    widths = writer.widths(shape)
+    """Return the Numba intrinsic that calls the tile of one of `writer.sizes`: rows, vectors."""
 
     def emit(
         _context: Any,
@@ -299,18 +318,13 @@ def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTile
         _fetch: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            module = builder.module
             rows, vectors, *rest = arguments
-            end = builder.append_basic_block("tile.end")
-            choice = builder.switch(builder.add(builder.mul(vectors, ir.Constant(_I64, shape.rows)), rows), end)
-            for width, count in product(widths, range(1, shape.rows + 1)):
-                name = f"hepti_{writer.prefix}{shape.kind}_{count}x{width}"
-                function = module.globals.get(name) or writer(module, name, shape, count, width).write()
-                with builder.goto_block(builder.append_basic_block(name)):
-                    choice.add_case(ir.Constant(_I64, width * shape.rows + count), builder.block)
-                    builder.call(function, rest)
-                    builder.branch(end)
-            builder.position_at_end(end)
+
+            def written(name: str, count: int, width: int) -> ir.Function:
+                return writer(builder.module, name, shape, count, width).write()
+
+            prefix = f"hepti_{writer.prefix}{shape.kind}"
+            call_chosen(builder, (rows, vectors), writer.sizes(shape), prefix, written, rest)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * (2 + _ARGUMENTS)), codegen

@@ -18,7 +18,7 @@ from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
 from hepti_mqtt.kernels.gemm.int8 import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
 from hepti_mqtt.kernels.gemm.narrow import F16, STORAGE, W8A8, panels_of
 from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP
-from hepti_mqtt.kernels.gemm.stream_tile import byte_stream, dot_stream, half_stream
+from hepti_mqtt.kernels.gemm.stream_tile import byte_stream, dot_stream, half_stream, together
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Parts, Workers, matmul_parts
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
@@ -41,6 +41,7 @@ _VECTORS_DOT: Final = FORMS["w8a8"].vectors
     INT,
     INT,
     INT,
+    INT,
     part=2,
     narrow=True,
 )
@@ -51,10 +52,11 @@ def _linear_stream(
     residual: Any,
     panels: Any,
     activation: int,
+    at_once: int,
     first_panel: int,
     last_panel: int,
 ) -> None:
-    """Fill the columns of some panels in all rows of out; panels are those of `narrow`."""
+    """Fill the columns of some panels, those of `narrow`, in all rows of out, `at_once` together where adjacent."""
     rows, k = x.shape
     dot = storage == W8A8
     width, vectors = (_NR_DOT, _VECTORS_DOT) if dot else (_NR, _VECTORS)
@@ -67,16 +69,27 @@ def _linear_stream(
         # Every thread for itself: a few thousand values take less than a hand-over.
         quantise(x, codes, row_scales, zeros, 0, rows)
         stride, steps = codes.shape[1], codes.shape[1] // GROUP
-    sums = np.empty(rows * width, np.float32)
-    for p in range(first_panel, last_panel):
-        column, valid = panels[p, COLUMN], panels[p, VALID]
-        direct = plain and valid == width
+    sums = np.empty(rows * width * at_once, np.float32)
+    item = 2 if storage == F16 else 1
+    p = first_panel
+    while p < last_panel:
+        count, last = 1, p + at_once - 1
+        # Of one matrix: they lie behind each other in memory, and none but the last has columns that are not kept.
+        if (
+            last < last_panel
+            and panels[last, CODES] == panels[p, CODES] + item * k * width * (at_once - 1)
+            and panels[last, COLUMN] == panels[p, COLUMN] + width * (at_once - 1)
+        ):
+            count = at_once
+        columns, over = count * width, count * vectors
+        column, valid = panels[p, COLUMN], panels[p + count - 1, VALID] + width * (count - 1)
+        direct = plain and valid == columns
         weights, bias = panels[p, CODES], panels[p, BIAS]
         of_columns, of_codes = panels[p, SCALES], panels[p, SUMS]
         # Addresses are read where they are used: an array of which nothing is read any more is freed.
         left = codes.ctypes.data if dot else x.ctypes.data
         of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
-        c, c_stride = sums.ctypes.data, 4 * width
+        c, c_stride = sums.ctypes.data, 4 * columns
         if direct:
             c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
         if dot:
@@ -86,17 +99,19 @@ def _linear_stream(
             )  # fmt: skip
         elif storage == F16:
             half_stream(
-                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
                 bias, 0, c, c_stride, 0, 0
             )  # fmt: skip
         else:
             byte_stream(
-                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
                 bias, 0, c, c_stride, 0, 0
             )  # fmt: skip
         if not direct:
-            activate(sums, activation)
-            store(sums, width, 0, rows, out, residual, column, valid)
+            tile = sums[: rows * columns]
+            activate(tile, activation)
+            store(tile, columns, 0, rows, out, residual, column, valid)
+        p += count
 
 
 def bind(
@@ -114,10 +129,10 @@ def bind(
     by_panel = matmul_parts(len(table), False, 1, m * PANELS[storage].width * k, pool.threads, 1)
     parts = Parts((part[:2] for part in by_panel), by_panel.threads)
     none = np.empty((0, 0), np.float32)
-    product = pool.bind(_linear_stream, parts)
+    product, at_once = pool.bind(_linear_stream, parts), together(m, FORMS[storage])
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
-        product(STORAGE[storage], reads[0], writes[0], residual, table, activation)
+        product(STORAGE[storage], reads[0], writes[0], residual, table, activation, at_once)
 
     return run

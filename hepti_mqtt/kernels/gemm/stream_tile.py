@@ -7,11 +7,21 @@ and its order are those of `narrow_tile`, so that a row has the same bits in eit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, Final
 
 from llvmlite import ir
 
-from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, Form, StorageTileWriter, emit_storage_tile, plain_tile
+from hepti_mqtt.kernels.gemm.narrow_tile import (
+    FORMS,
+    GROUP,
+    LINE,
+    Form,
+    StorageTileWriter,
+    emit_storage_tile,
+    plain_tile,
+)
+from hepti_mqtt.kernels.gemm.tile import panels_at_once
 from hepti_mqtt.kernels.machine.jit import lowered
 from hepti_mqtt.kernels.weights import BLOCK
 
@@ -24,25 +34,36 @@ _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (6144, 0), "w8a32": (8192
 _BLOCKS_AHEAD: Final = 2
 
 
+def together(rows: int, shape: Form) -> int:
+    """Return how many panels a tile of so many rows goes down at once; byte dot products wait for nothing."""
+    return 1 if shape.kind == "w8a8" else panels_at_once(rows, shape.vectors, shape.lanes)
+
+
 class StreamTileWriter(StorageTileWriter):
     """Writes the tile of `StorageTileWriter` with steps for all of k, and scales, sums and zeros by block.
 
-    Column scales and sums are [blocks, width], row scales and zeros one for each block, side by side.
+    Column scales and sums are [blocks, width], row scales and zeros one for each block, side by side. With more vectors
+    than a panel has, it goes down several panels that lie one behind the other, as their scales and sums do.
     """
 
     prefix = "stream_"
     ahead = _AHEAD
 
     @classmethod
-    def widths(cls, shape: Form) -> Sequence[int]:
-        """Return that of a panel: a whole one is read all the same."""
-        return (shape.vectors,)
+    def sizes(cls, shape: Form) -> Sequence[tuple[int, int]]:
+        """Return (rows, vectors) of all tiles: over a panel, a whole one, and over as many as go together."""
+        rows = range(1, shape.rows + 1)
+        return list(dict.fromkeys((r, n * shape.vectors) for r in rows for n in (1, together(r, shape))))
 
     def write(self) -> ir.Function:
         """Return the finished function."""
         b, f = self.builder, self.form
         a, stride, steps, panel, *rest = self.function.args
         row_scales, zeros, scale_stride, column_scales, column_sums, first, first_stride, c, c_stride, *_ = rest
+        if self.vectors > f.vectors:
+            self.panel_bytes = b.mul(steps, self._int(f.vector_bytes * f.vectors))
+            last = b.add(steps, self._int(BLOCK - 1))
+            self.scale_bytes = b.mul(b.udiv(last, self._int(BLOCK)), self._int(4 * f.width))
         at_rows, at_start, at_c = (self._rows_of(*of) for of in ((a, stride), (first, first_stride), (c, c_stride)))
         start = [self._load(b.add(row, at), self.wide) for row in at_start for at in self._columns()]
         if f.kind == "f16":
@@ -63,7 +84,9 @@ class StreamTileWriter(StorageTileWriter):
         at_panel = b.add(panel, b.mul(done, self._int(f.vector_bytes * f.vectors)))
         at_scale, at_sum = (b.add(of, of_columns) for of in (column_scales, column_sums))
         for at in (at_scale, at_sum) if f.kind == "w8a8" else (at_scale,):
-            self._prefetch(b.add(at, self._int(_BLOCKS_AHEAD * 4 * f.width)), 4 * f.width, 3)
+            for j in range(0, self.vectors, f.vectors):
+                of_panel = self._of_columns(at, j)
+                self._prefetch(b.add(of_panel, self._int(_BLOCKS_AHEAD * 4 * f.width)), 4 * f.width, 3)
         sums = self._run(at_x, count, at_panel, self._start(at_c))
         self._finish(sums, at_zeros, at_sum, at_scales, at_scale, at_c, at_c)
         following = b.add(block, self._int(1))
@@ -74,6 +97,23 @@ class StreamTileWriter(StorageTileWriter):
         b.ret_void()
         return self.function
 
+    def _fetch(self, p: Any, at: Any) -> None:
+        """Ask for one line of the panels in turn, each often enough; of the panels after these where those end."""
+        b, f = self.builder, self.form
+        panels = self.vectors // f.vectors
+        if panels == 1:
+            super()._fetch(p, at)
+            return
+        (distance, level), step = self.ahead[f.kind], f.vector_bytes * f.vectors
+        later = b.add(at, self._int(distance))
+        inside = b.icmp_unsigned("<", b.sub(later, self.function.args[3]), self.panel_bytes)
+        beyond = b.mul(self.panel_bytes, self._int(panels - 1))
+        later = b.select(inside, later, b.add(later, beyond))
+        lines = max(1, panels * step // LINE)
+        for i in range(lines):
+            nth = b.and_(b.add(b.mul(p, self._int(lines)), self._int(i)), self._int(panels - 1))
+            self._prefetch(b.add(later, b.mul(nth, self.panel_bytes)), step, level)
+
     @property
     def wide(self) -> Any:
         """Return the type of a vector of results."""
@@ -83,7 +123,7 @@ class StreamTileWriter(StorageTileWriter):
         return [self.builder.add(address, self.builder.mul(between, self._int(i))) for i in range(self.rows)]
 
     def _columns(self) -> list[Any]:
-        return [self._int(4 * j * self.form.lanes) for j in range(self.form.vectors)]
+        return [self._int(4 * j * self.form.lanes) for j in range(self.vectors)]
 
     def _store(self, values: list[Any], at_c: list[Any]) -> None:
         places = [self.builder.add(row, at) for row in at_c for at in self._columns()]
@@ -116,21 +156,22 @@ def plain_stream(shape: Form) -> Callable[..., None]:
         ahead: int,
         fetch: int,
     ) -> None:
-        for block in range(max(1, -(-steps // per_block))):
-            done = block * per_block
-            of_columns = 4 * block * shape.width
-            begin = (c, c_stride) if block else (start, start_stride)
+        blocks = max(1, -(-steps // per_block))
+        for nth, block in product(range(vectors // shape.vectors), range(blocks)):
+            done, at = block * per_block, 4 * nth * shape.width
+            of_columns = 4 * (nth * blocks + block) * shape.width
+            begin = (c + at, c_stride) if block else (start + at, start_stride)
             left = (a + 4 * done, stride, min(per_block, steps - done))
             of_rows = (row_scales + 4 * block, zeros + 4 * block, scale_stride)
             tile(
-                rows, vectors, *left, panel + done * step, *of_rows, column_scales + of_columns,
-                column_sums + of_columns, *begin, c, c_stride, ahead, fetch
+                rows, shape.vectors, *left, panel + (nth * steps + done) * step, *of_rows, column_scales + of_columns,
+                column_sums + of_columns, *begin, c + at, c_stride, ahead, fetch
             )  # fmt: skip
 
     return stream
 
 
-# Arguments: rows (1 to the form's), vectors (all of a panel's), then those of `StreamTileWriter`.
+# Arguments: rows (1 to the form's), vectors (all of a panel's, or of `together` panels), then those of the writer.
 half_stream: Final = lowered(emit_storage_tile(FORMS["f16"], StreamTileWriter), plain_stream(FORMS["f16"]))
 byte_stream: Final = lowered(emit_storage_tile(FORMS["w8a32"], StreamTileWriter), plain_stream(FORMS["w8a32"]))
 dot_stream: Final = lowered(emit_storage_tile(FORMS["w8a8"], StreamTileWriter), plain_stream(FORMS["w8a8"]))

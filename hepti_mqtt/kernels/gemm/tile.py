@@ -8,7 +8,7 @@ on the tile that it falls into. Kernels call it by address; the loops around it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -23,6 +23,12 @@ from hepti_mqtt.kernels.machine.jit import lowered
 MR: Final = TILE.rows
 NR: Final = TILE.width
 
+# Sums that hide how long a multiply-add takes: two begin in a cycle and are there after four (AMD, Intel), or fewer
+# begin and they take longer (ARM). And values of sums with which a tile reads 64 bytes of f32 weights in a cycle, which
+# is what the nearest cache gives.
+_SUMS: Final = 8
+_VALUES: Final = 64
+
 Layout = Literal["rows", "columns"]
 
 _F32: Final = ir.FloatType()
@@ -35,13 +41,22 @@ _READ_SECOND_LEVEL: Final = (0, 2, 1)  # read, locality, data
 _PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
 
 
+def panels_at_once(rows: int, vectors: int, lanes: int) -> int:
+    """Return how many panels a tile of so few rows goes down together, so that it does not wait for its own sums.
+
+    vectors: of a panel. lanes: f32 values of a vector.
+    """
+    return max(1, min(_SUMS // (rows * vectors), _VALUES // (rows * vectors * lanes)))
+
+
 class TileWriter:
     """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
     ahead, bytes ahead).
 
     a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR] with NR = tile.width, of which the first
-    `vectors` vectors count; start and c are [rows, vectors]. Addresses; strides in floats. With `prefetch`, every step
-    of k asks for the next "bytes ahead" of memory from `ahead` on: what the next tiles read comes while this one adds.
+    `vectors` vectors count, or several such panels behind each other; start and c are [rows, vectors]. Addresses;
+    strides in floats. With `prefetch`, every step of k asks for the next "bytes ahead" of memory from `ahead` on: what
+    the next tiles read comes while this one adds.
     """
 
     def __init__(
@@ -101,7 +116,7 @@ class TileWriter:
         new = list(sums)
         for q, rows in enumerate(left(p)):
             at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
-            panel = [self._load(self.b, b.add(at, self._int(j * self.tile.lanes))) for j in range(self.vectors)]
+            panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
             if self.prefetch and q == 0:
                 self._prefetch(p, step)
             for i, x in enumerate(rows):
@@ -124,6 +139,14 @@ class TileWriter:
             result.add_incoming(end, body)
             results.append(result)
         return results
+
+    def _in_panel(self, j: int) -> Any:
+        """Return how far vector j lies from the first one of a step; those beyond a panel's are in the next one."""
+        panel, place = divmod(j, self.tile.panel or self.tile.vectors)
+        within = self._int(place * self.tile.lanes)
+        return (
+            self.builder.add(self.builder.mul(self.k, self._int(panel * self.tile.width)), within) if panel else within
+        )
 
     def _prefetch(self, p: Any, step: int) -> None:
         """Ask for the share of steps p to p + step: one line of 64 bytes, or two."""
@@ -249,7 +272,7 @@ def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = 
 def call_chosen(
     builder: Any,
     size: tuple[Any, Any],
-    sizes: list[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
     prefix: str,
     written: Callable[[str, int, int], ir.Function],
     arguments: list[Any],
@@ -291,6 +314,15 @@ def _plain_panel(
 ) -> None:
     left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
     _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
+
+
+def plain_panels(
+    rows: int, panels: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    """Compute what a tile over several panels does that lie one behind the other."""
+    for p in range(panels):
+        of_panel = (b + 4 * p * k * NR, start + 4 * p * NR, start_stride, c + 4 * p * NR, c_stride)
+        _plain_panel(rows, TILE.vectors, a, stride, k, *of_panel)
 
 
 def plain_panel_ahead(*arguments: int) -> None:

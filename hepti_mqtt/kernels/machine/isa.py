@@ -28,8 +28,8 @@ class Tile(NamedTuple):
     lanes: f32 values of one vector register. rows: rows of the activation. vectors: vectors of the weight panel.
     fma: whether a fused multiply-add is one instruction. lane_broadcast: whether an instruction multiplies by one lane
     of a register, so that activations are loaded as vectors (NEON) and not broadcast one by one from memory (x86).
-    panel: vectors of a panel of which the tile takes only some, else 0. unroll: whether the compiler may do several
-    steps of k at once.
+    panel: vectors of a panel of which the tile takes only some, or of each of several that it takes, else 0. unroll:
+    whether the compiler may do several steps of k at once.
     """
 
     lanes: int
