@@ -17,8 +17,8 @@ from hepti_mqtt.plan import Range
 Set = tuple[Range, ...]
 Region = tuple[Set, ...]
 
-# What is remembered: a search takes as long with 512 as with 4096. Each plan has shares of its own, so more would only be
-# those of plans that are gone, a few KB each.
+# What is remembered: a search takes as long with 512 as with 4096. Each plan has shares of its own, so more would only
+# be those of plans that are gone, a few KB each.
 KEPT: Final = 512
 
 
