@@ -137,10 +137,12 @@ def check_quotas(spec: LabSpec, full_gflops: float, cores: int) -> float:
     total = sum(needs.values())
     if total > cores:
         parts = " + ".join(f"{name} {need:.0%}" for name, need in needs.items())
+        # The hub's share of a core stays what it is.
+        slower = ceil(spec.dilation * (total - spec.hub_cpu) / max(cores - spec.hub_cpu, 0.1))
         raise LabError(
             f"lab {spec.name} needs {total:.0%} of a core ({parts}, at {full_gflops:.1f} GFLOP/s a core), and this "
             f"machine has {cores * 100} %; take fewer or slower hosts, a machine with more cores, or slow hosts and "
-            f"links down alike (--dilation {ceil(spec.dilation * total / cores)})"
+            f"links down alike (--dilation {slower})"
         )
     return total
 

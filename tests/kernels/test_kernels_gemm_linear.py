@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,15 @@ def test_panels_go_together_only_within_a_matrix(rows, activation, residual):
     case = linear(rows, 37, widths, activation=activation, residual=residual)
     case.check(rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(case.run(2)[0], case.run(1)[0])
+
+
+def test_panels_between_two_that_fit_are_looked_at_too():
+    """Of four matrices of one panel the first and the last lie as panels of one matrix would, the others elsewhere."""
+    case = linear(1, 37, [NR] * 4)
+    one = np.concatenate([w.panels for w in case.weights[:4]])
+    case.weights[0], case.weights[3] = (replace(case.weights[i], panels=one[i : i + 1]) for i in (0, 3))
+    one[1:3] = 7
+    case.check(rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, 1e-42])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numba
@@ -20,7 +21,7 @@ from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter, plain_stream
 from hepti_mqtt.kernels.machine import isa
 from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.machine.jit import JIT, check_settings, lowered
-from hepti_mqtt.kernels.weights import BLOCK, blocks
+from hepti_mqtt.kernels.weights import BLOCK, PANELS, blocks
 from hepti_mqtt.program import WeightRef
 
 STORAGES = ("f16", "w8a32", "w8a8")
@@ -107,6 +108,18 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(storage, m, k, data
 def test_any_number_of_threads_gives_the_same_bits(storage, m, widths):
     case = linear(storage, m, 300, widths, activation="gelu", residual=True)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("storage", ["f16", "w8a32"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_panels_of_two_matrices_side_by_side_keep_their_own_bias_and_scales(storage, rows):
+    """Memory for weights lies side by side, that of biases and scales apart."""
+    width = PANELS[storage].width
+    case = linear(storage, rows, 70, [width] * 4)
+    one = np.concatenate([w.panels for w in case.weights[:4]])
+    for i, weight in enumerate(case.weights[:4]):
+        case.weights[i] = replace(weight, panels=one[i : i + 1])
+    np.testing.assert_allclose(case.run()[0], case.reference()[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -125,5 +125,8 @@ def test_quotas_over_the_machine_are_refused_with_the_numbers() -> None:
     with pytest.raises(LabError, match=r"pi1 62%.*200 %.*--dilation 2"):
         check_quotas(four, 40.0, 2)
     assert check_quotas(four.with_dilation(2), 40.0, 2) == pytest.approx(0.3 + 4 * 12.3 / 40)
+    with pytest.raises(LabError, match=r"--dilation 3"):  # the hub is not slowed down: 2 would not be enough
+        check_quotas(four, 28.0, 2)
+    assert check_quotas(four.with_dilation(3), 28.0, 2) < 2
     with pytest.raises(LabError, match=r"pi1 is to reach 24.6 GFLOP/s with 1 thread.*--dilation 2"):
         check_quotas(four, 20.0, 64)

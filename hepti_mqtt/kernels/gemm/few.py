@@ -96,14 +96,13 @@ def _linear_few(
     sums = np.empty(rows * at_once * _NR, np.float32)
     p = first_panel
     while p < last_panel:
-        count, last = 1, p + at_once - 1
-        # Of one matrix: they lie behind each other in memory, and none but the last has columns that are not kept.
-        if (
-            last < last_panel
-            and panels[last, _ADDRESS] == panels[p, _ADDRESS] + 4 * k * _NR * (at_once - 1)
-            and panels[last, _COLUMN] == panels[p, _COLUMN] + _NR * (at_once - 1)
-        ):
-            count = at_once
+        count = at_once if p + at_once <= last_panel else 1
+        # Each lies behind the one before, which has no columns that are not kept.
+        for q in range(p + 1, p + count):
+            behind = panels[q, _ADDRESS] == panels[q - 1, _ADDRESS] + 4 * k * _NR
+            if not (behind and panels[q, _COLUMN] == panels[q - 1, _COLUMN] + _NR):
+                count = 1
+                break
         column, valid = panels[p, _COLUMN], panels[p + count - 1, _VALID] + _NR * (count - 1)
         place, stride = sums.ctypes.data, count * _NR
         direct = plain and valid == stride

@@ -73,14 +73,15 @@ def _linear_stream(
     item = 2 if storage == F16 else 1
     p = first_panel
     while p < last_panel:
-        count, last = 1, p + at_once - 1
-        # Of one matrix: they lie behind each other in memory, and none but the last has columns that are not kept.
-        if (
-            last < last_panel
-            and panels[last, CODES] == panels[p, CODES] + item * k * width * (at_once - 1)
-            and panels[last, COLUMN] == panels[p, COLUMN] + width * (at_once - 1)
-        ):
-            count = at_once
+        count = at_once if p + at_once <= last_panel else 1
+        # Each lies behind the one before, with its scales and its bias: of another matrix those may lie elsewhere.
+        for q in range(p + 1, p + count):
+            behind = panels[q, CODES] == panels[q - 1, CODES] + item * k * width
+            scaled = storage == F16 or panels[q, SCALES] == panels[q - 1, SCALES] + 4 * blocks * width
+            biased = panels[q, BIAS] == panels[q - 1, BIAS] + 4 * width
+            if not (behind and scaled and biased and panels[q, COLUMN] == panels[q - 1, COLUMN] + width):
+                count = 1
+                break
         columns, over = count * width, count * vectors
         column, valid = panels[p, COLUMN], panels[p + count - 1, VALID] + width * (count - 1)
         direct = plain and valid == columns
