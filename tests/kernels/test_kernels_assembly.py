@@ -40,6 +40,9 @@ TERMS = 5
 # A size that no register file holds, of rows and, for softmax, of vectors.
 TOO_HIGH = {"avx512": 16, "avx2": 16, "sse": 16, "neon": 20}
 
+# Whose loops have the steps of k that `Tile.steps` says.
+WRITTEN_OUT = (*MATMUL, "f16", "w8a32", "w8a8")
+
 WITH_PRODUCTS = [kind for kind in KINDS if kind not in ("copy", "panels_rows", "stream_f16", "stream_w8a32")]
 
 
@@ -105,12 +108,18 @@ def test_as_many_multiply_adds_as_products(cpu, kind):
 
 
 @every_case
-def test_the_largest_tile_is_one_step_or_two(cpu, kind):
+def test_the_largest_tile_is_one_step_or_two_or_as_many_as_are_written(cpu, kind):
     on = target(cpu)
-    # Where an instruction takes one lane, a loop of a matmul does as many steps of k as a vector has lanes.
-    steps = {1, 2, on.tile.lanes} if on.tile.lane_broadcast and kind in MATMUL else {1, 2}
+    steps = {1, 2}
+    if kind in MATMUL and on.tile.lane_broadcast:
+        # Where an instruction takes one lane, a loop does as many steps of k as a vector has lanes.
+        steps.add(on.tile.lanes)
+    elif kind in WRITTEN_OUT:
+        steps.add(on.tile.steps)
     biggest = [loop for loop in tile_loops(kind, on) if loop.size == largest(kind, on)]
     assert biggest
+    if kind in WRITTEN_OUT and on.tile.steps:
+        assert any(len(loop.multiply_adds) == on.tile.steps * products(loop, on) for loop in biggest)
     for loop in biggest:
         assert len(loop.multiply_adds) in {s * products(loop, on) for s in steps}, loop
 
@@ -157,8 +166,11 @@ def test_nothing_is_kept_on_the_stack(cpu, kind):
     ("cpu", "kind"), wide_but_for_one([c for c in CASES if c[1] in ("panel_ahead_rows", "f16", "w8a32", "w8a8")])
 )
 def test_what_is_needed_next_is_fetched_ahead(cpu, kind):
-    for loop in tile_loops(kind, target(cpu)):
-        assert loop.prefetches, loop
+    found = tile_loops(kind, target(cpu))
+    fetching = {loop.size for loop in found if loop.prefetches}
+    assert fetching == {loop.size for loop in found}
+    if kind == "panel_ahead_rows":  # which fetches the next piece, or nothing
+        assert fetching == {loop.size for loop in found if not loop.prefetches}
 
 
 @pytest.mark.parametrize("cpu", wide_but_for_one(list(CPUS)))
@@ -181,10 +193,9 @@ def test_every_tile_that_may_be_chosen_adds_in_full_registers(cpu, name):
     for loop in found:
         steps, rest = divmod(len(loop.multiply_adds), products(loop, on))
         assert not rest, loop
-        if not tiling.unroll:
-            assert steps == 1, loop
+        if tiling.steps == 1 or (loop.size[1] == tiling.vectors and tiling.steps):
+            assert steps in {1, min(tiling.steps, 2) if loop.prefetches else tiling.steps}, loop
         assert all(re.match(multiply_add, line) and full in line for line in loop.multiply_adds), loop
-        assert loop.prefetches, loop
         assert not (loop.spills if loop.size[1] == tiling.vectors else loop.vector_spills), (loop.size, loop.spills)
 
 
@@ -217,7 +228,7 @@ def test_a_stream_over_several_panels_widens_each_weight_once(cpu, kind):
 def test_a_high_tile_that_the_compiler_unrolls_is_found_out():
     on = target("znver4")
     (tiling,) = [t for t in TILINGS["avx512"] if t.name == "12x2x512"]
-    on = on._replace(tile=tiling._replace(unroll=True).tile(on.tile))
+    on = on._replace(tile=tiling._replace(steps=2).tile(on.tile))
     assert any(loop.vector_spills for loop in tile_loops("panel_ahead_rows", on))
 
 
@@ -232,8 +243,9 @@ HIGH = [
 def test_a_tile_that_is_too_high_is_found_out(cpu, kind):
     on = target(cpu)
     size = TOO_HIGH[on.isa]
+    # With steps written out, LLVM compiles no tile that the registers cannot hold.
     high = on._replace(
-        tile=on.tile._replace(vectors=size) if kind == "softmax" else on.tile._replace(rows=size),
+        tile=on.tile._replace(vectors=size) if kind == "softmax" else on.tile._replace(rows=size, steps=0),
         dot=on.dot._replace(rows=size),
     )
     highest = [loop for loop in tile_loops(kind, high) if loop.size == largest(kind, high)]

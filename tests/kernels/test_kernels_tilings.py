@@ -36,8 +36,8 @@ def test_every_instruction_set_has_tiles_over_its_own_panels():
             assert tiling.tile(TILES[name]).width == TILES[name].width
             assert TILES[name].vectors % tiling.vectors == 0
             assert tiling.depth > linear.SHALLOW
-        shapes = {(t.rows, t.vectors): t.unroll for t in of_set}
-        assert all(shapes[t.rows, t.vectors] == t.unroll for t in of_set), "the cache knows a tile by rows and vectors"
+        shapes = {(t.rows, t.vectors): t.steps for t in of_set}
+        assert all(shapes[t.rows, t.vectors] == t.steps for t in of_set), "the cache knows a tile by rows and vectors"
 
 
 def test_the_first_is_used_until_another_was_fastest_here(place):

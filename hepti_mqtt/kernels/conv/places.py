@@ -57,7 +57,7 @@ class PlacesWriter(TileWriter):
         at_rows = [self._pixel(place, i) for i in range(self.rows)]
         depth = self._int(1) if self.kind == "depthwise" else self.k
         self.b = b.gep(panel, [b.mul(b.mul(place, depth), self._int(self.tile.width))])
-        new = self._by_channel(at_rows, sums) if self.kind == "depthwise" else self._by_panel(at_rows, sums)
+        new = self._by_channel(at_rows, sums) if self.kind == "depthwise" else self._over_k(at_rows, sums)
         following = b.add(place, self._int(1))
         end = b.block
         b.cbranch(b.icmp_signed("<", following, self.stride), body, after)
@@ -79,14 +79,6 @@ class PlacesWriter(TileWriter):
         at = b.add(b.mul(place, self._int(PIXELS)), self._int(i))
         address = b.load(b.gep(b.bitcast(self.a, _I64.as_pointer()), [at]))
         return b.inttoptr(b.add(address, self.ahead), _F32.as_pointer())
-
-    def _by_panel(self, at_rows: list[Any], sums: list[Any]) -> list[Any]:
-        b, none = self.builder, self._int(0)
-        if self.tile.lane_broadcast:
-            whole = b.and_(self.k, self._int(-self.tile.lanes))
-            sums = self._loop(none, whole, self.tile.lanes, sums, lambda p: self._lanes_of_rows(at_rows, p))
-            return self._loop(whole, self.k, 1, sums, lambda p: [self._splats(at_rows, p)])
-        return self._loop(none, self.k, 1, sums, lambda p: [self._splats(at_rows, p)])
 
     def _by_channel(self, at_rows: list[Any], sums: list[Any]) -> list[Any]:
         weights = [self._load(self.b, self._int(j * self.tile.lanes)) for j in range(self.vectors)]

@@ -48,7 +48,7 @@ def sizes(tile: Tile) -> list[tuple[int, int]]:
 
 def write_panels(module: ir.Module, name: str, tile: Tile, rows: int, vectors: int) -> ir.Function:
     """Return the function of one tile over `vectors` of adjacent panels."""
-    over = tile._replace(rows=rows, vectors=vectors, panel=tile.vectors)
+    over = tile._replace(rows=rows, vectors=vectors, panel=tile.vectors, steps=0)
     return TileWriter(module, name, over, rows, vectors, "rows", prefetch=False).write()
 
 

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.gemm.tile import call_chosen
+from hepti_mqtt.kernels.gemm.tile import call_chosen, in_order, not_unrolled
 from hepti_mqtt.kernels.machine.isa import DOT, TILE, Dot, Tile, isa
 from hepti_mqtt.kernels.machine.jit import lowered
 
@@ -53,6 +53,7 @@ class Form(NamedTuple):
     fma: bool
     dot: Dot
     half_in_hardware: bool
+    steps: int = 0  # as in `Tile`
 
     @property
     def width(self) -> int:
@@ -63,9 +64,11 @@ class Form(NamedTuple):
 def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool = HALF_IN_HARDWARE) -> Form:
     """Return the form of a kind on a register tile."""
     if kind == "w8a8":
-        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, GROUP * dot.lanes, tile.fma, dot, half_in_hardware)
+        size, steps = GROUP * dot.lanes, tile.steps if dot.intrinsic else 0
+        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, size, tile.fma, dot, half_in_hardware, steps)
     size = 2 if kind == "f16" else 1
-    return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, size * tile.lanes, tile.fma, dot, half_in_hardware)
+    nbytes = size * tile.lanes
+    return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, nbytes, tile.fma, dot, half_in_hardware, tile.steps)
 
 
 class StorageTileWriter:
@@ -129,26 +132,43 @@ class StorageTileWriter:
         self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any], ahead: Sequence[Any] = ()
     ) -> list[Any]:
         """Return the sums that `start` becomes in `steps` steps of k. ahead: what w8a8 asks for, and by how much."""
-        b, f = self.builder, self.form
+        none, turn = self._int(0), self._at_once()
+        if turn < 2:
+            return self._loop(at_rows, none, steps, 1, panel, start, ahead)
+        whole = self.builder.and_(steps, self._int(-turn))
+        return self._loop(
+            at_rows, whole, steps, 1, panel, self._loop(at_rows, none, whole, turn, panel, start, ahead), ahead
+        )
+
+    def _at_once(self) -> int:
+        """Return how many steps a turn of the loop does, 0 if the compiler may choose."""
+        return self.form.steps if self.vectors == self.form.vectors else 0
+
+    def _loop(
+        self,
+        at_rows: list[Any],
+        first: Any,
+        stop: Any,
+        turn: int,
+        panel: Any,
+        start: list[Any],
+        ahead: Sequence[Any],
+    ) -> list[Any]:
+        """Return the sums after the steps from `first` to `stop`, `turn` of them at once."""
+        b = self.builder
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
-        b.cbranch(b.icmp_signed(">", steps, self._int(0)), body, after)
+        b.cbranch(b.icmp_signed("<", first, stop), body, after)
         b.position_at_end(body)
         p = b.phi(_I64)
         sums = [b.phi(self.vector) for _ in start]
-        at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
-        weights = [self._weight(self._of_vector(at, j, f.vector_bytes, self.panel_bytes)) for j in range(self.vectors)]
-        if f.kind in self.ahead:
-            self._fetch(p, at)
-        elif ahead:
-            first, by = ahead
-            self._prefetch(b.add(first, b.mul(p, by)), LINE, 3)
-        new = []
-        for i, row in enumerate(at_rows):
-            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
-            new += [self._accumulate(sums[i * self.vectors + j], x, w) for j, w in enumerate(weights)]
-        following = b.add(p, self._int(1))
-        b.cbranch(b.icmp_signed("<", following, steps), body, after)
-        p.add_incoming(self._int(0), before)
+        new = self._step(at_rows, p, panel, sums, ahead)
+        for q in range(1, turn):
+            new = self._step(at_rows, b.add(p, self._int(q)), panel, in_order(b, new), ahead)
+        following = b.add(p, self._int(turn))
+        back = b.cbranch(b.icmp_signed("<", following, stop), body, after)
+        if self._at_once():
+            back.set_metadata("llvm.loop", not_unrolled(self.module))
+        p.add_incoming(first, before)
         p.add_incoming(following, body)
         b.position_at_end(after)
         for place, (phi, begin, end) in enumerate(zip(sums, start, new, strict=True)):
@@ -158,6 +178,21 @@ class StorageTileWriter:
             result.add_incoming(begin, before)
             result.add_incoming(end, body)
             new[place] = result
+        return new
+
+    def _step(self, at_rows: list[Any], p: Any, panel: Any, sums: list[Any], ahead: Sequence[Any]) -> list[Any]:
+        b, f = self.builder, self.form
+        at = b.add(panel, b.mul(p, self._int(f.vector_bytes * f.vectors)))
+        weights = [self._weight(self._of_vector(at, j, f.vector_bytes, self.panel_bytes)) for j in range(self.vectors)]
+        if f.kind in self.ahead:
+            self._fetch(p, at)
+        elif ahead:
+            beyond, by = ahead
+            self._prefetch(b.add(beyond, b.mul(p, by)), LINE, 3)
+        new = []
+        for i, row in enumerate(at_rows):
+            x = self._splat(self._load(b.add(row, b.mul(p, self._int(4))), f.sums), self.vector)
+            new += [self._accumulate(sums[i * self.vectors + j], x, w) for j, w in enumerate(weights)]
         return new
 
     def _of_vector(self, first: Any, j: int, nbytes: int, between: Any) -> Any:

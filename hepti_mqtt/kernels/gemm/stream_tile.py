@@ -97,6 +97,9 @@ class StreamTileWriter(StorageTileWriter):
         b.ret_void()
         return self.function
 
+    def _at_once(self) -> int:
+        return 0
+
     def _fetch(self, p: Any, at: Any) -> None:
         """Ask for one line of the panels in turn, each often enough; of the panels after these where those end."""
         b, f = self.builder, self.form

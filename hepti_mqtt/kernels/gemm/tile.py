@@ -8,7 +8,7 @@ on the tile that it falls into. Kernels call it by address; the loops around it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -63,6 +63,7 @@ class TileWriter:
         self, module: ir.Module, name: str, tile: Tile, rows: int, vectors: int, layout: Layout, prefetch: bool
     ) -> None:
         self.tile, self.rows, self.vectors, self.layout, self.prefetch = tile, rows, vectors, layout, prefetch
+        self.steps = tile.steps if vectors == tile.vectors or tile.steps == 1 else 0
         self.vector = ir.VectorType(_F32, tile.lanes)
         self.function = ir.Function(module, _SIGNATURE, name)
         self.function.linkage = "internal"
@@ -82,20 +83,48 @@ class TileWriter:
         """Return the finished function."""
         b = self.builder
         start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
+        if self.prefetch:
+            # Apart: asking for a line that is not in the first-level cache costs as much as reading it.
+            with b.if_then(b.icmp_signed("==", self.bytes_ahead, self._int(0))):
+                self._write(start, prefetch=False)
+        self._write(start, self.prefetch)
+        return self.function
+
+    def _write(self, start: list[Any], prefetch: bool) -> None:
+        b = self.builder
         at_rows = [b.gep(self.a, [b.mul(self.stride, self._int(i))]) for i in range(self.rows)]
-        if self.tile.lane_broadcast and self.layout == "rows":
-            whole = b.and_(self.k, self._int(-self.tile.lanes))
-            start = self._loop(self._int(0), whole, self.tile.lanes, start, lambda p: self._lanes_of_rows(at_rows, p))
-            sums = self._loop(whole, self.k, 1, start, lambda p: [self._splats(at_rows, p)])
-        elif self.layout == "rows":
-            sums = self._loop(self._int(0), self.k, 1, start, lambda p: [self._splats(at_rows, p)])
-        else:
-            sums = self._loop(self._int(0), self.k, 1, start, lambda p: [self._column(p)])
-        for place, total in enumerate(sums):
+        left = self._column if self.layout == "columns" else None
+        for place, total in enumerate(self._over_k(at_rows, start, left, prefetch)):
             i, j = divmod(place, self.vectors)
             self._store(total, self.c, self._at(self.c_stride, i, j))
         b.ret_void()
-        return self.function
+
+    def _over_k(
+        self,
+        at_rows: list[Any],
+        start: list[Any],
+        left: Callable[[Any], list[Any]] | None = None,
+        prefetch: bool = False,
+    ) -> list[Any]:
+        """Return what the sums become over all of k. left: broadcasts of all rows at p, if not those of `at_rows`."""
+        b, first = self.builder, self._int(0)
+
+        def one(p: Any) -> list[Any]:
+            return left(p) if left else self._splats(at_rows, p)
+
+        def turn(p: Any) -> Iterator[list[Any]]:
+            if by_lane:
+                yield from self._lanes_of_rows(at_rows, p)
+            else:
+                yield from (one(b.add(p, self._int(q))) for q in range(count))
+
+        by_lane = self.tile.lane_broadcast and not left
+        # More than two, and what is to be fetched, are too many addresses for the registers.
+        count = self.tile.lanes if by_lane else min(self.steps, 2) if prefetch else self.steps
+        if count > 1:
+            first = b.and_(self.k, self._int(-count))
+            start = self._loop(self._int(0), first, count, start, turn, prefetch)
+        return self._loop(first, self.k, 1, start, lambda p: iter([one(p)]), prefetch)
 
     def _start(self, i: int, j: int) -> Any:
         return self._load(self.start, self._at(self.start_stride, i, j))
@@ -104,20 +133,29 @@ class TileWriter:
         return self.builder.add(self.builder.mul(stride, self._int(i)), self._int(j * self.tile.lanes))
 
     def _loop(
-        self, first: Any, stop: Any, step: int, start: list[Any], left: Callable[[Any], list[list[Any]]]
+        self,
+        first: Any,
+        stop: Any,
+        step: int,
+        start: list[Any],
+        left: Callable[[Any], Iterator[list[Any]]],
+        prefetch: bool,
     ) -> list[Any]:
-        """Run p from first to stop; `left(p)` returns for each of `step` values of k the broadcast of every row."""
+        """Run p from first to stop; `left(p)` writes the broadcast of every row, for `step` values of k in turn."""
         b = self.builder
         before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed("<", first, stop), body, after)
         b.position_at_end(body)
         p = b.phi(_I64)
         sums = [b.phi(self.vector) for _ in start]
-        new = list(sums)
-        for q, rows in enumerate(left(p)):
+        new, rows_of = list(sums), left(p)
+        for q in range(step):
+            if q and self.steps:
+                new = in_order(b, new)
+            rows = next(rows_of)
             at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
             panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
-            if self.prefetch and q == 0:
+            if prefetch and q == 0:
                 self._prefetch(p, step)
             for i, x in enumerate(rows):
                 for j, w in enumerate(panel):
@@ -125,8 +163,8 @@ class TileWriter:
                     new[place] = b.call(self.multiply_add, [x, w, new[place]])
         following = b.add(p, self._int(step))
         back = b.cbranch(b.icmp_signed("<", following, stop), body, after)
-        if not self.tile.unroll:
-            back.set_metadata("llvm.loop", _not_unrolled(self.function.module))
+        if self.steps:
+            back.set_metadata("llvm.loop", not_unrolled(self.function.module))
         p.add_incoming(first, before)
         p.add_incoming(following, body)
         b.position_at_end(after)
@@ -204,7 +242,20 @@ class TileWriter:
         return ir.Constant(_I64, value)
 
 
-def _not_unrolled(module: ir.Module) -> Any:
+def in_order(builder: Any, sums: list[Any]) -> list[Any]:
+    """Return vectors of an x86 register unchanged, and keep the compiler from moving products or loads across.
+
+    It would load what several steps need before their products (Zen), and run out of registers. No instruction comes
+    of it.
+    """
+    vector, count = sums[0].type, len(sums)
+    constraints = ",".join(["=v"] * count + [str(i) for i in range(count)] + ["~{memory}"])
+    result = ir.LiteralStructType([vector] * count) if count > 1 else vector
+    same = builder.asm(ir.FunctionType(result, [vector] * count), "", constraints, sums, True)
+    return [builder.extract_value(same, i) for i in range(count)] if count > 1 else [same]
+
+
+def not_unrolled(module: ir.Module) -> Any:
     """Return what a loop's last branch bears so that the compiler does one step at a time."""
     loop = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
     loop.operands = (loop, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))

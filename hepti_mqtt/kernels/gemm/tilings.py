@@ -27,13 +27,13 @@ PIN: Final = "HEPTI_KERNELS_TILE"
 class Tiling(NamedTuple):
     """`rows` x `vectors` sums in registers, over pieces of `depth` rows of a panel.
 
-    vectors: of those of a panel; a tile that takes fewer goes over a panel in strips. unroll: as in `Tile`.
+    vectors: of those of a panel; a tile that takes fewer goes over a panel in strips. steps: as in `Tile`.
     """
 
     rows: int
     vectors: int
     depth: int
-    unroll: bool = True
+    steps: int = 0
 
     @property
     def name(self) -> str:
@@ -42,21 +42,25 @@ class Tiling(NamedTuple):
 
     def tile(self, of: Tile) -> Tile:
         """Return the register tile, over panels of the tile that the instruction set has."""
-        return of._replace(rows=self.rows, vectors=self.vectors, panel=of.vectors, unroll=self.unroll)
+        return of._replace(rows=self.rows, vectors=self.vectors, panel=of.vectors, steps=self.steps)
 
 
 # The first is used where nothing was tried. High tiles read a panel less often, wide ones need fewer broadcasts. Where
 # the compiler does two steps of a high tile at once it keeps sums on the stack (Zen 4: 0.72 of the speed of 6 x 4). Not
-# in the table for the same reason: 14 x 2 (Cascade Lake), 10 x 2 of NEON (a CPU without a name).
+# in the table for the same reason: 13 x 2 and 14 x 2 (Cascade Lake), 10 x 2 of NEON (a CPU without a name).
 TILINGS: Final[Mapping[str, tuple[Tiling, ...]]] = {
     "avx512": (
-        Tiling(6, 4, 1024),
-        Tiling(6, 4, 512),
-        Tiling(6, 4, 256),
-        Tiling(12, 2, 512, unroll=False),
-        Tiling(13, 2, 256, unroll=False),
+        Tiling(6, 4, 1024, steps=4),
+        Tiling(6, 4, 512, steps=4),
+        Tiling(6, 4, 256, steps=4),
+        Tiling(12, 2, 512, steps=1),
     ),
-    "avx2": (Tiling(6, 2, 512), Tiling(6, 2, 256), Tiling(4, 2, 512), Tiling(12, 1, 512, unroll=False)),
+    "avx2": (
+        Tiling(6, 2, 512, steps=4),
+        Tiling(6, 2, 256, steps=4),
+        Tiling(4, 2, 512, steps=4),
+        Tiling(12, 1, 512, steps=1),
+    ),
     "sse": (Tiling(6, 2, 512), Tiling(6, 2, 256)),
     "neon": (Tiling(8, 2, 512), Tiling(8, 2, 256), Tiling(9, 2, 512), Tiling(12, 1, 512)),
     "generic": (Tiling(4, 2, 512),),

@@ -28,8 +28,8 @@ class Tile(NamedTuple):
     lanes: f32 values of one vector register. rows: rows of the activation. vectors: vectors of the weight panel.
     fma: whether a fused multiply-add is one instruction. lane_broadcast: whether an instruction multiplies by one lane
     of a register, so that activations are loaded as vectors (NEON) and not broadcast one by one from memory (x86).
-    panel: vectors of a panel of which the tile takes only some, or of each of several that it takes, else 0. unroll:
-    whether the compiler may do several steps of k at once.
+    panel: vectors of a panel of which the tile takes only some, or of each of several that it takes, else 0. steps: of
+    k in one turn of the loop of a tile that has all its vectors; 0 as many as the compiler likes.
     """
 
     lanes: int
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     fma: bool
     lane_broadcast: bool
     panel: int = 0
-    unroll: bool = True
+    steps: int = 0
 
     @property
     def width(self) -> int:
@@ -49,9 +49,10 @@ class Tile(NamedTuple):
 # rows * vectors accumulators, `vectors` of the panel and one activation must fit the registers: 32 (AVX-512, NEON)
 # or 16 (AVX2, SSE); else they spill and the speed halves. Of the tiles that fit, a wide one needs the fewest loads and
 # leaves the compiler the fewest broadcasts to move: AVX-512 at 12 x 2 spilled, and had 0.68 of the peak of 6 x 4.
+# Intel adds counters and addresses in the pipelines that multiply: of a loop of one step it is a tenth of the peak.
 TILES: Final[Mapping[str, Tile]] = {
-    "avx512": Tile(lanes=16, rows=6, vectors=4, fma=True, lane_broadcast=False),
-    "avx2": Tile(lanes=8, rows=6, vectors=2, fma=True, lane_broadcast=False),
+    "avx512": Tile(lanes=16, rows=6, vectors=4, fma=True, lane_broadcast=False, steps=4),
+    "avx2": Tile(lanes=8, rows=6, vectors=2, fma=True, lane_broadcast=False, steps=4),
     "sse": Tile(lanes=4, rows=6, vectors=2, fma=False, lane_broadcast=False),
     "neon": Tile(lanes=4, rows=8, vectors=2, fma=True, lane_broadcast=True),
     "generic": Tile(lanes=4, rows=4, vectors=2, fma=False, lane_broadcast=False),
