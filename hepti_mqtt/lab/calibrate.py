@@ -159,7 +159,8 @@ def calibrate(spec: LabSpec, hub: Host, hosts: Mapping[str, Host], cache: Path |
             up, down, rtt_ms = _checked_link(hosts[h.host], hub, rate)
             figures[place] = replace(h, rate_mbit=rate, up_mbit=up, down_mbit=down, rtt_ms=rtt_ms)
             report(f"{h.host}: {up:.0f} Mbit/s up, {down:.0f} down")
-    found = Calibration(spec.name, machine(), tuple(figures), full)
+    of = machine() if spec.isa is None else f"{machine()}, held to {spec.isa}"
+    found = Calibration(spec.name, of, tuple(figures), full)
     if cache is not None:
         with suppress(OSError):  # then the next run begins anew
             cache.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ def machine() -> str:
 def cache_key(spec: LabSpec) -> str:
     """Return the name of a calibration: the same machine, version, hosts and speeds; rates are always measured."""
     hosts = [(h.name, spec.slowed(h.gflops), h.threads, h.ssh, h.command) for h in spec.hosts]
-    text = json.dumps([machine(), __version__, spec.name, spec.kind, spec.calibrate, hosts])
+    text = json.dumps([machine(), __version__, spec.name, spec.kind, spec.calibrate, hosts, spec.isa])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -33,7 +33,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
     """A `Host` inside its namespace and control group.
 
     cpu: its quota as a share of one core, None where it has none; set by calibration, in force while throttled.
-    before_throttle: called before a quota is put in force.
+    before_throttle: called before a quota is put in force. environment: of all its processes, beside this one's own.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class EmulatedHost(Pluggable[LocalProcess]):
         kept: Path,
         before_throttle: Callable[[], None],
         gflops: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.address, self.python = name, address, sys.executable
         self.directory, self.kept = str(directory), str(kept)
+        self._environment = {**os.environ, **(environment or {})}
         self._measured = directory.parent / "measured"
         self.gflops = gflops
         self.cpu: float | None = None
@@ -78,7 +80,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 60.0
     ) -> Completed:
         """Run a command to its end; raises LabError if the time is over."""
-        return run_command(self.name, self.entering(arguments), {**os.environ, **(environment or {})}, timeout_s)
+        return run_command(self.name, self.entering(arguments), {**self._environment, **(environment or {})}, timeout_s)
 
     def entering(self, arguments: Sequence[str]) -> list[str]:
         """Return the command of this machine that runs `arguments` on the host."""
@@ -141,7 +143,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None, *, pipes: bool
     ) -> Restartable[LocalProcess]:
         log = Path(self.directory) / f"{name}.log"
-        variables = {**os.environ, **(environment or {})}
+        variables = {**self._environment, **(environment or {})}
 
         def begin() -> LocalProcess:
             return LocalProcess(name, self.entering(arguments), variables, log, pipes=pipes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab import cgroups, leftovers, network, sleeper
 from hepti_mqtt.lab.emulated import EmulatedHost
-from hepti_mqtt.lab.spec import HUB, LabSpec
+from hepti_mqtt.lab.spec import HELD_TO, HUB, LabSpec
 
 
 class Emulation:
@@ -66,6 +66,10 @@ class Emulation:
         """Make everything."""
         self.network.make()
         targets = {host.name: host.gflops for host in self._spec.hosts}
+        environment: dict[str, str] = {}
+        if isa := self._spec.isa:
+            # Code for a set that is forced is kept in a place of its own, and compiled once for all hosts.
+            environment = {**HELD_TO[isa], "NUMBA_CACHE_DIR": str(self._kept.resolve() / "compiled" / isa)}
         for name, group in self._groups.items():
             group.make()
             place = self._directory.resolve() / name
@@ -73,7 +77,9 @@ class Emulation:
             namespace = network.namespace(self._spec.name, name)
             address = self.network.addresses[name]
             kept = self._kept.resolve() / name
-            host = EmulatedHost(name, address, namespace, group, place, kept, self._start_sleepers, targets.get(name))
+            host = EmulatedHost(
+                name, address, namespace, group, place, kept, self._start_sleepers, targets.get(name), environment
+            )
             self.hosts[name] = host
         self.hosts[HUB].set_cpu(self._spec.hub_cpu)
 

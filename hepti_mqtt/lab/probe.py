@@ -21,8 +21,10 @@ from typing import Any, Final
 
 THREADS: Final = int(os.environ.get("HEPTI_PROBE_THREADS", "1"))
 # An inherited setting such as OPENBLAS_CORETYPE=Haswell would halve NumPy's speed, and the quota follows that.
-for _name in [name for name in os.environ if name.startswith(("OPENBLAS_", "MKL_"))]:
-    del os.environ[_name]
+# In a lab that holds its hosts to an instruction set, that is what they have.
+if "HEPTI_KERNELS_ISA" not in os.environ:
+    for _name in [name for name in os.environ if name.startswith(("OPENBLAS_", "MKL_"))]:
+        del os.environ[_name]
 for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ[_name] = str(THREADS)  # before NumPy loads its BLAS, which reads them once
 

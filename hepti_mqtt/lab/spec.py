@@ -27,6 +27,16 @@ HUB_CPU: Final = (0.01, 64.0)
 DEFAULT_HUB_CPU: Final = 0.3
 MAX_HOSTS: Final = 64
 DILATION: Final = (1.0, 100.0)
+# Instruction sets that hosts may be held to, and what Hepti's kernels, NumPy and PyTorch must be told.
+HELD_TO: Final[Mapping[str, Mapping[str, str]]] = {
+    "avx2": {
+        "HEPTI_KERNELS_ISA": "avx2",
+        "OPENBLAS_CORETYPE": "Haswell",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+}
 _MAX_NAME: Final = 32
 
 
@@ -58,7 +68,8 @@ class LabSpec:
     host `hub` and beside the broker. hub_cpu: the hub's share of one core. address: where boards reach the hub.
     calibrate: whose speed `gflops` is, NumPy's or that of Hepti's kernel. dilation: how many times as slow as said here
     hosts compute and links carry, so that everything takes so many times as long (Gupta and others, "To Infinity and
-    Beyond: Time-Warped Network Emulation", 2006).
+    Beyond: Time-Warped Network Emulation", 2006). isa: the instruction set that hosts are held to, a key of `HELD_TO`:
+    a host of some speed is a larger part of a core with narrower vectors (None: what the machine has).
     """
 
     name: str
@@ -71,6 +82,7 @@ class LabSpec:
     address: str | None = None
     calibrate: Yardstick = "numpy"
     dilation: float = 1.0
+    isa: str | None = None
 
     def host(self, name: str) -> HostSpec:
         """Return the host of a name; raises ConfigError that lists the names."""
@@ -165,6 +177,9 @@ def _lab(data: Any) -> LabSpec:
     yardstick = fields.get("calibrate", "numpy")
     if yardstick not in YARDSTICKS:
         raise ConfigError(f"`calibrate` is {yardstick!r}; it is one of {', '.join(YARDSTICKS)}")
+    isa = fields.get("isa")
+    if isa is not None and isa not in HELD_TO:
+        raise ConfigError(f"`isa` is {isa!r}; hosts can be held to {', '.join(HELD_TO)}")
     hosts = tuple(
         _host(name, {**defaults, **_mapping(f"host {name}", own or {})}, kind) for name, own in listed.items()
     )
@@ -179,6 +194,7 @@ def _lab(data: Any) -> LabSpec:
         _text("address", fields),
         cast(Yardstick, yardstick),
         _number("dilation", fields.get("dilation", 1.0), DILATION),
+        isa,
     )
     for role, name in (("broker", spec.broker), ("planner", spec.planner)):
         if name is not None and name != HUB:
@@ -196,6 +212,8 @@ def _check_kind(spec: LabSpec) -> LabSpec:
         raise ConfigError(f"`calibrate` sets emulated quotas only, and the lab is of kind {spec.kind}: take it out")
     if spec.kind != "emulated" and spec.dilation != 1:
         raise ConfigError(f"`dilation` slows emulated hosts only, and the lab is of kind {spec.kind}: take it out")
+    if spec.kind != "emulated" and spec.isa is not None:
+        raise ConfigError(f"`isa` holds emulated hosts to it only, and the lab is of kind {spec.kind}: take it out")
     if spec.kind == "ssh" and spec.broker is None and spec.address is None:
         raise ConfigError(
             "a lab of kind ssh needs `address:` (where the boards reach this machine, whose broker they use) or "
@@ -230,6 +248,7 @@ def _host(name: Any, fields: Mapping[str, Any], kind: str) -> HostSpec:
 
 _LAB_KEYS: Final = (
     *("name", "kind", "hosts", "defaults", "rate", "broker", "hub_cpu", "planner", "address", "calibrate", "dilation"),
+    "isa",
 )
 _HOST_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("gflops", "memory", "threads", "rate"),

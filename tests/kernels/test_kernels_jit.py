@@ -155,6 +155,13 @@ def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
 
 @pytest.mark.wide
 @compiled_only
+def test_a_forced_instruction_set_is_kept_in_a_directory_of_its_name(tmp_path):
+    forced = {"HEPTI_KERNELS_ISA": "generic"}
+    assert [counts(tmp_path / "generic", **forced) for _ in range(2)] == [(2, 0), (0, 2)]
+
+
+@pytest.mark.wide
+@compiled_only
 def test_the_kernels_give_the_same_as_plain_python():
     done = python(
         "-m",

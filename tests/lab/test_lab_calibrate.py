@@ -208,3 +208,4 @@ def test_a_quota_may_follow_the_kernel(tmp_path):
     off = replace(found, hosts=(replace(FIGURES, by="kernel", numpy_gflops=50.0), replace(FIGURES, numpy_gflops=50.0)))
     assert len(off.misses()) == 1
     assert cache_key(spec) != cache_key(replace(spec, calibrate="numpy"))
+    assert cache_key(spec) != cache_key(replace(spec, isa="avx2"))

@@ -78,6 +78,8 @@ def test_a_dilated_lab_is_slower_in_all_and_says_what_it_stands_for() -> None:
         (small(hosts={"a": {"memory": 5}}), "`memory`"),
         (small(hosts={"a": {"threads": 1.5}}), "`threads`"),
         (small(dilation=0.5), "`dilation` is 0.5"),
+        (small(isa="mmx"), "`isa` is 'mmx'; hosts can be held to avx2"),
+        (small(kind="local", isa="avx2", hosts={"a": {}}), "`isa` holds emulated hosts to it only"),
         (small(hosts={"a": {"ssh": "pi@x"}}), "'ssh'"),
         (small(rate=0), "`rate`"),
         (small(rate="fast"), "`rate`"),

@@ -187,14 +187,16 @@ class TileWriter:
         )
 
     def _prefetch(self, p: Any, step: int) -> None:
-        """Ask for the share of steps p to p + step: one line of 64 bytes, or two."""
+        """Ask for the share of steps p to p + step: lines of 64 bytes, for half of the panel at least."""
         b, module = self.builder, self.function.module
         ask = module.globals.get(_PREFETCH_NAME) or ir.Function(module, _PREFETCH, _PREFETCH_NAME)
-        count = 2 if 4 * self.tile.width * step > 64 else 1
-        for half in range(count):
+        nbytes = 4 * self.tile.width * step
+        count = max(nbytes // 128, min(nbytes // 64, 2), 1)
+        for nth in range(count):
             address = b.add(self.ahead, b.mul(p, self.bytes_ahead))
-            if half:
-                address = b.add(address, b.ashr(b.mul(self.bytes_ahead, self._int(step)), self._int(1)))
+            if nth:
+                share = b.mul(self.bytes_ahead, self._int(step * nth))
+                address = b.add(address, b.udiv(share, self._int(count)))
             b.call(ask, [b.inttoptr(address, _BYTE_POINTER), *(ir.Constant(_I32, v) for v in _READ_SECOND_LEVEL)])
 
     def _splats(self, at_rows: list[Any], p: Any) -> list[Any]:

@@ -56,6 +56,7 @@ TILINGS: Final[Mapping[str, tuple[Tiling, ...]]] = {
         Tiling(12, 2, 512, steps=1),
     ),
     "avx2": (
+        Tiling(6, 2, 1024, steps=4),
         Tiling(6, 2, 512, steps=4),
         Tiling(6, 2, 256, steps=4),
         Tiling(4, 2, 512, steps=4),

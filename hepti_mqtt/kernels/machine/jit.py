@@ -82,6 +82,8 @@ def sources_stamp() -> str:
     if llvm.get_host_cpu_name() == "generic":
         # A CPU without a name may have dot products that the features in Numba's key do not tell of.
         digest.update(dot().encode())
+    for variable in (OVERRIDE, DOT_OVERRIDE):
+        digest.update(os.environ.get(variable, "").encode() + b"\0")
     for path in sorted(set(SOURCES.rglob("*.py")) - {SOURCES / name for name in AROUND}):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -92,9 +94,11 @@ def _cached(dispatcher: Any) -> None:
 
     Numba's cache looks at the file of the function alone; a kernel also depends on the helpers and the tile that it
     inlines, so its stamp becomes that of the whole package. The CPU's name and features are in Numba's key: another CPU
-    on the same directory compiles its own. A forced instruction set is not in it: no cache.
+    on the same directory compiles its own. A forced instruction set is not in it: no cache, unless NUMBA_CACHE_DIR is a
+    directory called like the set, for it alone.
     """
-    if os.environ.get(OVERRIDE) or os.environ.get(DOT_OVERRIDE):
+    forced = os.environ.get(OVERRIDE) or os.environ.get(DOT_OVERRIDE)
+    if forced and Path(os.environ.get("NUMBA_CACHE_DIR", "")).name != forced:
         return
     try:
         dispatcher.enable_caching()
