@@ -21,7 +21,7 @@ from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
 from hepti_mqtt.kernels.gemm.tile import TileWriter, call_chosen, panels_at_once, plain_panels
 from hepti_mqtt.kernels.machine.isa import TILE, Tile
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, lowered, reads
-from hepti_mqtt.kernels.machine.workers import Parts, Workers, matmul_parts
+from hepti_mqtt.kernels.machine.workers import Workers, parts_of_panels
 
 _NR: Final = TILE.width
 _ADDRESS, _COLUMN, _VALID = 0, 1, 2  # columns of the table of panels, as in `linear`
@@ -131,8 +131,7 @@ def bind(
     table, bias: of `linear.panels_of`. alive: what the addresses in the table belong to.
     """
     m, k = shape
-    by_panel = matmul_parts(len(table), False, 1, m * _NR * k, pool.threads, 1)
-    parts = Parts((part[:2] for part in by_panel), by_panel.threads)
+    parts = parts_of_panels(len(table), m * _NR * k, pool.threads)
     none, at_once = np.empty((0, 0), np.float32), together(m, TILE)
     product = pool.bind(_linear_few, parts)
 

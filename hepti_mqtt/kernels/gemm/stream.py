@@ -20,7 +20,7 @@ from hepti_mqtt.kernels.gemm.narrow import F16, STORAGE, W8A8, panels_of
 from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP
 from hepti_mqtt.kernels.gemm.stream_tile import byte_stream, dot_stream, half_stream, together
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
-from hepti_mqtt.kernels.machine.workers import Parts, Workers, matmul_parts
+from hepti_mqtt.kernels.machine.workers import Workers, parts_of_panels
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
 from hepti_mqtt.plan import Storage
 
@@ -127,8 +127,7 @@ def bind(
     m, k = shape
     table, alive = panels_of(matrices, biases)
     storage: Storage = matrices[0].storage
-    by_panel = matmul_parts(len(table), False, 1, m * PANELS[storage].width * k, pool.threads, 1)
-    parts = Parts((part[:2] for part in by_panel), by_panel.threads)
+    parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     none = np.empty((0, 0), np.float32)
     product, at_once = pool.bind(_linear_stream, parts), together(m, FORMS[storage])
 

@@ -229,3 +229,9 @@ def matmul_parts(panels: int, ragged: bool, rows: int, panel_size: int, threads:
     of_panel = max(1, rows * panel_size)
     threads = min(threads, 1 + panels * of_panel // _GRAIN)
     return panel_parts(panels, ragged, rows, threads, -(-_LEAST // of_panel), least_rows)
+
+
+def parts_of_panels(panels: int, panel_size: int, threads: int) -> Parts:
+    """Divide panels as `matmul_parts` does, each for all rows: (first panel, last panel). panel_size: with all rows."""
+    by_panel = matmul_parts(panels, False, 1, panel_size, threads, 1)
+    return Parts((part[:2] for part in by_panel), by_panel.threads)
