@@ -14,7 +14,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +60,7 @@ class Driver:
         until = since + PATIENCE_S
         while _pins(order).get("strategy", "auto") == "auto" and time.monotonic() < until:
             time.sleep(LOOK_S)
-            if (now := ask().plan["id"]) != found or under_way(self.hepti.plan(model)["story"]):
+            if (now := ask().plan["id"]) != found or under_way(self.hepti.plan(model)):
                 found, since = now, time.monotonic()
             if time.monotonic() - since >= SETTLED_S:
                 break
@@ -160,17 +160,19 @@ class Driver:
         return {"active": active, **told, "devices": self.hepti.devices(wait_s=1.5)}
 
 
-def under_way(story: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a model's plans are about to be others, by the record's story: a search, or a plan on its way.
+def under_way(record: Mapping[str, Any]) -> bool:
+    """Return whether a model's plans are about to be others, by their record: a search, or a plan on its way.
 
-    A search has no epoch until it begins: what it was called before is the rest of its name.
+    Searches are in the story alone. One has no epoch until it begins: what it was called before is the rest of its
+    name. A plan that does not fit beside others comes again under another epoch, and in the story the first one stays
+    as it was.
     """
     states: dict[str, str] = {}
-    for step in story:
+    for step in record["story"]:
         if step["from"] == "wanted":
             states.pop(step["plan"].rpartition(" ")[0], None)
         states[step["plan"]] = step["to"]
-    return bool({"wanted", "searching", "preparing", "swapping"} & set(states.values()))
+    return record["preparing"] is not None or bool({"wanted", "searching"} & set(states.values()))
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:
