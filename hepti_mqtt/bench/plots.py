@@ -30,6 +30,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
     for place, group in enumerate(list(part) for _, part in groupby(cells, key=lambda c: c.group)):
         if len(group) > 1:  # one bar compares nothing
             files.append(_latency(results, group, timed, directory / f"latency-{place + 1}.svg"))
+            files += _scaling(results, group, directory / f"scaling-{place + 1}.svg")
     predicted = {r["cell"] for r in results.turns() if r["ok"] and "predicted_ms" in r}
     if own := [c for c in cells if c.id in predicted and not c.requests]:  # under load times hold the waiting
         files.append(_predicted(results, own, timed, directory / "predicted.svg"))
@@ -53,6 +54,32 @@ def _latency(results: Results, group: Sequence[Cell], timed: dict[str, Interval]
         axes[1].axvline(1.0, color="black", linewidth=0.8)
     figure.suptitle(_title(group[0]))
     return _save(figure, file)
+
+
+def _scaling(results: Results, group: Sequence[Cell], file: Path) -> list[Path]:
+    """Draw how many times as fast as one device several are, beside the ideal line; nothing for a single count."""
+    single = next((c for c in group if (c.strategy, c.copy) == (ALONE, 0)), None)
+    base = {} if single is None else results.medians(single.id)
+    lines: dict[str, dict[int, Interval]] = defaultdict(dict)
+    for cell in group:
+        count, shared = len(cell.devices), results.medians(cell.id)
+        if count > 1 and base.keys() & shared.keys():
+            lines[cell.label.replace(f" x{count}", "")][count] = ratio(base, shared)
+    lines = {name: points for name, points in lines.items() if len(points) > 1}
+    if not lines:
+        return []
+    figure, (axis,) = _subplots(1)
+    for name, points in lines.items():
+        counts = sorted(points)
+        found = [points[count] for count in counts]
+        spread = [[0.0, *(i.median - i.low for i in found)], [0.0, *(i.high - i.median for i in found)]]
+        axis.errorbar([1, *counts], [1.0, *(i.median for i in found)], spread, label=name, capsize=2)
+    counts = sorted({1, *(count for points in lines.values() for count in points)})
+    axis.plot(counts, counts, color="black", linewidth=0.8, linestyle="--", label="ideal")
+    axis.set(xlabel="devices", ylabel="times as fast as one device (median, interval)", xticks=counts)
+    figure.suptitle(_title(group[0]))
+    _legend(figure)
+    return [_save(figure, file)]
 
 
 def _bars(axis: Any, names: Sequence[str], found: Sequence[Interval], unit: str) -> None:

@@ -105,6 +105,17 @@ def test_every_picture_is_drawn(played, as_text):
     assert not any("10^" in words or "times 10" in words for words in files.values())
 
 
+def test_more_and_more_devices_are_drawn_beside_the_ideal_line(played, as_text):
+    with Writer(played, HEADER, resume=True) as writer:
+        for number in range(6):
+            writer.turn(replace(AUTO, devices=("pi1", "pi2", "pi3")), number, answer(80.0 + number, ON_TWO))
+    files = {path.name: words_of(path) for path in plots.draw(read(played), played)}
+    assert {name for name in files if name.startswith("scaling")} == {"scaling-2.svg"}  # at 940 Mbit/s
+    words = files["scaling-2.svg"]
+    assert all(word in words for word in ("940 Mbit/s", "ideal", "auto", "devices"))
+    assert "row/kv" not in words  # of one number of devices alone
+
+
 def test_the_report_begins_with_every_cell_at_a_glance(played):
     lines = report.markdown(read(played)).splitlines()
     start = lines.index("## bert, 128 tokens, lab: median ms (predicted)")
