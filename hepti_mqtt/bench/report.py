@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -185,8 +186,9 @@ def _changes(play: Play) -> Iterator[str]:
         figures = f"{statistics.median_interval(times).median:.0f} | {max(times):.0f}" if times else "| "
         failed = len(part.requests) - len(times)
         yield f"| {part.at_s:.1f} | {part.what} | {part.plan} | {len(part.requests)} | {failed} | {figures} |"
-    failures = [r["message"].splitlines()[0] for r in play.requests if not r["ok"]]
-    yield from ("", f"{len(failures)} of {len(play.requests)} requests failed", *(f"- {m}" for m in failures), "")
+    failures = Counter(r["message"].splitlines()[0] for r in play.requests if not r["ok"])
+    told = (f"- {message}" + (f" ({count} times)" if count > 1 else "") for message, count in failures.items())
+    yield from ("", f"{failures.total()} of {len(play.requests)} requests failed", *told, "")
 
 
 def _time_lines(results: Results, directory: Path) -> list[Path]:

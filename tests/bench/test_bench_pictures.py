@@ -66,6 +66,7 @@ def played(tmp_path):
         # A change is written when it is made, which may be before the answer to an earlier request is.
         writer.add("change", cell=AUTO.id, planned_s=3, unix_s=1003.0, do="rate", host="pi2", mbit=50.0)
         writer.add("under_change", cell=AUTO.id, **lost(1005.0))
+        writer.add("under_change", cell=AUTO.id, **lost(1005.5))
         writer.add("played", cell=AUTO.id)
     return tmp_path
 
@@ -75,7 +76,7 @@ def test_a_play_is_cut_at_changes_and_new_plans(played):
     assert play.whole
     found = [(p.at_s, p.what, p.plan, len(p.requests)) for p in parts(play)]
     two, one = "row/kv on pi1, pi2", "single on pi1"
-    assert found == [(0.0, "begin", two, 2), (3.0, "rate pi2 50 Mbit/s", two, 1), (4.0, "", one, 2)]
+    assert found == [(0.0, "begin", two, 2), (3.0, "rate pi2 50 Mbit/s", two, 1), (4.0, "", one, 3)]
 
 
 def test_a_play_that_was_cut_off_is_not_whole():
@@ -157,7 +158,7 @@ def test_the_report_says_how_much_slower_a_lab_was(tmp_path):
 def test_the_report_tells_of_changes(played):
     text = report.markdown(read(played))
     assert "| 3.0 | rate pi2 50 Mbit/s | row/kv on pi1, pi2 | 1 | 0 | 120 | 120 |" in text
-    assert "1 of 5 requests failed\n- no answer\n" in text
+    assert "2 of 6 requests failed\n- no answer (2 times)\n" in text
     assert "999" not in text
     assert "row/kv on pi1, pi2 (= row/kv x2)" in text
 
