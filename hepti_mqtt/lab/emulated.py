@@ -33,7 +33,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
     """A `Host` inside its namespace and control group.
 
     cpu: its quota as a share of one core, None where it has none; set by calibration, in force while throttled.
-    before_throttle: called before a quota is put in force. environment: of all its processes, beside this one's own.
+    before_throttle: called before a quota is put in force. environment: of all its processes.
     """
 
     def __init__(
@@ -46,11 +46,10 @@ class EmulatedHost(Pluggable[LocalProcess]):
         kept: Path,
         before_throttle: Callable[[], None],
         gflops: float | None = None,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.address, self.python = name, address, sys.executable
         self.directory, self.kept = str(directory), str(kept)
-        self._environment = {**os.environ, **(environment or {})}
+        self.environment = dict(os.environ)
         self._measured = directory.parent / "measured"
         self.gflops = gflops
         self.cpu: float | None = None
@@ -80,7 +79,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 60.0
     ) -> Completed:
         """Run a command to its end; raises LabError if the time is over."""
-        return run_command(self.name, self.entering(arguments), {**self._environment, **(environment or {})}, timeout_s)
+        return run_command(self.name, self.entering(arguments), {**self.environment, **(environment or {})}, timeout_s)
 
     def entering(self, arguments: Sequence[str]) -> list[str]:
         """Return the command of this machine that runs `arguments` on the host."""
@@ -143,7 +142,7 @@ class EmulatedHost(Pluggable[LocalProcess]):
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None, *, pipes: bool
     ) -> Restartable[LocalProcess]:
         log = Path(self.directory) / f"{name}.log"
-        variables = {**self._environment, **(environment or {})}
+        variables = {**self.environment, **(environment or {})}
 
         def begin() -> LocalProcess:
             return LocalProcess(name, self.entering(arguments), variables, log, pipes=pipes)

@@ -77,9 +77,8 @@ class Emulation:
             namespace = network.namespace(self._spec.name, name)
             address = self.network.addresses[name]
             kept = self._kept.resolve() / name
-            host = EmulatedHost(
-                name, address, namespace, group, place, kept, self._start_sleepers, targets.get(name), environment
-            )
+            host = EmulatedHost(name, address, namespace, group, place, kept, self._start_sleepers, targets.get(name))
+            host.environment |= environment
             self.hosts[name] = host
         self.hosts[HUB].set_cpu(self._spec.hub_cpu)
 

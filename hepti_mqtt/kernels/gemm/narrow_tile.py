@@ -16,7 +16,8 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.gemm.tile import call_chosen, in_order, not_unrolled
+from hepti_mqtt.kernels.gemm.loops import in_order, loop
+from hepti_mqtt.kernels.gemm.tile import call_chosen
 from hepti_mqtt.kernels.machine.isa import DOT, TILE, Dot, Tile, isa
 from hepti_mqtt.kernels.machine.jit import lowered
 
@@ -132,53 +133,23 @@ class StorageTileWriter:
         self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any], ahead: Sequence[Any] = ()
     ) -> list[Any]:
         """Return the sums that `start` becomes in `steps` steps of k. ahead: what w8a8 asks for, and by how much."""
-        none, turn = self._int(0), self._at_once()
-        if turn < 2:
-            return self._loop(at_rows, none, steps, 1, panel, start, ahead)
-        whole = self.builder.and_(steps, self._int(-turn))
-        return self._loop(
-            at_rows, whole, steps, 1, panel, self._loop(at_rows, none, whole, turn, panel, start, ahead), ahead
-        )
+        b, first, at_once = self.builder, self._int(0), self._at_once()
+
+        def turn(p: Any, sums: list[Any]) -> list[Any]:
+            sums = self._step(at_rows, p, panel, sums, ahead)
+            for q in range(1, count):
+                sums = self._step(at_rows, b.add(p, self._int(q)), panel, in_order(b, sums), ahead)
+            return sums
+
+        if (count := at_once) > 1:
+            whole = b.and_(steps, self._int(-at_once))
+            start, first = loop(b, (first, whole, at_once), start, turn, as_written=True), whole
+        count = 1
+        return loop(b, (first, steps, 1), start, turn, as_written=bool(at_once))
 
     def _at_once(self) -> int:
         """Return how many steps a turn of the loop does, 0 if the compiler may choose."""
         return self.form.steps if self.vectors == self.form.vectors else 0
-
-    def _loop(
-        self,
-        at_rows: list[Any],
-        first: Any,
-        stop: Any,
-        turn: int,
-        panel: Any,
-        start: list[Any],
-        ahead: Sequence[Any],
-    ) -> list[Any]:
-        """Return the sums after the steps from `first` to `stop`, `turn` of them at once."""
-        b = self.builder
-        before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
-        b.cbranch(b.icmp_signed("<", first, stop), body, after)
-        b.position_at_end(body)
-        p = b.phi(_I64)
-        sums = [b.phi(self.vector) for _ in start]
-        new = self._step(at_rows, p, panel, sums, ahead)
-        for q in range(1, turn):
-            new = self._step(at_rows, b.add(p, self._int(q)), panel, in_order(b, new), ahead)
-        following = b.add(p, self._int(turn))
-        back = b.cbranch(b.icmp_signed("<", following, stop), body, after)
-        if self._at_once():
-            back.set_metadata("llvm.loop", not_unrolled(self.module))
-        p.add_incoming(first, before)
-        p.add_incoming(following, body)
-        b.position_at_end(after)
-        for place, (phi, begin, end) in enumerate(zip(sums, start, new, strict=True)):
-            phi.add_incoming(begin, before)
-            phi.add_incoming(end, body)
-            result = b.phi(self.vector)
-            result.add_incoming(begin, before)
-            result.add_incoming(end, body)
-            new[place] = result
-        return new
 
     def _step(self, at_rows: list[Any], p: Any, panel: Any, sums: list[Any], ahead: Sequence[Any]) -> list[Any]:
         b, f = self.builder, self.form

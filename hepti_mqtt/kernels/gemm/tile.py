@@ -16,6 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from hepti_mqtt.kernels.gemm.loops import in_order, loop
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.isa import TILE, Tile
 from hepti_mqtt.kernels.machine.jit import lowered
@@ -143,40 +144,22 @@ class TileWriter:
     ) -> list[Any]:
         """Run p from first to stop; `left(p)` writes the broadcast of every row, for `step` values of k in turn."""
         b = self.builder
-        before, body, after = b.block, b.append_basic_block("k"), b.append_basic_block("done")
-        b.cbranch(b.icmp_signed("<", first, stop), body, after)
-        b.position_at_end(body)
-        p = b.phi(_I64)
-        sums = [b.phi(self.vector) for _ in start]
-        new, rows_of = list(sums), left(p)
-        for q in range(step):
-            if q and self.steps:
-                new = in_order(b, new)
-            rows = next(rows_of)
-            at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
-            panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
-            if prefetch and q == 0:
-                self._prefetch(p, step)
-            for i, x in enumerate(rows):
-                for j, w in enumerate(panel):
-                    place = i * self.vectors + j
-                    new[place] = b.call(self.multiply_add, [x, w, new[place]])
-        following = b.add(p, self._int(step))
-        back = b.cbranch(b.icmp_signed("<", following, stop), body, after)
-        if self.steps:
-            back.set_metadata("llvm.loop", not_unrolled(self.function.module))
-        p.add_incoming(first, before)
-        p.add_incoming(following, body)
-        b.position_at_end(after)
-        results = []
-        for phi, begin, end in zip(sums, start, new, strict=True):
-            phi.add_incoming(begin, before)
-            phi.add_incoming(end, body)
-            result = b.phi(self.vector)
-            result.add_incoming(begin, before)
-            result.add_incoming(end, body)
-            results.append(result)
-        return results
+
+        def turn(p: Any, sums: list[Any]) -> list[Any]:
+            rows_of = left(p)
+            for q in range(step):
+                if q and self.steps:
+                    sums = in_order(b, sums)
+                rows = next(rows_of)
+                at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
+                panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
+                if prefetch and q == 0:
+                    self._prefetch(p, step)
+                pairs = product(rows, panel)
+                sums = [b.call(self.multiply_add, [x, w, s]) for (x, w), s in zip(pairs, sums, strict=True)]
+            return sums
+
+        return loop(b, (first, stop, step), start, turn, as_written=bool(self.steps))
 
     def _in_panel(self, j: int) -> Any:
         """Return how far vector j lies from the first one of a step; those beyond a panel's are in the next one."""
@@ -242,26 +225,6 @@ class TileWriter:
     @staticmethod
     def _int(value: int) -> Any:
         return ir.Constant(_I64, value)
-
-
-def in_order(builder: Any, sums: list[Any]) -> list[Any]:
-    """Return vectors of an x86 register unchanged, and keep the compiler from moving products or loads across.
-
-    It would load what several steps need before their products (Zen), and run out of registers. No instruction comes
-    of it.
-    """
-    vector, count = sums[0].type, len(sums)
-    constraints = ",".join(["=v"] * count + [str(i) for i in range(count)] + ["~{memory}"])
-    result = ir.LiteralStructType([vector] * count) if count > 1 else vector
-    same = builder.asm(ir.FunctionType(result, [vector] * count), "", constraints, sums, True)
-    return [builder.extract_value(same, i) for i in range(count)] if count > 1 else [same]
-
-
-def not_unrolled(module: ir.Module) -> Any:
-    """Return what a loop's last branch bears so that the compiler does one step at a time."""
-    loop = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
-    loop.operands = (loop, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))
-    return loop
 
 
 def emit_tile(layout: Layout, tile: Tile, panel: bool = False, prefetch: bool = False) -> Callable[..., Any]:
