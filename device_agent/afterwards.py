@@ -20,7 +20,7 @@ from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import TILING, Workers, ahead, trial
 from hepti_mqtt.kernels.machine import turns
 from hepti_mqtt.kernels.machine.jit import cache_directory
-from hepti_mqtt.kernels.machine.release import release_compiler
+from hepti_mqtt.kernels.machine.release import release_compiler, return_memory
 
 LOOK_S: Final = 1.0
 CLOSE_S: Final = 1.0
@@ -127,8 +127,12 @@ class Afterwards:
         return best is not None or self._stepped_s() < begun_s
 
     def _measure(self, anew: bool) -> None:
-        """Measure, unless a request comes meanwhile: then what was measured does not count."""
+        """Measure, unless a request comes meanwhile: then what was measured does not count.
+
+        Weights are here by now, so only what is free beside them is used, and given back.
+        """
         workers = Workers(self._threads)
+        memory_bytes = min(self._memory_bytes, free_memory())
 
         def undisturbed() -> bool:
             return self._stepped_s() < begun_s
@@ -137,12 +141,13 @@ class Afterwards:
             with turns.measuring(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = self_measurement(
-                    self._places, workers, self._memory_bytes, narrow=True, anew=anew, keep=undisturbed
+                    self._places, workers, memory_bytes, narrow=True, anew=anew, keep=undisturbed
                 )
         except InterruptedError:
             return
         finally:
             workers.close()
+            return_memory()
         if not undisturbed():
             return
         self._meter.measured(curves)

@@ -136,6 +136,7 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
         **_frames(forget),
         **_mesh_frames(forget),
     }
+    del forget  # its weights: those of one measurement at a time are enough
     if narrow:
         linear += _narrow(curves, workers, memory_bytes)
     profile_from_caps("self", curves, memory_bytes, 1.0)

@@ -1,10 +1,15 @@
-"""Whether a measurement is still believed, on a virtual clock."""
+"""Whether a measurement is still believed, on a virtual clock; and what measuring again takes."""
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
+from types import SimpleNamespace
 
-from device_agent.afterwards import AGAIN_S, WRONG, WRONG_FOR_S, Doubts
+import pytest
+
+from device_agent import afterwards
+from device_agent.afterwards import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
 
 
 def looks(doubts, slowdown, start, seconds):
@@ -40,3 +45,22 @@ def test_what_stays_wrong_is_measured_more_and_more_rarely():
             doubts.measured(now)
             times.append(now)
     assert [b - a for a, b in pairwise(times)] == [AGAIN_S, 2 * AGAIN_S]
+
+
+@pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])
+def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back(monkeypatch, free, takes):
+    told, curves = [], {"linear": []}
+    monkeypatch.setattr(afterwards, "free_memory", lambda: free)
+    monkeypatch.setattr(afterwards, "return_memory", lambda: told.append("given back"))
+    monkeypatch.setattr(afterwards, "cache_directory", lambda: None)
+
+    def measured(places, workers, memory_bytes, **_):
+        told.append(memory_bytes)
+        return curves, False
+
+    monkeypatch.setattr(afterwards, "self_measurement", measured)
+    meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
+    log = logging.getLogger("test")
+    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), steady=False, log=log)
+    after._measure(anew=True)
+    assert told == [takes, "given back", True, "told"]

@@ -1,4 +1,5 @@
 import json
+from weakref import WeakSet
 
 import pytest
 
@@ -70,6 +71,26 @@ def test_no_matrix_is_made_that_the_memory_does_not_allow(workers, monkeypatch):
     matrices = [nbytes for nbytes in made if nbytes > 1 << 14]
     assert set(matrices) == {4 * 384 * 384, 4 * 384 * 1536}
     assert matrices.count(4 * 384 * 384) == 4, "as many as fit into a quarter of the memory"
+
+
+def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
+    made, alive = [], WeakSet()
+
+    class Counted(measuring._Cold):
+        def __init__(self, *what):
+            assert not alive, f"weights of {what} beside others"
+            super().__init__(*what)
+            made.append(what)
+
+        def run(self, *what):
+            run = super().run(*what)
+            alive.add(run)  # it holds the weights
+            return run
+
+    monkeypatch.setattr(measuring, "_Cold", Counted)
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    measure(workers, 10 << 20)
+    assert len(made) == 2 + 1 + len(measuring.STORAGES) - 1, "shapes, what fills the caches, narrower storages"
 
 
 def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
