@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 from site_processes import SITE, Site, poll
 from soak_site import MIB, Flat, Held, edges_of, frames, missing, table, unequal, watch
 
+from device_agent.measure import measurement_places
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.kernels.machine import jit
 
 DEVICES = ("a", "b", "c")
 MEMORY_MIB = 300
@@ -134,8 +136,10 @@ class Load:
             thread.start()
 
     def warm(self) -> None:
-        """Ask everything once: a device that has not computed yet has loaded neither Numba nor its weights."""
-        for question in self._questions:
+        """Ask everything once, and what one device can hold of each: plans come to want all weights everywhere."""
+        alone = [q for q in self._questions if q.body.get("strategy") == "single"]
+        everywhere = [replace(q, body={**q.body, "devices": [name]}) for q in alone for name in DEVICES]
+        for question in [*self._questions, *everywhere]:
             self._ask(self._clients[0], question)
 
     def go(self) -> None:
@@ -225,10 +229,9 @@ def run(what: Soak, directory: Path, say: bool = True) -> Report:
         site = Site(directory, broker, places)
         try:
             site.planner()
-            for name in DEVICES:
-                site.agent(name, f"{MEMORY_MIB}MiB")
             with Hepti.connect(broker.url, site=SITE, client_id="watcher") as hepti:
-                poll(lambda: len(edges_of(_online(hepti))) == len(DEVICES), "all agents online", START_S)
+                for name in DEVICES:
+                    _start_agent(site, hepti, name)
                 load = Load(broker.url, what, questions(places, what.seed))
                 try:
                     return _soak(what, site, broker, hepti, load, say)
@@ -236,6 +239,14 @@ def run(what: Soak, directory: Path, say: bool = True) -> Report:
                     load.close()
         finally:
             site.close()
+
+
+def _start_agent(site: Site, hepti: Hepti, name: str) -> None:
+    """Start one that measures itself, as one that does so only later loads what measuring needs later."""
+    for path in measurement_places(site.directory, jit.cache_directory(), 1)[1:]:
+        path.unlink(missing_ok=True)
+    site.agent(name, f"{MEMORY_MIB}MiB")
+    poll(lambda: name in edges_of(_online(hepti)), f"{name} online", START_S)
 
 
 def _online(hepti: Hepti) -> list[dict[str, Any]]:
