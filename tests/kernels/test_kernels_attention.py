@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.kernels.gemm.tile import NR
+
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=5).map(tuple)
 
 
@@ -72,6 +74,17 @@ def test_one_array_may_hold_queries_keys_and_values():
     case.op = type(case.op)("attention", (0, 0), (2,), (), case.op.attrs)
     case.reads = [x, x]
     case.check()
+
+
+@pytest.mark.parametrize("d", [20, 64])
+def test_a_tile_alone_reads_keys_where_they_lie_and_has_the_bits_of_tiles_that_share_copies_of_them(d):
+    lengths, heads = (530, 37), 2
+    q, kv = array(567, heads * d + 3), array(567, 2 * heads * d + 5)
+    whole = attention(lengths, heads, d, q=q, kv=kv).run()[0]
+    for first in range(0, 567, NR):
+        rows = range(first, min(first + NR, 567))
+        alone = attention(lengths, heads, d, rows=rows, q=q, kv=kv).run()[0]
+        np.testing.assert_array_equal(alone, whole[rows.start : rows.stop])
 
 
 @given(lengths=LENGTHS, data=st.data())

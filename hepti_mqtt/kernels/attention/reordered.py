@@ -142,7 +142,7 @@ def _reordered_units(
         together = -(-heads * count // LANES)
         for block in range(low, end, KEYS):
             keys = min(KEYS, end - block)
-            scores_of(x, 0, block, keys, together, wide, w, zeros, scores)
+            scores_of(x.ctypes.data + 4 * block * w, w, keys, together, wide, w, zeros, scores)
             softmax_tile(together, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
             if block > low:
                 for c in range(w):

@@ -7,6 +7,9 @@ the matmul. A query alone, as in decoding, would leave most lanes empty: it runs
 Keys come in blocks with a running maximum and
 sum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022,
 algorithm 1).
+
+A head's keys and values are copied side by side once for all tiles that attend to them: rows of kv lie some KB apart,
+where they fall into a few sets of a cache and drive each other out.
 """
 
 from __future__ import annotations
@@ -37,39 +40,43 @@ _FIRST, _STOP, _LOW, _HIGH = 0, 1, 2, 3
 
 
 @helper
-def scores_of(
-    kv: Any, column: int, low: int, keys: int, vectors: int, queries: Any, d: int, zeros: Any, scores: Any
-) -> None:
-    """Fill scores [keys, NR] with kv[low : low + keys, column : column + d] times queries [d, NR]."""
-    width = kv.shape[1]
+def scores_of(k: int, stride: int, keys: int, vectors: int, queries: Any, d: int, zeros: Any, scores: Any) -> None:
+    """Fill scores [keys, NR] with keys [keys, d], whose address is k, times queries [d, NR]."""
     for i in range(0, keys, MR):
+        at, out = k + 4 * i * stride, scores.ctypes.data + 4 * i * NR
         rows = min(MR, keys - i)
-        at = kv.ctypes.data + 4 * ((low + i) * width + column)
-        out = scores.ctypes.data + 4 * i * NR
-        panel_of_rows(rows, vectors, at, width, d, queries.ctypes.data, zeros.ctypes.data, 0, out, NR)
+        panel_of_rows(rows, vectors, at, stride, d, queries.ctypes.data, zeros.ctypes.data, 0, out, NR)
 
 
 @helper
-def _pack(kv: Any, column: int, low: int, keys: int, d: int, values: Any) -> None:
-    """Fill values [panels of d, keys, NR]; what is beyond column d of the last panel is not used."""
+def _copy_rows(
+    kv: Any, column: int, first: int, rows: int, d: int, copies: Any, at: int, stride: int, apart: int
+) -> None:
+    """Copy kv[first : first + rows, column : column + d] to copies[at:], in panels of NR columns.
+
+    Rows of a panel lie `stride` floats apart, panels `apart`. What is beyond column d of the last one is left alone.
+    """
     for c in range(0, d, NR):
-        vectors = min(NR, d - c) // LANES
-        at = kv.ctypes.data + 4 * (low * kv.shape[1] + column + c)
-        scaled_rows(vectors, keys, at, kv.shape[1], ONE, values.ctypes.data + 4 * c * keys, NR)
-        for i in range(keys):
+        vectors, place = min(NR, d - c) // LANES, at + c // NR * apart
+        source = kv.ctypes.data + 4 * (first * kv.shape[1] + column + c)
+        scaled_rows(vectors, rows, source, kv.shape[1], ONE, copies.ctypes.data + 4 * place, stride)
+        for i in range(rows):
             for j in range(vectors * LANES, min(NR, d - c)):
-                values[c * keys + i * NR + j] = kv[low + i, column + c + j]
+                copies[place + i * stride + j] = kv[first + i, column + c + j]
 
 
 @helper
 def _weighted_values(
-    keys: int, count: int, d: int, scores: Any, values: Any, zeros: Any, started: Any, total: Any
+    keys: int, count: int, d: int, scores: Any, values: int, zeros: Any, started: Any, total: Any
 ) -> None:
-    """Add scores.T @ values to total [count, d up to whole panels], or start it."""
+    """Add scores.T @ values to total [count, d up to whole panels], or start it.
+
+    values: the address of panels [KEYS, NR], of which the first `keys` rows count.
+    """
     stride = len(total) // NR
     for c in range(0, d, NR):
         vectors = -(-min(NR, d - c) // LANES)
-        panel = values.ctypes.data + 4 * c * keys
+        panel = values + 4 * c * KEYS
         for i in range(0, count, MR):
             out = total.ctypes.data + 4 * (i * stride + c)
             start, start_stride = (out, stride) if started else (zeros.ctypes.data, 0)
@@ -204,7 +211,11 @@ def attention_units(
     queries = np.empty(d * NR, np.float32)
     scores = np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
-    values = np.empty(KEYS * stride, np.float32)
+    most = 0
+    for tile in range(len(tiles)):
+        most = max(most, tiles[tile, _HIGH] - tiles[tile, _LOW])
+    copied_keys, values = np.empty(most * d, np.float32), np.empty(-(-most // KEYS) * KEYS * stride, np.float32)
+    copied_head, copied_low, copied_to, near = -1, 0, 0, False
     total = np.empty(NR * stride, np.float32)
     zeros = np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
@@ -221,17 +232,30 @@ def attention_units(
             high[:] = _MINUS_INF
             norm[:] = ZERO
             masked = False
+            if head != copied_head or low != copied_low:
+                copied_head, copied_low, copied_to = head, low, low
+                # Keys that no other tile reads are read where they lie.
+                near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low
             for block in range(low, end, KEYS):
                 keys = min(KEYS, end - block)
-                scores_of(kv, k_column, block, keys, vectors, queries, d, zeros, scores)
+                k, k_stride = kv.ctypes.data + 4 * (block * kv.shape[1] + k_column), kv.shape[1]
+                at, new = (block - low) * stride, max(block, copied_to)
+                if new < block + keys:
+                    rows = block + keys - new
+                    if near:
+                        _copy_rows(kv, k_column, new, rows, d, copied_keys, (new - low) * d, d, NR)
+                    _copy_rows(kv, v_column, new, rows, d, values, at + (new - block) * NR, NR, KEYS * NR)
+                    copied_to = new + rows
+                if near:
+                    k, k_stride = copied_keys.ctypes.data + 4 * (block - low) * d, d
+                scores_of(k, k_stride, keys, vectors, queries, d, zeros, scores)
                 if _shortest(limits, row, count) < block + keys:
                     _mask(scores, block, keys, limits, row, count)
                     masked = True
                 softmax_tile(vectors, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
-                _pack(kv, v_column, block, keys, d, values)
                 if block > low:
                     _scale_rows(total, count, stride, d, rescale)
-                _weighted_values(keys, count, d, scores, values, zeros, block > low, total)
+                _weighted_values(keys, count, d, scores, values.ctypes.data + 4 * at, zeros, block > low, total)
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
         for j in range(count):
