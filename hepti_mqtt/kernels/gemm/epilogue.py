@@ -6,11 +6,13 @@ from typing import Any, Final
 
 from hepti_mqtt.kernels import elementary
 from hepti_mqtt.kernels.base import Check
-from hepti_mqtt.kernels.machine.addresses import floats
+from hepti_mqtt.kernels.machine.addresses import fetch_to_read, fetch_to_write, floats
 from hepti_mqtt.kernels.machine.jit import helper
 
 ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu")
 NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU = range(7)
+
+_LINE: Final = 16  # floats of a cache line
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
 _relu6, _leaky_relu = elementary.relu6, elementary.leaky_relu
@@ -43,6 +45,21 @@ def activate(tile: Any, activation: int) -> None:
     elif activation == LEAKY_RELU:
         for i in range(tile.size):
             tile[i] = _leaky_relu(tile[i])
+
+
+@helper
+def ask_for_rows(row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
+    """Ask for the memory that `store` will write and read, while the tile computes.
+
+    Rows lie KB apart, so no hardware fetches the next one. Where rows do not begin with a cache line, the first line of
+    a panel is the last one of the panel before.
+    """
+    for i in range(rows):
+        for j in range(0, valid, _LINE):
+            at = 4 * ((row + i) * out.shape[1] + column + min(j + _LINE, valid) - 1)
+            fetch_to_write(out.ctypes.data + at)
+            if residual.size > 0:
+                fetch_to_read(residual.ctypes.data + at)
 
 
 @helper

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.gemm import few, narrow, stream
-from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, activation_of, store
+from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, activation_of, ask_for_rows, store
 from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, plain_panel_ahead
 from hepti_mqtt.kernels.gemm.tilings import Tiling, chosen, require_known_pin
 from hepti_mqtt.kernels.machine.isa import TILE
@@ -95,6 +95,8 @@ def _product(
                     right = panel + 4 * low * NR
                     place, stride = sums.ctypes.data + 4 * i * NR, NR
                     start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
+                    if final:
+                        ask_for_rows(block + i, count, out, residual, column, valid)
                     if final and direct:
                         place, stride = out.ctypes.data + 4 * ((block + i) * width + column), width
                     for strip in range(strips):

@@ -16,7 +16,8 @@ from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, entry, helper, kernel
 
 GROUP: Final = 8
 _PREFETCH: Final = "llvm.prefetch.p0"
-_WRITE_FIRST_LEVEL: Final = (1, 3, 1)  # write, locality, data
+_READ, _WRITE = 0, 1
+_FIRST_LEVEL: Final = (3, 1)  # locality, data
 
 
 def _pointer_to(item: Any, c_type: Any) -> Any:
@@ -49,21 +50,26 @@ def octets(address: int, count: int) -> Any:
     return carray(_octets_at(address), (count,), np.uint8)
 
 
-def _emit_fetch(_context: Any, _address: Any) -> Any:
+def _fetch(purpose: int) -> Any:
+    """Return the function that asks for the cache line at an address."""
     byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
 
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
-        ask = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
-        address = builder.inttoptr(arguments[0], byte_pointer)
-        builder.call(ask, [address, *(ir.Constant(word, v) for v in _WRITE_FIRST_LEVEL)])
-        return context.get_dummy_value()
+    def emit(_context: Any, _address: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
+            ask = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
+            address = builder.inttoptr(arguments[0], byte_pointer)
+            builder.call(ask, [address, *(ir.Constant(word, v) for v in (purpose, *_FIRST_LEVEL))])
+            return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+        return types.void(types.int64), codegen
+
+    return lowered(emit, lambda _address: None)
 
 
-# Ask for the cache line at an address, which need not be valid, so that a later store to it does not wait.
-fetch_to_write: Final = lowered(_emit_fetch, lambda _address: None)
+# Ask for the cache line at an address, which need not be valid, so that a later read or store does not wait for it.
+fetch_to_read: Final = _fetch(_READ)
+fetch_to_write: Final = _fetch(_WRITE)
 
 _F32 = reads(float32, 2)
 
