@@ -74,7 +74,6 @@ test-outside:
 
 # Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reliability.md.
 N ?= 20000
-SEED ?= 0
 test-hostile: $(VENV)/.dev
 	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)
 

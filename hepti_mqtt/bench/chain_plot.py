@@ -59,7 +59,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib; install the extra: pip install 'hepti[bench]'") from None
+        raise ConfigError("plots need matplotlib; pip install matplotlib") from None
     columns = min(panels, 2)
     lines = -(-panels // max(columns, 1))
     figure = Figure(figsize=(6 * columns, 4 * lines), layout="constrained")

@@ -21,7 +21,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
     try:
         import matplotlib as mpl
     except ImportError:
-        sys.stderr.write("no plots: matplotlib is missing; install the extra: pip install 'hepti[bench]'\n")
+        sys.stderr.write("no plots: matplotlib is missing; pip install matplotlib\n")
         return []
     mpl.use("Agg")
     found, timed = results.cells(), results.intervals()

@@ -78,7 +78,7 @@ def _load(path: Path) -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise ModelError(f"{path} needs the package onnx; install it: pip install 'hepti[onnx]'") from error
+        raise ModelError(f"{path} needs the package onnx; install it: pip install onnx") from error
     try:
         return onnx.load(os.fspath(path)).graph
     except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to

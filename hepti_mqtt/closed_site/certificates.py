@@ -94,7 +94,7 @@ def _require() -> None:
     except ImportError as error:
         raise ConfigError(
             "keys and certificates are made by `cryptography`, which is not installed here; on the machine that makes "
-            "the site, and only there: pip install 'hepti[site]'"
+            "the site, and only there: pip install cryptography"
         ) from error
 
 

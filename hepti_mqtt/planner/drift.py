@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log
+from typing import Final
+
+GROSS: Final = 2.0  # beyond so many times, less patience: what is off by that much is no noise
 
 
 @dataclass(slots=True)
 class DriftRule:
     """Fires when any observed value has been off by more than `factor` for `hold_s`, and not within `rest_s` of a plan.
 
-    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links.
+    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links. Of what is off by
+    more than `GROSS` both times are shorter, the more the further it is off, but the rest is at least `hold_s`, and not
+    after a disturbance: a processor that fell to a quarter while the rule rested after a plan waited 20 s for the next.
 
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
@@ -20,18 +26,19 @@ class DriftRule:
     rest_s: float = 15.0
     planned: dict[str, float] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)
-    _rested_at: float = float("-inf")
+    _made_at: float = float("-inf")
+    _disturbed_at: float = float("-inf")
 
     def plan_made(self, values: Mapping[str, float], now: float) -> None:
         """Take the values that a new plan was made with."""
         self.planned = dict(values)
         self._since.clear()
-        self._rested_at = now
+        self._made_at = now
 
     def disturbed(self, now: float) -> None:
         """Take it that what is observed now says nothing of how things will be."""
         self._since.clear()
-        self._rested_at = now
+        self._disturbed_at = now
 
     def observe(self, values: Mapping[str, float], now: float) -> str | None:
         """Return what has drifted, in words, or None."""
@@ -40,10 +47,13 @@ class DriftRule:
             if base is None or base <= 0 or value <= 0:
                 continue
             ratio = value / base
-            if max(ratio, 1 / ratio) <= self.factor:
+            off = max(ratio, 1 / ratio)
+            if off <= self.factor:
                 self._since.pop(key, None)
                 continue
             since = self._since.setdefault(key, now)
-            if now - since >= self.hold_s and now - self._rested_at >= self.rest_s:
+            patience = min(log(GROSS) / log(off), 1.0)
+            hold_s, rest_s = patience * self.hold_s, max(patience * self.rest_s, min(self.hold_s, self.rest_s))
+            if now - since >= hold_s and now - self._made_at >= rest_s and now - self._disturbed_at >= self.rest_s:
                 return f"{key} is {ratio:.2f} times what the plan was made for, since {now - since:.0f} s"
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hepti_mqtt.planner import DriftRule
 
 
@@ -43,6 +45,31 @@ def test_a_disturbance_begins_the_hold_time_and_the_rest_anew():
 def test_rests_after_a_plan_and_ignores_what_the_plan_did_not_know():
     rule = DriftRule(factor=1.5, hold_s=1, rest_s=10)
     rule.plan_made({"x": 1.0}, 0)
-    assert rule.observe({"x": 9.0, "y": 100.0}, 1) is None
-    assert rule.observe({"x": 9.0}, 9) is None
-    assert rule.observe({"x": 9.0}, 10) is not None
+    assert rule.observe({"x": 1.9, "y": 100.0}, 1) is None
+    assert rule.observe({"x": 1.9}, 9) is None
+    assert rule.observe({"x": 1.9}, 10) is not None
+
+
+@pytest.mark.parametrize("value", [8.0, 1 / 8.0])
+def test_what_is_grossly_off_waits_for_a_third_of_both_times(value):
+    rule = DriftRule(factor=1.3, hold_s=6, rest_s=24)
+    rule.plan_made({"x": 1.0}, 0)
+    assert rule.observe({"x": value}, 1) is None  # rests for 8 s: 8 is 2 cubed
+    assert rule.observe({"x": value}, 7.9) is None
+    assert rule.observe({"x": value}, 8.1) is not None
+    rule.plan_made({"x": 1.0}, 10)
+    assert rule.observe({"x": value}, 30) is None  # holds for 2 s
+    assert rule.observe({"x": value}, 31.9) is None
+    assert rule.observe({"x": value}, 32.1) is not None
+
+
+def test_however_far_off_the_rest_is_at_least_the_hold_time_and_whole_after_a_disturbance():
+    rule = DriftRule(factor=1.3, hold_s=5, rest_s=15)
+    rule.plan_made({"x": 1.0}, 0)
+    rule.observe({"x": 1e9}, 1)
+    assert rule.observe({"x": 1e9}, 4.9) is None
+    assert rule.observe({"x": 1e9}, 5) is not None
+    rule.disturbed(6)
+    rule.observe({"x": 1e9}, 7)
+    assert rule.observe({"x": 1e9}, 20.9) is None
+    assert rule.observe({"x": 1e9}, 21) is not None

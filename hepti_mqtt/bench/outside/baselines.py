@@ -16,8 +16,8 @@ class Library(NamedTuple):
     hint: str
 
 
-TORCH: Final = Library(("torch",), "pip install torch==2.13.0, the CPU build (https://download.pytorch.org/whl/cpu)")
-ONNX: Final = Library(("onnx", "onnxruntime"), "pip install 'hepti[bench]'")
+TORCH: Final = Library(("torch",), "pip install torch==2.13.0, its CPU build")
+ONNX: Final = Library(("onnx", "onnxruntime"), "pip install onnx onnxruntime")
 
 
 class Baseline(NamedTuple):
