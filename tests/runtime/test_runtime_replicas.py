@@ -126,6 +126,22 @@ def test_a_replica_whose_run_never_ended_is_left_out_while_the_others_go_on():
     assert not any(note.kind == "left" for note in swarm.notes)
 
 
+def test_where_only_doubted_replicas_are_left_the_plan_serves_nobody_and_another_one_is_made():
+    swarm = site(devices=2)
+    before = swarm.planner.plan(MODEL)
+    assert before is not None
+    deaf = swarm.planner.topics.work(MODEL, "d0")
+    swarm.lost_filter = lambda topic, _: topic == deaf
+    ask(swarm)
+    swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
+    swarm.kill("d1")
+    swarm.run(0.02)  # its will is there, and no search has ended
+    assert swarm.planner.plan(MODEL) is None
+    swarm.lost_filter = lambda *_: False
+    assert set(answered(swarm).values()) <= {("d0",), ("d1",)}
+    assert swarm.planner.plan(MODEL).devices == ("d0",)
+
+
 def test_a_group_that_loses_a_device_is_released_by_those_that_are_left_of_it():
     swarm = site({"groups": "2"}, 4)
     lost = next(part for part in swarm.planner.plan(MODEL).replicas if "d1" in part.devices)

@@ -209,7 +209,7 @@ class CoordinatorSession:
                 plans.want(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.of(device).epoch
-                lessened = self._rollout.lessen(model, record, device)
+                lessened = self._rollout.lessen(model, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
                 out += lessened or []

@@ -31,8 +31,8 @@ class Hand(NamedTuple):
 
 def next_hand(now: float, lanes: Sequence[Lane], queue: Waiting) -> Hand | None:
     """Return what goes next to a replica that has room; None if all that waits is answered sooner by busy ones."""
-    if len(lanes) == 1:
-        return Hand(lanes[0].plan) if lanes[0].has_room else None
+    if len(lanes) < 2:
+        return Hand(lanes[0].plan) if lanes and lanes[0].has_room else None
     sizes = (float(max(item.tokens, _least(lanes[0].plan))) for item in queue.turns())
     dealt = list(deal(now, [(lane.busy_s, lane.token_s) for lane in lanes], sizes))
     first = next((i for i in dealt if lanes[i].has_room), None)

@@ -132,12 +132,19 @@ class Rollout:
         txn = self.next_txn()
         return [self.tell(d, messages.Release(txn, plan.model, plan.of(d).epoch)) for d in plan.devices]
 
-    def lessen(self, model: ModelState, record: PlanRecord, device: str) -> list[CoordinatorCommand] | None:
-        """Go on with the other replicas of a plan that has lost a device; None if there are none."""
+    def lessen(
+        self, model: ModelState, record: PlanRecord, device: str, now: float, why: str
+    ) -> list[CoordinatorCommand] | None:
+        """Go on with the other replicas of a plan that has lost a device; None if there are none.
+
+        If all of them are in doubt, so is the plan.
+        """
         left, gone = record.plan.without(device), record.plan.of(device)
         if left is None:
             return None
         model.plans.lessen(record, left)
+        if record is model.plans.active and not model.able:
+            model.plans.suspect(record, now, why)
         return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
