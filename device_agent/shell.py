@@ -167,11 +167,13 @@ class Shell:
             commands = self._session.done(step, outgoing, computed, end)
         except Exception as exc:
             self._broke(step, exc)
-        for command in commands:
+        for place, command in enumerate(commands):
             try:
                 self._carriers[type(command)](command)
             except Exception as exc:
                 self._unsent(step, command, exc)
+                # The rest of what the run says is void; what the session wants besides, a Program built, is not.
+                self._carry([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
 
     def _probe_peers(self, links: MeshLinks) -> None:
@@ -322,6 +324,8 @@ class Shell:
     def _planner_status(self, event: PlannerStatus) -> None:
         if event.status.state != "online" or not self._believed("the planner", event.status.boot):
             return
+        if self._planner_boot is not None and event.status.boot < self._planner_boot:
+            return  # of an earlier start: a broker that lost its last save retains it
         if event.status.boot != self._planner_boot:
             self._planner_boot = event.status.boot
             self._hand_over(PlannerLost(event.status.boot))

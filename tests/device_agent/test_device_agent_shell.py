@@ -13,7 +13,7 @@ from hepti_mqtt.errors import RefusedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.runtime.device.commands import Unload
+from hepti_mqtt.runtime.device.commands import Complain, Unload
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.arrivals import Exchanges
@@ -153,6 +153,18 @@ def test_a_message_over_the_brokers_limit_ends_its_request_with_the_settings_nam
     d.run(FrameIn(frames.decode(payload)))
     (failed,) = d.ups(messages.RequestFailed)
     assert "max_packet_size" in failed.text
+
+
+def test_what_the_session_wants_besides_is_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):
+    d = device(limit=1100)
+    d.ready()
+    done = d.session.done
+    monkeypatch.setattr(d.session, "done", lambda *a: [*done(*a), Complain("wanted", "besides")])
+    shape, inputs = sites.request(SPEC, (7,), "hidden")
+    d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.epoch, 1, shape, inputs))))
+    [_] = d.ups(messages.RequestFailed)
+    assert d.ups(frames.Frame) == [], "neither the answer nor that it is done"
+    assert d.complaints.counters["wanted"] > 0
 
 
 def test_too_little_memory_is_refused_with_what_is_missing(device):

@@ -38,6 +38,16 @@ def test_a_new_planner_voids_what_the_old_one_prepared(device):
     assert d.ups(frames.Frame) == []
 
 
+def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing(device):
+    d = device()
+    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
+    d.ready()
+    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot - 1)))
+    assert unloaded(d) == []
+    d.run(request()[2])
+    assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
+
+
 def test_own_will_heard_is_contradicted(device):
     d = device()
     d.ready()
