@@ -11,7 +11,11 @@ from sites import FAMILIES, TOLERANCE, everyone, request, tensors
 from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.runtime.device.mesh_routes import MeshRoutes
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.wire.messages import Prepare
+from hepti_mqtt.wire.peers import Endpoint, Peer
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -134,3 +138,17 @@ def test_a_pair_that_does_not_come_back_is_planned_round():
     assert plan_of(swarm).epoch > first.epoch
     assert plan_of(swarm).relayed == (("d0", "d1"),)
     assert not any(note.kind == "overdue" for note in swarm.notes)
+
+
+def test_a_peer_that_is_only_sent_to_concerns_the_epochs_under_which_it_reads():
+    routes, first, second = MeshRoutes(), ("m", Epoch(1, 1)), ("m", Epoch(1, 2))
+    place = Endpoint("10.0.0.2", 7)
+    before, behind = Peer("d2", place, "out", ""), Peer("d1", place, "", "in")  # as in a ring: d1 is sent to, d2 heard
+    for key in (first, second):
+        routes.admit(key, Prepare(1, {}, {}, bytes(32), 1, peers=(behind, before)))
+    routes.join(first, (before,), 0.0)
+    assert routes.sends_to("d1") == [first, second]
+    assert routes.sends_to("d2") == []
+    assert routes.part(second)
+    assert routes.sends_to("d1") == [first]
+    assert routes.part(second) == []

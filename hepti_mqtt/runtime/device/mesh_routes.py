@@ -46,7 +46,7 @@ class MeshRoutes:
     """The mesh routes of all epochs on one device."""
 
     def __init__(self) -> None:
-        self._admitted: set[Key] = set()
+        self._admitted: dict[Key, frozenset[str]] = {}  # who may read here under each epoch
         self._routes: dict[Key, _Routes] = {}
 
     def admit(self, key: Key, message: Prepare) -> list[Command]:
@@ -54,7 +54,7 @@ class MeshRoutes:
         guests = tuple(peer for peer in message.peers if peer.token_in)
         if not guests:
             return []
-        self._admitted.add(key)
+        self._admitted[key] = frozenset(peer.device for peer in guests)
         return [Admit(*key, guests)]
 
     def join(self, key: Key, peers: Iterable[Peer], now: float) -> list[Command]:
@@ -62,17 +62,14 @@ class MeshRoutes:
         heard = {peer.device: peer for peer in peers}
         if not heard:
             return []
-        self._admitted.add(key)
+        self._admitted.setdefault(key, frozenset())
         self._routes[key] = _Routes(heard, dict.fromkeys(heard, now + JOIN_S), now + WELCOME_S)
         return [Join(*key, tuple(heard.values()))]
 
     def part(self, key: Key) -> list[Command]:
         """An epoch is over."""
         self._routes.pop(key, None)
-        if key not in self._admitted:
-            return []
-        self._admitted.remove(key)
-        return [Part(*key)]
+        return [] if self._admitted.pop(key, None) is None else [Part(*key)]
 
     def complete(self, key: Key) -> bool:
         """Return whether every peer that an epoch hears directly is joined."""
@@ -117,5 +114,5 @@ class MeshRoutes:
         return found
 
     def sends_to(self, peer: str) -> list[Key]:
-        """Return the epochs that have to do with a peer directly."""
-        return [key for key, routes in self._routes.items() if peer in routes.heard]
+        """Return the epochs under which a peer reads what this device sends, whether it is heard or not."""
+        return [key for key, guests in self._admitted.items() if peer in guests]
