@@ -117,6 +117,18 @@ def test_a_request_that_cannot_be_read_is_reported(device):
     assert [f.admission for f in d.ups(frames.Frame)] == [8, 8]
 
 
+def test_work_that_brings_what_the_model_does_not_read_is_refused_and_leaves_nothing_behind(device):
+    d = device()
+    d.ready()
+    picture = frames.encode_work(PLAN.model, PLAN.epoch, 1, PackedTokens((3,)), np.zeros((1, 1, 1, 5), np.uint8))
+    d.run(FrameIn(frames.decode(picture)), request(2)[2])
+    (failed,) = d.ups(messages.RequestFailed)
+    assert (failed.admission, failed.code) == (1, "wire")
+    assert "u8[1, 1, 1, 5] are not the i32[3]" in failed.text.replace("uint8", "u8")
+    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+    assert d.session.runs.idle
+
+
 def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device):
     d = device()
     d.join()

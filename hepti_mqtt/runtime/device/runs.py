@@ -139,6 +139,11 @@ class Runs:
         except PlanError as error:
             self.end(frame.admission)
             return [self._refused(frame, error.code, str(error))]
+        dims, dtype = resident.spec.reads.input(shape)
+        if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
+            self.end(frame.admission)
+            text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
+            return [self._refused(frame, "wire", text)]
         bound = resident.bound.get(shape)
         if bound is None:
             self._building.wait(frame, shape)
