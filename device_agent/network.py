@@ -36,6 +36,7 @@ from hepti_mqtt.transport import (
     Will,
 )
 from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.wire.payloads import held_bytes
 from hepti_mqtt.wire.topics import Parsed, Topics
 
 Body = bytes | memoryview  # what comes over the connection for tensors is a view
@@ -156,7 +157,7 @@ class Network:
         frame = frames.decode(payload)
         if frame.kind != "work" or frame.model != parsed.model or frame.source != PLANNER:
             raise WireError(f"a frame of kind {frame.kind} of {frame.source} is no request to {parsed.model}")
-        self._offer(FrameIn(frame), len(payload))
+        self._offer(FrameIn(frame), held_bytes(len(payload)))
 
     def _weights(self, parsed: Parsed, payload: Body) -> None:
         frame = frames.decode(payload)
@@ -171,7 +172,7 @@ class Network:
         said = (frame.kind, frame.model, frame.layer, frame.source)
         if said != ("tensor", parsed.model, parsed.layer, parsed.source):
             raise WireError(f"the frame says {said}, which is not what its topic says")
-        self._offer(FrameIn(frame), len(payload))
+        self._offer(FrameIn(frame), held_bytes(len(payload)))
 
     def _probe(self, payload: Body) -> None:
         now = time.perf_counter()

@@ -174,8 +174,7 @@ def _plot(curve: Sequence[Record], threads: int, bandwidth: float, out: Path) ->
         import matplotlib as mpl
     except ImportError as error:
         raise BenchError(
-            "the plots need matplotlib: pip install matplotlib; the tables are "
-            f"written in {out}"
+            f"the plots need matplotlib: pip install matplotlib; the tables are written in {out}"
         ) from error
     mpl.use("agg")
     from matplotlib import pyplot as plt

@@ -7,6 +7,7 @@ from typing import Final
 
 from hepti_mqtt.wire import messages
 from hepti_mqtt.wire.frames import Frame
+from hepti_mqtt.wire.payloads import held_bytes
 
 EARLY_BYTES: Final = 64 << 20  # in all
 EARLY_S: Final = 10.0
@@ -14,7 +15,10 @@ EARLY_LEASES: Final = 256  # in all
 
 
 class EarlyFrames:
-    """Frames by admission number, those of the longest waiting request first to go."""
+    """Frames by admission number, those of the longest waiting request first to go.
+
+    Each counts for the buffer that it holds: many of a few bytes would fill a board's memory within any sum of theirs.
+    """
 
     def __init__(self) -> None:
         self._frames: OrderedDict[int, list[tuple[float, Frame]]] = OrderedDict()
@@ -23,7 +27,7 @@ class EarlyFrames:
     def keep(self, frame: Frame, now: float) -> int:
         """Keep a frame; return how many others were dropped for it, or had waited too long."""
         self._frames.setdefault(frame.admission, []).append((now, frame))
-        self._bytes += len(frame.body)
+        self._bytes += held_bytes(len(frame.body))
         dropped = 0
         while self._frames and (self._bytes > EARLY_BYTES or now - self._oldest_s() > EARLY_S):
             dropped += self.drop(next(iter(self._frames)))
@@ -39,7 +43,7 @@ class EarlyFrames:
     def drop(self, admission: int) -> int:
         """Forget the frames of a request; return how many there were."""
         frames = self._frames.pop(admission, [])
-        self._bytes -= sum(len(frame.body) for _, frame in frames)
+        self._bytes -= sum(held_bytes(len(frame.body)) for _, frame in frames)
         return len(frames)
 
     def clear(self) -> None:
@@ -49,8 +53,8 @@ class EarlyFrames:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all frames that are kept, counted anew."""
-        return sum(len(frame.body) for frames in self._frames.values() for _, frame in frames)
+        """Return the bytes that all frames that are kept hold, counted anew."""
+        return sum(held_bytes(len(frame.body)) for frames in self._frames.values() for _, frame in frames)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from hepti_mqtt.wire.payloads import GRAIN, held_bytes
+
 ALIGN: Final = 64
-GRAIN: Final = 16_384  # sizes are rounded up to it, so that payloads of nearly one size share buffers
 LOOKED_AT: Final = 8  # how many of one size are asked whether they are free before a new one is made
 
 _Array = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ class Buffers:
 
     def take(self, nbytes: int) -> memoryview:
         """Return `nbytes` of memory at an address that is a multiple of 64, its content undefined."""
-        size = -(-max(nbytes, 1) // GRAIN) * GRAIN
+        size = held_bytes(nbytes)
         array = _free_one(self._kept.get(size))
         if array is None:
             array = _aligned(size)
