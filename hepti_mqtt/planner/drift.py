@@ -14,9 +14,10 @@ GROSS: Final = 2.0  # beyond so many times, less patience: what is off by that m
 class DriftRule:
     """Fires when any observed value has been off by more than `factor` for `hold_s`, and not within `rest_s` of a plan.
 
-    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links. Of what is off by
-    more than `GROSS` both times are shorter, the more the further it is off, but the rest is at least `hold_s`, and not
-    after a disturbance: a processor that fell to a quarter while the rule rested after a plan waited 20 s for the next.
+    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links. Where a value is
+    off by more than `GROSS`, both times are shorter, the more the further it is off; a rest after a plan is at least
+    `hold_s`, and one after a disturbance stays whole. A processor that fell to a quarter while the rule rested after a
+    plan waited 20 s for the next one.
 
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
