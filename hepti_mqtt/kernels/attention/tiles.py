@@ -99,6 +99,14 @@ def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, que
 
 
 @helper
+def _most_keys(tiles: Any) -> Any:
+    found = 0
+    for tile in range(len(tiles)):
+        found = max(found, tiles[tile, _HIGH] - tiles[tile, _LOW])
+    return found
+
+
+@helper
 def _shortest(limits: Any, row: int, count: int) -> Any:
     found = limits[row]
     for j in range(1, count):
@@ -211,9 +219,7 @@ def attention_units(
     queries = np.empty(d * NR, np.float32)
     scores = np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
-    most = 0
-    for tile in range(len(tiles)):
-        most = max(most, tiles[tile, _HIGH] - tiles[tile, _LOW])
+    most = _most_keys(tiles)
     copied_keys, values = np.empty(most * d, np.float32), np.empty(-(-most // KEYS) * KEYS * stride, np.float32)
     copied_head, copied_low, copied_to, near = -1, 0, 0, False
     total = np.empty(NR * stride, np.float32)
