@@ -49,6 +49,16 @@ def test_subscribes_to_the_peers_that_its_programs_hear_and_no_others():
     assert next(c for c in alone if isinstance(c, Subscribe)).filters == ()
 
 
+def test_a_plan_that_is_another_one_when_it_is_asked_for_again_is_studied_as_it_was_asked_for_last():
+    device = session()
+    forged, right = plan(SPEC, ("single", {}), (1.0,)), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
+    (order,) = device.handle(prepare(forged), 0.0)
+    device.handle(prepare(right), 0.0)
+    (again,) = device.handle(study(order, "d0", device.topics), 0.0)
+    load = next(c for c in device.handle(study(again, "d0", device.topics), 0.0) if isinstance(c, Load))
+    assert load.refs == resident_weights(SPEC, right, "d0")
+
+
 def test_asks_for_exactly_the_weights_of_its_programs():
     halves = plan(SPEC, ("block", {}), (1.0, 3.0))
     load = next(c for c in tell(session(), prepare(halves)) if isinstance(c, Load))

@@ -147,8 +147,10 @@ class WorkerSession:
     def _studied(self, event: Studied, now: float) -> list[Command]:
         key = plan_key(event.prepare)
         message = self._asked.get(key)
-        if message is None or message.plan != event.prepare.plan:  # released meanwhile
+        if message is None:  # released meanwhile
             return []
+        if message.plan != event.prepare.plan:  # asked for anew as another plan: one of both was forged
+            return [*self._mesh.admit(key, message), Study(message)]
         del self._asked[key]
         if isinstance(event.found, HeptiError):
             self.counters["bad_prepare"] += 1
