@@ -88,6 +88,7 @@ class DataLink:
         self._poll.register(wake.fileno(), select.POLLIN)
         self._events, self._low, self._id = 0, 1, 0
         self._ping_at = self._answer_by = float("inf")
+        self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
 
     def open(self, timeout_s: float, stop: Callable[[], bool]) -> None:
         """Connect and wait for the CONNACK; raises as `Link.open` does."""
@@ -133,12 +134,14 @@ class DataLink:
             self._poll.register(self._line.fileno(), events)
             self._events = events
         pending = self._secured is not None and self._secured.pending() > 0
-        woken, readable = False, pending
+        # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
+        woken, readable = False, pending or self._answer_by < float("inf")
         for fd, found in self._poll.poll(0 if pending else min(timeout_s, MISC_S) * 1000):
             if fd == self._wake.fileno():
                 self._wake.clear()
                 woken = True
             else:
+                self._flowed |= bool(found & select.POLLOUT)
                 readable = readable or bool(found & ~select.POLLOUT)  # hang-ups and errors show when reading
         if readable:
             self._guarded(self._read)
@@ -273,6 +276,10 @@ class DataLink:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
+        if self._flowed and self._answer_by < float("inf"):
+            # PINGREQ waits behind what we send, and PINGRESP behind what the broker has for us: both may take long.
+            self._answer_by = now + KEEPALIVE_S
+        self._flowed = False
         if now >= self._answer_by:
             self._close()
             raise LinkLost(f"the broker has not answered for {KEEPALIVE_S} s")
@@ -293,6 +300,7 @@ class DataLink:
                 nbytes = line.recv_into(room)
                 if not nbytes:
                     raise OSError("it hung up")
+                self._flowed = True
                 intake.took(nbytes)
                 if not intake.missing and nbytes < room.nbytes and self._secured is None:
                     break
