@@ -304,6 +304,7 @@ class PahoTransport:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
+        link.close()  # it may stand: the broker only did not acknowledge our filters, or the mistake is ours
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
     def _drain(self, link: _Link) -> None:

@@ -97,14 +97,14 @@ class DataLink:
         while self._connack is None:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
-                self._close()
+                self.close()
                 raise silent_broker(self._url, self.protocol, timeout_s)
             try:
                 self.turn(left)
             except LinkLost as error:
                 raise hung_up(self._url, error) from error
         if self._connack:
-            self._close()
+            self.close()
             if self._connack == _WRONG_VERSION:
                 raise VersionRefused(f"the broker at {self._url.place} does not speak MQTT 3.1.1")
             if self._connack == _UNAVAILABLE:
@@ -206,7 +206,19 @@ class DataLink:
         except LinkLost:
             return
         finally:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket without a word."""
+        with self.sending:
+            if self._line is not None:
+                with suppress(KeyError):
+                    self._poll.unregister(self._line.fileno())
+                self._line.close()
+            elif self._sock is not None:
+                self._sock.close()
+            self._sock = self._line = self._secured = None
+            self._out.clear()
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
@@ -223,7 +235,7 @@ class DataLink:
             tune_sender(self._sock)
             tune_receiver(self._sock)
         except (OSError, UnicodeError) as error:
-            self._close()
+            self.close()
             raise absent(url, error) from error
         flags, login = 0x02, b""  # a clean session
         if url.user is not None:
@@ -233,24 +245,13 @@ class DataLink:
         head = text("MQTT") + struct.pack(">BBH", self.protocol, flags, KEEPALIVE_S)
         self._out.append(memoryview(packet(CONNECT, head, text(self._client_id), login)))
 
-    def _close(self) -> None:
-        with self.sending:
-            if self._line is not None:
-                with suppress(KeyError):
-                    self._poll.unregister(self._line.fileno())
-                self._line.close()
-            elif self._sock is not None:
-                self._sock.close()
-            self._sock = self._line = self._secured = None
-            self._out.clear()
-
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
             step()
         except BlockingIOError:
             return
         except (Malformed, ssl.SSLError, OSError) as error:
-            self._close()
+            self.close()
             lost = Unreadable if isinstance(error, Malformed) else LinkLost
             raise lost(str(error) or repr(error)) from error
 
@@ -281,7 +282,7 @@ class DataLink:
             self._answer_by = now + KEEPALIVE_S
         self._flowed = False
         if now >= self._answer_by:
-            self._close()
+            self.close()
             raise LinkLost(f"the broker has not answered for {KEEPALIVE_S} s")
         if now >= self._ping_at:
             self._ping_at = now + KEEPALIVE_S / 2

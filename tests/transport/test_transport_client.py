@@ -352,6 +352,42 @@ def test_malformed_packets_never_end_the_mending(fake, noise):
     transport.close(timeout_s=0.1)
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["paho", "own"])
+@pytest.mark.parametrize("ours", [False, True], ids=["no SUBACK", "our mistake"])
+def test_a_connection_that_is_given_up_is_closed_before_the_next_is_made(fake, monkeypatch, tensors, ours):
+    """The broker would go on sending to it, and meet two of one name."""
+    broker = fake({4: CONNACK})
+    states, begun, next_one = queue.SimpleQueue(), threading.Event(), threading.Event()
+    transport = transport_to(broker.port, protocol=4, tensors=tensors, on_state=states.put)
+    honest = transport._open
+
+    def once(timeout_s):
+        if begun.is_set():
+            next_one.wait(PATIENCE_S)
+            raise NetworkError("away")
+        begun.set()
+        return honest(timeout_s)
+
+    monkeypatch.setattr(transport, "_open", once)
+    if ours:
+        monkeypatch.setattr(transport, "_feed", lambda _link: _raise(ZeroDivisionError("mine")))
+    else:
+        monkeypatch.setattr("hepti_mqtt.transport.client.SUBACK_S", -1.0)
+        transport.subscribe([("a", 0)])
+    transport.connect(PATIENCE_S)
+    while not isinstance(states.get(timeout=PATIENCE_S), Disconnected):
+        continue
+    sock = broker.socks[0]
+    sock.settimeout(PATIENCE_S)
+    while sock.recv(1024):
+        continue
+    thread = transport._thread
+    transport.close(timeout_s=0.0)
+    next_one.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 def test_a_topic_that_is_not_utf8_is_counted(fake):
     broker = fake({4: CONNACK + b"\x30\x03\0\x01\xff" + b"\x30\x05\0\x02ok!"})
     heard = queue.SimpleQueue()
