@@ -68,6 +68,7 @@ State = Connected | Disconnected | Subscribed | Refused
 OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or of a connection for tensors a memoryview
 OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
+OnTaken = Callable[[bool], None]  # whether somebody is subscribed to the topic
 
 
 class Will(NamedTuple):
@@ -109,12 +110,7 @@ class Transport(Protocol):
         ...
 
     def publish(
-        self,
-        topic: str,
-        payload: bytes,
-        qos: int = 0,
-        retain: bool = False,
-        taken: Callable[[bool], None] | None = None,
+        self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
     ) -> None:
         """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `PahoTransport.publish`."""
         ...

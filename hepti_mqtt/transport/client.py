@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
@@ -19,6 +19,7 @@ from hepti_mqtt.transport.base import (
     OnDelivery,
     OnMessage,
     OnState,
+    OnTaken,
     Receipt,
     Refused,
     State,
@@ -38,6 +39,7 @@ SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is me
 SOON_DELAY_S: Final = 0.5  # ... so long
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3
+LATE_S: Final = 2.0  # beyond what `connect` is given, for the look-up of a name, which nothing interrupts
 RECONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
@@ -91,6 +93,7 @@ class PahoTransport:
         self.on_bad_topic = self._outbox.bad  # a message whose topic is not UTF-8 is counted
         self._wake = Wake()
         self._thread: threading.Thread | None = None
+        self._first: Future[None] | None = None  # attempt to connect whose outcome `connect` has not told yet
         self._session = Session()
 
     # -- any thread --------------------------------------------------------------------------------------------------
@@ -99,31 +102,27 @@ class PahoTransport:
         """Connect once and start the network thread, which mends later losses for ever.
 
         Raises NetworkError (nobody answers at host:port), RefusedError (user, password, client id), ConfigError (CA
-        file); then nothing runs, and connect may be called again. Raises ValueError if already connected or closed.
+        file); then connect may be called again. Nothing runs but an attempt that is late: the next call waits for it,
+        and whoever gives up must `close`. Raises ValueError if already connected or closed.
         """
-        if self._thread is not None or self._stopping():
+        if self._stopping() or (self._thread is not None and self._first is None):
             raise ValueError("connect a transport once; make a new one after close")
-        first: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(first, timeout_s), name=self.name, daemon=True)
-        self._thread.start()
-        try:
-            # Looking a name up cannot be interrupted, so that the thread may be late.
-            first.result(timeout_s + 2.0)
-        except TimeoutError:
-            self.close(timeout_s=0.0)
-            raise NetworkError(f"no broker answers at {self.url.place} within {timeout_s:g} s") from None
-        except Exception:
+        if self._thread is None or self._first is None:
+            self._first = Future()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._first, timeout_s), name=self.name, daemon=True
+            )
+            self._thread.start()
+        if not wait([self._first], timeout_s + LATE_S).done:
+            raise NetworkError(f"no broker answers at {self.url.place} within {timeout_s:g} s")
+        error, self._first = self._first.exception(), None
+        if error is not None:
             self._thread.join()
             self._thread = None
-            raise
+            raise error
 
     def publish(
-        self,
-        topic: str,
-        payload: bytes,
-        qos: int = 0,
-        retain: bool = False,
-        taken: Callable[[bool], None] | None = None,
+        self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
     ) -> None:
         """Queue a message; the payload must not change afterwards.
 
@@ -305,6 +304,7 @@ class PahoTransport:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
+        link.close()  # it may stand: the broker only did not acknowledge our filters, or the mistake is ours
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
     def _drain(self, link: _Link) -> None:

@@ -88,6 +88,7 @@ class DataLink:
         self._poll.register(wake.fileno(), select.POLLIN)
         self._events, self._low, self._id = 0, 1, 0
         self._ping_at = self._answer_by = float("inf")
+        self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
 
     def open(self, timeout_s: float, stop: Callable[[], bool]) -> None:
         """Connect and wait for the CONNACK; raises as `Link.open` does."""
@@ -96,14 +97,14 @@ class DataLink:
         while self._connack is None:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
-                self._close()
+                self.close()
                 raise silent_broker(self._url, self.protocol, timeout_s)
             try:
                 self.turn(left)
             except LinkLost as error:
                 raise hung_up(self._url, error) from error
         if self._connack:
-            self._close()
+            self.close()
             if self._connack == _WRONG_VERSION:
                 raise VersionRefused(f"the broker at {self._url.place} does not speak MQTT 3.1.1")
             if self._connack == _UNAVAILABLE:
@@ -133,12 +134,14 @@ class DataLink:
             self._poll.register(self._line.fileno(), events)
             self._events = events
         pending = self._secured is not None and self._secured.pending() > 0
-        woken, readable = False, pending
+        # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
+        woken, readable = False, pending or self._answer_by < float("inf")
         for fd, found in self._poll.poll(0 if pending else min(timeout_s, MISC_S) * 1000):
             if fd == self._wake.fileno():
                 self._wake.clear()
                 woken = True
             else:
+                self._flowed |= bool(found & select.POLLOUT)
                 readable = readable or bool(found & ~select.POLLOUT)  # hang-ups and errors show when reading
         if readable:
             self._guarded(self._read)
@@ -203,7 +206,19 @@ class DataLink:
         except LinkLost:
             return
         finally:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket without a word."""
+        with self.sending:
+            if self._line is not None:
+                with suppress(KeyError):
+                    self._poll.unregister(self._line.fileno())
+                self._line.close()
+            elif self._sock is not None:
+                self._sock.close()
+            self._sock = self._line = self._secured = None
+            self._out.clear()
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
@@ -220,7 +235,7 @@ class DataLink:
             tune_sender(self._sock)
             tune_receiver(self._sock)
         except (OSError, UnicodeError) as error:
-            self._close()
+            self.close()
             raise absent(url, error) from error
         flags, login = 0x02, b""  # a clean session
         if url.user is not None:
@@ -230,24 +245,13 @@ class DataLink:
         head = text("MQTT") + struct.pack(">BBH", self.protocol, flags, KEEPALIVE_S)
         self._out.append(memoryview(packet(CONNECT, head, text(self._client_id), login)))
 
-    def _close(self) -> None:
-        with self.sending:
-            if self._line is not None:
-                with suppress(KeyError):
-                    self._poll.unregister(self._line.fileno())
-                self._line.close()
-            elif self._sock is not None:
-                self._sock.close()
-            self._sock = self._line = self._secured = None
-            self._out.clear()
-
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
             step()
         except BlockingIOError:
             return
         except (Malformed, ssl.SSLError, OSError) as error:
-            self._close()
+            self.close()
             lost = Unreadable if isinstance(error, Malformed) else LinkLost
             raise lost(str(error) or repr(error)) from error
 
@@ -273,8 +277,12 @@ class DataLink:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
+        if self._flowed and self._answer_by < float("inf"):
+            # PINGREQ waits behind what we send, and PINGRESP behind what the broker has for us: both may take long.
+            self._answer_by = now + KEEPALIVE_S
+        self._flowed = False
         if now >= self._answer_by:
-            self._close()
+            self.close()
             raise LinkLost(f"the broker has not answered for {KEEPALIVE_S} s")
         if now >= self._ping_at:
             self._ping_at = now + KEEPALIVE_S / 2
@@ -293,6 +301,7 @@ class DataLink:
                 nbytes = line.recv_into(room)
                 if not nbytes:
                     raise OSError("it hung up")
+                self._flowed = True
                 intake.took(nbytes)
                 if not intake.missing and nbytes < room.nbytes and self._secured is None:
                     break

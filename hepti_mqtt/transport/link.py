@@ -136,7 +136,7 @@ class Link:
         while self._connack is None:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
-                self._abandon()
+                self.close()
                 raise silent(self._url, self.protocol, timeout_s)
             try:
                 self.turn(left)
@@ -232,7 +232,13 @@ class Link:
         except LinkLost:
             return
         finally:
-            self._abandon()
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket without a word, so that the broker publishes the will."""
+        sock = self._client.socket()
+        if sock is not None:
+            sock.close()
 
     def _connect(self, timeout_s: float) -> None:
         self._client.connect_timeout = timeout_s
@@ -254,7 +260,7 @@ class Link:
             self.largest_packet_bytes = getattr(properties, "MaximumPacketSize", None)
             self.window = min(getattr(properties, "ReceiveMaximum", MAX_INFLIGHT), MAX_INFLIGHT)
             return
-        self._abandon()
+        self.close()
         place = self._url.place
         if reason.value == _WRONG_VERSION:
             raise VersionRefused(f"the broker at {place} does not speak MQTT {_VERSIONS[self.protocol]}")
@@ -282,16 +288,11 @@ class Link:
         try:
             code = step()
         except Exception as error:  # paho raises struct.error, IndexError, ... on malformed packets
-            self._abandon()
+            self.close()
             raise LinkLost(f"the broker sent what paho cannot read: {error!r}") from error
         if code != MQTTErrorCode.MQTT_ERR_SUCCESS or self._client.socket() is None:
-            self._abandon()
+            self.close()
             raise LinkLost(self._reason or f"the connection was lost ({MQTTErrorCode(code).name})")
-
-    def _abandon(self) -> None:
-        sock = self._client.socket()
-        if sock is not None:
-            sock.close()
 
     def _on_connect(
         self, _client: Client, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None

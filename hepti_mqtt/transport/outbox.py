@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport.base import Counts, Receipt, Will
+from hepti_mqtt.transport.base import Counts, OnTaken, Receipt, Will
 from hepti_mqtt.wire.limits import packet_limit_error
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -27,7 +27,7 @@ class Message(NamedTuple):
     qos: int
     retain: bool
     packet_bytes: int
-    taken: Callable[[bool], None] | None = None
+    taken: OnTaken | None = None
 
 
 class Subscription(NamedTuple):
@@ -67,9 +67,7 @@ class Outbox:
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def publish(
-        self, topic: str, payload: bytes, qos: int, retain: bool, taken: Callable[[bool], None] | None = None
-    ) -> None:
+    def publish(self, topic: str, payload: bytes, qos: int, retain: bool, taken: OnTaken | None = None) -> None:
         """Queue a message, or count it as lost; raises as `PahoTransport.publish` does."""
         if not isinstance(payload, (bytes, bytearray)):
             raise TypeError(f"a payload is bytes, not {type(payload).__name__}")

@@ -33,6 +33,7 @@ def queue_room(url: BrokerUrl, *, client_id: str, topic: str, wanted: int, timeo
     """
     probe = _Probe(url, client_id, topic, timeout_s)
     try:
+        probe.open()
         if probe.protocol < 5:
             return None
         sent = 0
@@ -55,7 +56,7 @@ class _Probe:
         self._until_s = time.monotonic() + timeout_s
         self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
         self._unacknowledged: list[Delivery] = []
-        self.arrived = 0
+        self.arrived = self.protocol = 0
         self._transport = PahoTransport(
             url,
             client_id,
@@ -64,9 +65,12 @@ class _Probe:
             on_state=self._events.put,
             name="hepti-room",
         )
-        self._transport.connect(timeout_s)
-        self._transport.subscribe([(topic, 1)])
-        self.protocol, subscribed = 0, False
+
+    def open(self) -> None:
+        """Connect and subscribe; whatever comes of it, `close` follows."""
+        self._transport.connect(self._timeout_s)
+        self._transport.subscribe([(self._topic, 1)])
+        subscribed = False
         while not (self.protocol and subscribed):  # either may come first
             event = self._next()
             subscribed |= isinstance(event, Subscribed)

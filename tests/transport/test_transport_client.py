@@ -352,6 +352,42 @@ def test_malformed_packets_never_end_the_mending(fake, noise):
     transport.close(timeout_s=0.1)
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["paho", "own"])
+@pytest.mark.parametrize("ours", [False, True], ids=["no SUBACK", "our mistake"])
+def test_a_connection_that_is_given_up_is_closed_before_the_next_is_made(fake, monkeypatch, tensors, ours):
+    """The broker would go on sending to it, and meet two of one name."""
+    broker = fake({4: CONNACK})
+    states, begun, next_one = queue.SimpleQueue(), threading.Event(), threading.Event()
+    transport = transport_to(broker.port, protocol=4, tensors=tensors, on_state=states.put)
+    honest = transport._open
+
+    def once(timeout_s):
+        if begun.is_set():
+            next_one.wait(PATIENCE_S)
+            raise NetworkError("away")
+        begun.set()
+        return honest(timeout_s)
+
+    monkeypatch.setattr(transport, "_open", once)
+    if ours:
+        monkeypatch.setattr(transport, "_feed", lambda _link: _raise(ZeroDivisionError("mine")))
+    else:
+        monkeypatch.setattr("hepti_mqtt.transport.client.SUBACK_S", -1.0)
+        transport.subscribe([("a", 0)])
+    transport.connect(PATIENCE_S)
+    while not isinstance(states.get(timeout=PATIENCE_S), Disconnected):
+        continue
+    sock = broker.socks[0]
+    sock.settimeout(PATIENCE_S)
+    while sock.recv(1024):
+        continue
+    thread = transport._thread
+    transport.close(timeout_s=0.0)
+    next_one.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 def test_a_topic_that_is_not_utf8_is_counted(fake):
     broker = fake({4: CONNACK + b"\x30\x03\0\x01\xff" + b"\x30\x05\0\x02ok!"})
     heard = queue.SimpleQueue()
@@ -408,6 +444,56 @@ def test_nobody_waits_for_a_connection_attempt_that_nothing_interrupts(mosquitto
     assert not thread.is_alive()
     assert joined
     assert joined[0] < 0.5
+
+
+@pytest.fixture
+def late(mosquitto, peers, monkeypatch):
+    """A peer whose attempts to connect, counted, hang until `found`, as in the look-up of a name."""
+    monkeypatch.setattr("hepti_mqtt.transport.client.LATE_S", 0.0)
+    peer = peers(mosquitto.url, connect=False)
+    honest, peer.found, peer.attempts = peer.transport._open, threading.Event(), 0
+
+    def hang(_timeout_s):
+        peer.attempts += 1
+        peer.found.wait(PATIENCE_S)
+        return honest(PATIENCE_S)
+
+    monkeypatch.setattr(peer.transport, "_open", hang)
+    for _ in range(2):
+        with pytest.raises(NetworkError, match="no broker answers"):
+            peer.transport.connect(0.0)
+    yield peer
+    peer.found.set()
+
+
+def test_the_next_connect_waits_for_an_attempt_that_is_late(late):
+    late.found.set()
+    late.transport.connect(PATIENCE_S)
+    late.await_state(Connected)
+    assert late.attempts == 1
+    with pytest.raises(ValueError, match="once"):
+        late.transport.connect()
+
+
+def test_an_attempt_that_is_late_and_fails_is_told_and_the_next_one_begins_anew(late):
+    protocols, late.transport._protocols = late.transport._protocols, ()
+    late.found.set()
+    with pytest.raises(NetworkError, match="no version"):
+        late.transport.connect(PATIENCE_S)
+    late.transport._protocols = protocols
+    late.transport.connect(PATIENCE_S)
+    assert late.attempts == 2
+
+
+def test_close_gives_an_attempt_up_that_is_late(late):
+    thread = late.transport._thread
+    late.transport.close()
+    late.found.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert late.states.empty()
+    with pytest.raises(ValueError, match="after close"):
+        late.transport.connect()
 
 
 def test_a_link_that_comes_after_the_end_is_closed(mosquitto, peers, monkeypatch):

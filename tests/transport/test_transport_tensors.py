@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import uuid
@@ -14,7 +15,10 @@ from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport
 from hepti_mqtt.transport.data_link import DataLink, data_link_possible
 from hepti_mqtt.transport.link import KEEPALIVE_S, LinkLost
+from hepti_mqtt.transport.mesh.packets import publish_head
 from hepti_mqtt.wire.topics import publish_bytes
+
+PATIENCE_S = 20.0
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(not data_link_possible(), reason="our own link needs Linux")]
 
@@ -199,9 +203,18 @@ class _Woken:
         return
 
 
-def test_a_broker_that_has_fallen_silent_is_given_up(monkeypatch):
-    """PINGREQ after half the keep-alive time, and the end if nothing answers within all of it."""
-    here, there = socket.socketpair()
+@pytest.fixture(params=["pair", "TCP"])
+def open_link(request, monkeypatch):
+    """A link that is open, the broker's end of it, and a clock to set; low water works over TCP alone."""
+    if request.param == "TCP":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            here = socket.create_connection(server.getsockname())
+            there, _ = server.accept()
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 100_000)
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
+        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    else:
+        here, there = socket.socketpair()
     now = [0.0]
     monkeypatch.setattr("hepti_mqtt.transport.data_link.time.monotonic", lambda: now[0])
     monkeypatch.setattr("hepti_mqtt.transport.data_link.socket.create_connection", lambda *_: here)
@@ -213,16 +226,79 @@ def test_a_broker_that_has_fallen_silent_is_given_up(monkeypatch):
         there.sendall(b"\x20\x02\0\0")
         link.open(5.0, lambda: False)
         there.recv(1000)
-        now[0] = KEEPALIVE_S / 2 + 0.1
-        link.turn(0.0)
-        assert there.recv(1000) == b"\xc0\0"
-        there.sendall(b"\xd0\0")
-        link.turn(1.0)
-        now[0] += KEEPALIVE_S / 2
-        link.turn(0.0)
-        assert there.recv(1000) == b"\xc0\0"
-        now[0] += KEEPALIVE_S + 0.1
-        with pytest.raises(LinkLost, match="has not answered"):
-            link.turn(0.0)
+        yield link, there, now
+    here.close()
     for end in woken.ends:
         os.close(end)
+
+
+def test_a_broker_that_has_fallen_silent_is_given_up(open_link):
+    """PINGREQ after half the keep-alive time, and the end if nothing answers within all of it."""
+    link, there, now = open_link
+    now[0] = KEEPALIVE_S / 2 + 0.1
+    link.turn(0.0)
+    assert there.recv(1000) == b"\xc0\0"
+    there.sendall(b"\xd0\0")
+    link.turn(1.0)
+    now[0] += KEEPALIVE_S / 2
+    link.turn(0.0)
+    assert there.recv(1000) == b"\xc0\0"
+    now[0] += KEEPALIVE_S + 0.1
+    with pytest.raises(LinkLost, match="has not answered"):
+        link.turn(0.0)
+
+
+def test_a_broker_that_reads_slowly_is_not_silent(open_link):
+    """PINGREQ waits behind what is being sent."""
+    link, there, now = open_link
+    there.settimeout(PATIENCE_S)
+    topic, payload = "t", bytes(4_000_000)
+    link.publish(topic, payload, 0, False)
+    link.flush()
+    left = publish_bytes(topic, len(payload), 0)
+    while link.busy:
+        now[0] += 0.4 * KEEPALIVE_S
+        while not select.select([], [link._sock], [], 0)[1]:
+            left -= len(there.recv(min(left, 100_000)))
+        link.turn(0.0)
+    assert now[0] > 3 * KEEPALIVE_S
+    while left:
+        left -= len(there.recv(min(left, 100_000)))
+    assert there.recv(2) == b"\xc0\0"
+    now[0] += KEEPALIVE_S + 0.1
+    with pytest.raises(LinkLost, match="has not answered"):
+        link.turn(0.0)
+
+
+def test_a_broker_that_sends_slowly_is_not_silent(open_link):
+    """PINGRESP waits behind a payload, of which less comes at a time than wakes us."""
+    link, there, now = open_link
+    there.sendall(publish_head("t", 4_000_000, 4))
+    for _ in range(10):
+        there.sendall(bytes(10_000))
+        now[0] += 0.4 * KEEPALIVE_S
+        link.turn(0.0)
+    assert link._low > 10_000
+    while link._intake.missing > 4_000_000 - 10 * 10_000:
+        link.turn(0.0)
+    now[0] += KEEPALIVE_S + 0.1
+    with pytest.raises(LinkLost, match="has not answered"):
+        link.turn(0.0)
+
+
+def test_a_broker_that_answers_nothing_while_we_send_a_little_is_given_up(open_link):
+    """The kernel takes small messages for long after the broker has stopped."""
+    link, _there, now = open_link
+
+    def send():
+        link.publish("t", b"small", 0, False)
+        link.flush()
+        link.turn(0.0)
+
+    now[0] = 0.6 * KEEPALIVE_S
+    send()
+    now[0] += 0.6 * KEEPALIVE_S
+    send()
+    now[0] += 0.6 * KEEPALIVE_S
+    with pytest.raises(LinkLost, match="has not answered"):
+        send()
