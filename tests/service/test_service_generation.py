@@ -139,6 +139,8 @@ def test_the_command_prints_tokens_and_explains_the_plan(
     answer = hepti.infer("gpt", ids=PROMPT, max_new_tokens=6, **DIVIDED, timeout_s=PATIENCE_S)
     assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", *pins]) == 0
     assert answer.generated in capsys.readouterr().out
+    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", "--want", "hidden"]) == 0
+    assert '"dtype"' in capsys.readouterr().out
     assert main(["plan", "gpt", "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "append_rows" in shown
