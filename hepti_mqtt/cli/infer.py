@@ -145,7 +145,7 @@ def run(
 
 def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:
     """Return the largest |difference| of final hidden states from the NumPy reference, computed here."""
-    if directory is None or not Path(directory).is_dir():
+    if directory is None or not Path(directory).exists():  # a file of ONNX, too
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
