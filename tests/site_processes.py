@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-import pytest
+from broker_kinds import broker_of
 
 from device_agent.install import directories
 from hepti_mqtt.client import Answer
-from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
+from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.service.forecast import PAUSE_S
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 from hepti_mqtt.wire.topics import Topics
@@ -153,11 +153,9 @@ def running_site(
     kind: of the broker, skipped where it cannot be had. planner: further arguments of it.
     """
     user, _, password = login.partition(":")
-    with start_broker(
+    with broker_of(
         kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
     ) as broker:
-        if kind not in (None, broker.kind):
-            pytest.skip(broker.reason)
         site = Site(directory, broker, models, login)
         try:
             site.planner(*planner)

@@ -38,7 +38,8 @@ def infer(args: argparse.Namespace) -> int:
         shown = _record(hepti, args)
         spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
-        if args.max_new_tokens and not args.plan_only and not args.json and args.repeat == 1:
+        tokens = args.max_new_tokens is not None and args.want != "hidden" and not args.plan_only
+        if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
             answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
@@ -104,7 +105,7 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     if args.image:
         pictures = [base64.b64encode(_read(path)).decode() for path in args.image]
         return {"image": pictures[0], **most} if len(pictures) == 1 else {"images": pictures, **most}
-    if args.ids:
+    if args.ids is not None:
         try:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}
         except ValueError as exc:
@@ -144,7 +145,7 @@ def run(
 
 def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:
     """Return the largest |difference| of final hidden states from the NumPy reference, computed here."""
-    if directory is None or not Path(directory).is_dir():
+    if directory is None or not Path(directory).exists():  # a file of ONNX, too
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )

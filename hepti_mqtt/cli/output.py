@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _console(stderr: bool) -> Console:
     from rich.console import Console  # here: a planner that starts again has no time for it
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=True)
 
 
 def __getattr__(name: str) -> Console:

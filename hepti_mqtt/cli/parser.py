@@ -67,7 +67,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
         "--plan-only", action="store_true", help="bring the plan up and say what it predicts; compute nothing"
     )
     sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
-    sub.add_argument("--model-dir", type=Path, help="the model's directory for --check (default: the planner's)")
+    sub.add_argument("--model-dir", type=Path, help="the model's files for --check (default: the planner's)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     sub.add_argument(
         "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
@@ -103,7 +103,7 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", help="a model directory, or a kind that `hepti model make` knows")
+    sub.add_argument("model", help="a model directory, an ONNX file, or a kind that `hepti model make` knows")
     sub.add_argument(
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.checkpoint import KINDS, Checkpoint, spec_of_kind
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.objectives import print_candidates
@@ -72,9 +72,10 @@ def _decide(model: str, question: Question) -> Decision:
     """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
     if question.accuracy is None:
         return decide(question)
-    if not Path(model).is_dir():
+    if not _is_stored(model):
         raise ConfigError(
-            "--accuracy needs the weights of a model directory; make one: hepti model make KIND --out DIR"
+            "--accuracy needs the weights of a model directory or an ONNX file; make a directory: "
+            "hepti model make KIND --out DIR"
         )
     with Checkpoint.open(model) as checkpoint:
         tensors = checkpoint.tensors()
@@ -126,7 +127,12 @@ def _energy(question: Question, decision: Decision) -> list[str]:
 def _spec(name: str) -> Spec:
     if name in KINDS:
         return spec_of_kind(name)
-    if Path(name).is_dir():
+    if _is_stored(name):
         with Checkpoint.open(name) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is neither a model directory nor a kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name} is no model directory, ONNX file or kind; kinds: {', '.join(KINDS)}")
+
+
+def _is_stored(name: str) -> bool:
+    """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
+    return name not in KINDS and (Path(name).is_dir() or onnx_file.find(Path(name)) is not None)

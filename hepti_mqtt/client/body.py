@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -28,7 +29,7 @@ def encode_picture(picture: Picture) -> str:
         return base64.b64encode(buffer.getvalue()).decode()
     if isinstance(picture, bytes | bytearray):
         return base64.b64encode(picture).decode()
-    if isinstance(picture, str) and (len(picture) > _LONGEST_PATH or not Path(picture).is_file()):
+    if isinstance(picture, str) and (len(picture) > _LONGEST_PATH or not os.path.isfile(picture)):
         if Path(picture[-_LONGEST_PATH:]).suffix:  # base64 has no dot
             raise RequestError(f"there is no picture {picture[-80:]!r}")
         return picture

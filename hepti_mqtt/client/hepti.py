@@ -26,6 +26,7 @@ from hepti_mqtt.errors import (
     NetworkError,
     PlanError,
     RefusedError,
+    RequestError,
     UnknownModelError,
 )
 from hepti_mqtt.ids import check_name
@@ -173,6 +174,8 @@ class Hepti:
         request: what `infer` takes; timeout_s: for each token. The generator's value is the whole answer. Tokens whose
         messages were lost come with it. Raises as `infer` does.
         """
+        if request.get("want") not in (None, "task"):
+            raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
         future = Stream()
         self._send(model, uuid.uuid4().hex, request_body(**request, max_new_tokens=max_new_tokens), future)
         future.add_done_callback(lambda _: future.parts.put(None))

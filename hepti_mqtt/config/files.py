@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,3 +47,10 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def mapping(where: str, data: Any) -> Mapping[str, Any]:
+    """Return `data` as it is; raises ConfigError that says `where` for what is no mapping."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is a mapping of keys, not {type(data).__name__}")
+    return data

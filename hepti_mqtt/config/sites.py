@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, cluster_of
-from hepti_mqtt.config import load_yaml
+from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Pair
@@ -45,12 +45,12 @@ def load_site(path: Path) -> Cluster:
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
     _known(path, "the file", data, _TOP)
-    defaults = data.get("defaults") or {}
+    defaults = mapping(f"{path}: `defaults`", data.get("defaults") or {})
     devices, links = {}, {}
     said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
-        merged = {**defaults, **(fields or {})}
+        merged = {**defaults, **mapping(f"{path}: device {name}", fields or {})}
         _known(path, name, merged, _DEVICE)
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
@@ -124,6 +124,6 @@ def _boolean(path: Path, name: str, fields: Mapping[str, Any], key: str, default
 
 def _number(path: Path, name: str, fields: Mapping[str, Any], key: str, default: float | None) -> float:
     value = fields.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:  # also NaN
         raise ConfigError(f"{path}: {name} needs `{key}` as a number above zero, got {value!r}")
     return float(value)

@@ -26,7 +26,7 @@ KINDS: Final[tuple[BrokerKind, ...]] = tuple(_SOURCES)
 
 
 def start_broker(
-    prefer: str | None = None,
+    only: str | None = None,
     *,
     users: Mapping[str, str] | None = None,
     max_packet_bytes: int | None = None,
@@ -34,20 +34,24 @@ def start_broker(
     port: int = 0,
     closed: Path | None = None,
 ) -> EmbeddedBroker:
-    """Start the best broker that can be had and return it when it answers.
+    """Start the best broker that can be had, or the `only` kind that is wanted, and return it when it answers.
 
-    Tried in this order, after `prefer`: Mosquitto on PATH, Mosquitto unpacked from Debian packages (fetched, without
-    root), amqtt (fetched with pip if it is not installed). users: user -> password; None lets everyone in
+    Tried in this order: Mosquitto on PATH, Mosquitto unpacked from Debian packages (fetched, without root), amqtt
+    (fetched with pip if it is not installed). users: user -> password; None lets everyone in
     who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt knows no limit.
     port: 0 for a free one. closed: the directory of a closed site's broker, instead of users; amqtt knows no access
-    lists and is not tried. Raises `ConfigError` for an unknown `prefer` or a port that is taken, and `NetworkError`
-    with every reason if none can be had.
+    lists and is not tried. Raises `ConfigError` for an `only` that is unknown or cannot do this, or a port that is
+    taken, and `NetworkError` with every reason if none can be had.
     """
-    if prefer is not None and prefer not in KINDS:
-        raise ConfigError(f"there is no broker {prefer!r} to start; choose one of {', '.join(KINDS)}")
-    reasons: list[str] = []
+    if only is not None and only not in KINDS:
+        raise ConfigError(f"there is no broker {only!r} to start; choose one of {', '.join(KINDS)}")
     able = [kind for kind in KINDS if closed is None or kind != "amqtt"]
-    for kind in sorted(able, key=lambda kind: kind != prefer):
+    if only is not None and only not in able:
+        raise ConfigError(
+            f"{only} knows no access lists, which a closed site's broker needs; choose one of {', '.join(able)}"
+        )
+    reasons: list[str] = []
+    for kind in [kind for kind in able if only in (None, kind)]:
         broker: EmbeddedBroker | None = None
         try:
             source = _SOURCES[kind]()

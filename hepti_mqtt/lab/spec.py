@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from hepti_mqtt.config import load_yaml
+from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.config.sizes import parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError, LabError
 from hepti_mqtt.ids import check_name
@@ -160,7 +160,7 @@ def check_quotas(spec: LabSpec, full_gflops: float, cores: int) -> float:
 
 
 def _lab(data: Any) -> LabSpec:
-    fields = _mapping("a lab file", data)
+    fields = mapping("a lab file", data)
     _known("the lab", fields, _LAB_KEYS)
     for key in ("name", "hosts"):
         if key not in fields:
@@ -168,7 +168,7 @@ def _lab(data: Any) -> LabSpec:
     kind = fields.get("kind", "emulated")
     if kind not in KINDS:
         raise ConfigError(f"`kind` is {kind!r}; it is one of {', '.join(KINDS)}")
-    defaults = _mapping("`defaults`", fields.get("defaults") or {})
+    defaults = mapping("`defaults`", fields.get("defaults") or {})
     listed = fields["hosts"]
     if not isinstance(listed, Mapping) or not listed:
         raise ConfigError("`hosts` needs a mapping of names, e.g. `hosts: {pi1: {gflops: 24.6}}`")
@@ -180,9 +180,7 @@ def _lab(data: Any) -> LabSpec:
     isa = fields.get("isa")
     if isa is not None and isa not in HELD_TO:
         raise ConfigError(f"`isa` is {isa!r}; hosts can be held to {', '.join(HELD_TO)}")
-    hosts = tuple(
-        _host(name, {**defaults, **_mapping(f"host {name}", own or {})}, kind) for name, own in listed.items()
-    )
+    hosts = tuple(_host(name, {**defaults, **mapping(f"host {name}", own or {})}, kind) for name, own in listed.items())
     spec = LabSpec(
         _name("lab", fields["name"]),
         cast(Kind, kind),
@@ -261,12 +259,6 @@ def _known(where: str, fields: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in fields:
         if key not in known:
             raise ConfigError(f"{where} has an unknown key {key!r}; known are {', '.join(known)}")
-
-
-def _mapping(where: str, data: Any) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} is a mapping of keys, not {type(data).__name__}")
-    return data
 
 
 def _name(kind: str, name: Any) -> str:

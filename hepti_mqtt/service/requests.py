@@ -6,7 +6,7 @@ Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -151,8 +151,10 @@ def _decoded(
     most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     if not is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
         raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {kind(most)}")
-    _, ids = _tokens(checkpoint, reads, request, key, several=False)
     limit, new = reads.longest, most if want == "task" else 0
+    if request.get("truncate") is True and new < limit:
+        reads = replace(reads, longest=limit - new)  # a prompt cut to all that the model takes leaves no room behind it
+    _, ids = _tokens(checkpoint, reads, request, key, several=False)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
             raise RequestError(

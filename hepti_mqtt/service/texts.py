@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.reads import Text
 from hepti_mqtt.service.limits import Characters
 from hepti_mqtt.service.values import kind
@@ -33,9 +34,10 @@ def encoded(
             f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
         )
     tokenizer = checkpoint.tokenizer
-    encoding = _beginning(tokenizer, name, value, reads.longest, characters)
+    encoding = _beginning(tokenizer, name, _cleaned(checkpoint, value), reads.longest, characters)
     room = reads.longest - tokenizer.num_special_tokens_to_add(False)
     if truncate and len(encoding) > room:
+        _check_side(checkpoint, name)
         encoding.truncate(max(room, 0))
     ids: list[int] = tokenizer.post_process(encoding).ids
     if not ids:
@@ -46,6 +48,25 @@ def encoded(
             f"{reads.vocab}; both must be of the same model"
         )
     return ids
+
+
+def _cleaned(checkpoint: Checkpoint, text: str) -> str:
+    """Return a text as the model's tokenizer is given it: sentence-transformers does more than its tokenizer says."""
+    if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
+        return text
+    file = "sentence_bert_config.json"
+    text = text.strip()
+    return text.lower() if Config(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
+
+
+def _check_side(checkpoint: Checkpoint, name: str) -> None:
+    """Raise RequestError where the model was made to read the ends of long texts, whose beginnings are read here."""
+    options = checkpoint.extras.get("tokenizer_config.json")
+    if isinstance(options, Mapping) and options.get("truncation_side") == "left":
+        raise RequestError(
+            f"{name} is too long, and of such a text model {checkpoint.model} reads the end ('truncation_side' in "
+            "tokenizer_config.json), which truncate would cut off; shorten it"
+        )
 
 
 def _beginning(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: Characters) -> Encoding:

@@ -32,7 +32,7 @@ def test_a_good_broker_without_a_site(broker, capsys):
 
 
 def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
-    with start_broker("mosquitto", max_packet_bytes=3_000_000) as small:
+    with start_broker(max_packet_bytes=3_000_000) as small:
         code, found = run(capsys, "--broker", str(small.url))
     assert code == 0
     assert "max_packet_size" in found["largest packet"]["advice"]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_onnx import small_net
 
 from hepti_mqtt.cli.main import _COMMANDS, main
 
@@ -252,6 +253,15 @@ def test_simulate_what_does_not_fit_ends_with_4(capsys: pytest.CaptureFixture[st
     code, out, err = run(capsys, "simulate", "minilm", "--devices-file", str(small))
     assert (code, out) == (4, ""), err
     assert re.search(r"needs \d+\.\d MiB and has 10.0 MiB", err)
+
+
+def test_simulate_an_onnx_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    net = small_net(tmp_path / "net.onnx")
+    common = ("simulate", str(net), "--devices-file", str(PAIR), "--json")
+    for arguments in ((), ("--accuracy", "0.1")):
+        code, out, err = run(capsys, *common, *arguments)
+        assert code == 0, out + err
+        assert json.loads(out)["candidates"]
 
 
 def test_simulate_with_wrong_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def test_a_picture_in_any_form_is_the_same_picture(picture, tmp_path):
         np.testing.assert_array_equal(pixels(encode_picture(form)), np.asarray(picture))
 
 
+def test_base64_that_would_be_too_long_a_name_is_no_file():
+    encoded = base64.b64encode(bytes(300)).decode()
+    assert "/" not in encoded
+    assert encode_picture(encoded) == encoded
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RequestError, match=r"nothing\.png"):
         encode_picture(tmp_path / "nothing.png")

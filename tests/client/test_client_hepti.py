@@ -18,6 +18,7 @@ from hepti_mqtt.errors import (
     NetworkError,
     OverloadedError,
     PlanError,
+    RequestError,
     UnknownModelError,
 )
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
@@ -148,6 +149,12 @@ def test_an_error_is_raised_by_its_class(hepti, planner):
     planner.answer(planner.next(), ok=False, error={"code": "overloaded", "message": "later"})
     with pytest.raises(OverloadedError, match="later"):
         future.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("want", ["hidden", "plan"])
+def test_what_has_no_tokens_is_not_generated(hepti, want):
+    with pytest.raises(RequestError, match=f"want '{want}' generates no tokens"):
+        next(hepti.generate("m", ids=[1], max_new_tokens=2, want=want))
 
 
 def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from broker_kinds import broker_of
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
@@ -307,9 +308,7 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
 
 
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
-    with start_broker("amqtt") as broker:
-        if broker.kind != "amqtt":
-            pytest.skip(broker.reason)
+    with broker_of("amqtt") as broker:
         planner, stop = planners(broker.url), threading.Event()
         thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
         thread.start()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -70,11 +71,26 @@ def test_it_answers_keeps_its_port_and_leaves_nothing():
 
 @pytest.mark.broker
 def test_the_reason_says_which_and_why_not_the_others(monkeypatch):
-    monkeypatch.setitem(start._SOURCES, "unpacked", unavailable("the network is down"))
-    with start_broker("unpacked") as broker:
-        assert broker.kind in ("mosquitto", "amqtt")
+    installed = start._SOURCES["mosquitto"]
+    monkeypatch.setitem(start._SOURCES, "mosquitto", unavailable("it is not installed"))
+    monkeypatch.setitem(start._SOURCES, "unpacked", lambda: replace(installed(), kind="unpacked"))  # without a fetch
+    with start_broker() as broker:
+        assert broker.kind in ("unpacked", "amqtt")
         assert broker.reason.startswith(broker.kind)
-        assert "not unpacked: the network is down" in broker.reason
+        assert "not mosquitto: it is not installed" in broker.reason
+
+
+def test_one_that_is_insisted_on_is_that_one_or_none(monkeypatch):
+    monkeypatch.setitem(start._SOURCES, "unpacked", unavailable("the network is down"))
+    for kind in ("mosquitto", "amqtt"):
+        monkeypatch.setitem(start._SOURCES, kind, lambda: pytest.fail("another one is tried"))
+    with pytest.raises(NetworkError, match="unpacked: the network is down"):
+        start_broker("unpacked")
+
+
+def test_one_without_access_lists_is_no_broker_of_a_closed_site(tmp_path):
+    with pytest.raises(ConfigError, match=r"amqtt knows no access lists.*mosquitto, unpacked"):
+        start_broker("amqtt", closed=tmp_path)
 
 
 def test_without_any_broker_every_reason_is_told(monkeypatch):
@@ -121,8 +137,8 @@ def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
 
 @pytest.mark.broker
 def test_a_port_that_was_asked_for_and_is_taken_is_an_error():
-    with start_broker("mosquitto") as first, pytest.raises(ConfigError, match=rf"port {first.port} .*--port"):
-        start_broker("mosquitto", port=first.port)
+    with start_broker() as first, pytest.raises(ConfigError, match=rf"port {first.port} .*--port"):
+        start_broker(port=first.port)
 
 
 def _patient(taken):

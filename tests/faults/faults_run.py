@@ -138,7 +138,7 @@ def silences(
 def run(what: Run, directory: Path, model: Path, say: bool = True) -> Report:
     """Run it; raises AssertionError if a process ends by itself."""
     asked = questions(model)
-    with start_broker("mosquitto") as broker:
+    with start_broker() as broker:
         assert broker.kind != "amqtt", broker.reason
         site = FaultySite(directory, broker, model)
         try:

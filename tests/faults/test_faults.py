@@ -27,7 +27,7 @@ ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in
 @pytest.mark.processes
 @pytest.mark.broker
 def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
-    with start_broker("mosquitto") as broker:
+    with start_broker() as broker:
         if broker.kind == "amqtt":
             pytest.skip(broker.reason)
         site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
@@ -71,7 +71,7 @@ def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path:
 @pytest.mark.processes
 @pytest.mark.broker
 def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) -> None:
-    with start_broker("mosquitto") as broker:
+    with start_broker() as broker:
         if broker.kind == "amqtt":
             pytest.skip(broker.reason)
         site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
@@ -99,7 +99,7 @@ def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) ->
 @pytest.mark.broker
 @pytest.mark.parametrize("away", ["ended", "silent", "never there"])
 def test_who_is_told_to_end_while_the_broker_is_away_ends(tmp_path: Path, away: str) -> None:
-    with start_broker("mosquitto") as broker:
+    with start_broker() as broker:
         if broker.kind == "amqtt":
             pytest.skip(broker.reason)
         site, stopped = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")}), None

@@ -117,6 +117,18 @@ def test_what_a_decoder_cannot_do_is_said(hepti: Hepti) -> None:
         hepti.infer("gpt", ids=PROMPT, strategy="row", devices=["a", "b"], timeout_s=PATIENCE_S)
 
 
+def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site: Site, hepti: Hepti) -> None:
+    text, ids = "the sensor is warm, " * 100, PROMPT * 20
+    for request, kept in (({"max_new_tokens": 4}, 92), ({}, 80), ({"want": "hidden"}, 96)):
+        for prompt in ({"text": text}, {"ids": ids}):
+            answer = hepti.infer("gpt", **prompt, truncate=True, **request, timeout_s=PATIENCE_S)
+            assert answer.tokens == kept
+    answer = hepti.infer("gpt", ids=ids, truncate=True, max_new_tokens=4, timeout_s=PATIENCE_S)
+    assert answer.result["ids"] == expected(site, ids[:92], 4)
+    with pytest.raises(RequestError, match="at most 96"):
+        hepti.infer("gpt", text=text, truncate=True, max_new_tokens=96, timeout_s=PATIENCE_S)
+
+
 def test_the_command_prints_tokens_and_explains_the_plan(
     site: Site, hepti: Hepti, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +139,8 @@ def test_the_command_prints_tokens_and_explains_the_plan(
     answer = hepti.infer("gpt", ids=PROMPT, max_new_tokens=6, **DIVIDED, timeout_s=PATIENCE_S)
     assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", *pins]) == 0
     assert answer.generated in capsys.readouterr().out
+    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", "--want", "hidden"]) == 0
+    assert '"dtype"' in capsys.readouterr().out
     assert main(["plan", "gpt", "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "append_rows" in shown

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import RequestError
@@ -85,3 +88,32 @@ def test_the_limit_is_that_of_all_texts_together(checkpoint):
     prepare(checkpoint, {"text": one, "truncate": True})
     with pytest.raises(RequestError, match="characters of one request"):
         prepare(checkpoint, {"texts": [one] * 10, "truncate": True})
+
+
+def ids_of(path, text, **request):
+    """Return the ids of a text for a tokenizer to which blanks and capitals matter, as RoBERTa's."""
+    with Checkpoint.open(path) as opened:
+        opened.tokenizer.normalizer = normalizers.Sequence([])
+        opened.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return prepare(opened, {"text": text, **request}).inputs.tolist()
+
+
+def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    assert ids_of(path, " \n the ") == ids_of(path, "the")
+    assert ids_of(path, "The") != ids_of(path, "the")
+    (path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    assert ids_of(path, "The ") == ids_of(path, "the")
+
+
+def test_other_models_get_texts_as_they_are(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m", seed=1)
+    assert ids_of(path, " the") != ids_of(path, "the")
+
+
+def test_a_model_that_reads_the_ends_of_long_texts_is_not_given_their_beginnings(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    (path / "tokenizer_config.json").write_text(json.dumps({"truncation_side": "left"}))
+    assert ids_of(path, "the", truncate=True)
+    with pytest.raises(RequestError, match="truncation_side"):
+        ids_of(path, "the," * 200, truncate=True)
