@@ -1,4 +1,4 @@
-"""What the planner makes of nets of convolutions: shares that fit their maps, and the gain on a mixed site."""
+"""What the planner makes of CNNs: shares that fit their maps, and the gain on a mixed site."""
 
 from __future__ import annotations
 

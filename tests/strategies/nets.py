@@ -1,4 +1,4 @@
-"""Nets of convolutions, built op by op, with seeded weights: what the tests of methods for them run on."""
+"""CNNs, built op by op, with seeded weights: what the tests of methods for them run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the answers of divided nets of convolutions are from one device's, with the real kernels, in one process.
+"""How far the answers of divided CNNs are from one device's, with the real kernels, in one process.
 
 `make test-nets` prints it for the models of full size: minutes, and 2 GB of memory. Small ones are a wide test.
 """

@@ -1,4 +1,4 @@
-"""Every method on 1 to 5 devices, for every small net of convolutions: one device's answer, with the real kernels."""
+"""Every method on 1 to 5 devices, for every small CNN: one device's answer, with the real kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods for nets of convolutions: shares, cuts, units, and the result of one device whatever the shares."""
+"""Methods for CNNs: shares, cuts, units, and the result of one device whatever the shares."""
 
 from __future__ import annotations
 
