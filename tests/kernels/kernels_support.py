@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, warm_up
 from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine.isa import TILE, Tile
 from hepti_mqtt.kernels.machine.jit import JIT
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
@@ -61,6 +62,14 @@ def weight(a: Array, layout: str) -> Weight:
     buffer = allocate(WeightRef("w", (0, rows), (0, columns), layout))  # type: ignore[arg-type]
     buffer.put(a.reshape(rows, columns), 0, 0)
     return buffer.finish()
+
+
+def held_here(tile: Tile) -> Tile:
+    """Return a tile of any instruction set that this machine can run.
+
+    What keeps steps in order names whole vector registers; where those are narrower, LLVM ends the process.
+    """
+    return tile if tile.lanes <= TILE.lanes else tile._replace(steps=0)
 
 
 class Case:

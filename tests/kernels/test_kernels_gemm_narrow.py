@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array
+from kernels_support import Case, array, held_here
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels import NarrowMatrix, allocate
@@ -218,8 +218,8 @@ def called(tile):
 
 
 FORMS = [form("w8a8", dot=d) for d in DOTS.values() if "aarch64" not in d.intrinsic or dot() == "dotprod"]
-FORMS += [form("w8a32", tile=t) for t in TILES.values()]
-FORMS += [form("f16", tile=t, half_in_hardware=hard) for t in TILES.values() for hard in (False, True)]
+FORMS += [form("w8a32", tile=held_here(t)) for t in TILES.values()]
+FORMS += [form("f16", tile=held_here(t), half_in_hardware=hard) for t in TILES.values() for hard in (False, True)]
 HERE = [form(kind) for kind in ("w8a8", "w8a32", "f16")]
 
 

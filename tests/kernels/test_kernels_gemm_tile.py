@@ -3,7 +3,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
-from kernels_support import array
+from kernels_support import array, held_here
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, tile_of_columns, tile_of_rows
@@ -36,7 +36,7 @@ def check(call, layout, width, rows, k):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("name", TILES)
 def test_the_tile_of_every_instruction_set(name, layout):
-    tile = TILES[name]
+    tile = held_here(TILES[name])
     call = compiled(lowered(emit_tile(layout, tile), compiled))
     for rows in range(1, tile.rows + 1):
         for k in (0, 1, 7, 32):
