@@ -7,6 +7,7 @@ from kernels_support import array, held_here
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels.gemm.tile import NR, emit_tile, tile_of_columns, tile_of_rows
+from hepti_mqtt.kernels.machine import isa as machine_isa
 from hepti_mqtt.kernels.machine.isa import OVERRIDE, TILES, isa, require_known
 from hepti_mqtt.kernels.machine.jit import JIT, lowered
 
@@ -65,6 +66,12 @@ def test_the_instruction_set_can_be_forced_to_one_that_exists(monkeypatch):
     monkeypatch.setenv(OVERRIDE, "mmx")
     assert isa() in TILES, "modules can be imported; nothing is compiled with it"
     with pytest.raises(ConfigError, match="'mmx' is not an instruction set"):
+        require_known()
+    monkeypatch.setattr(machine_isa, "_own", lambda: "avx2")
+    monkeypatch.setenv(OVERRIDE, "neon")
+    require_known()
+    monkeypatch.setenv(OVERRIDE, "avx512")
+    with pytest.raises(ConfigError, match="'avx512' has wider vectors than this CPU, which has avx2"):
         require_known()
 
 

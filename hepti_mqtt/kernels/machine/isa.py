@@ -97,8 +97,11 @@ def isa() -> str:
     The environment variable HEPTI_KERNELS_ISA overrides it (for tests). One that names none counts as unset here, where
     modules are imported: `require_known` is asked before any kernel is loaded.
     """
-    if (chosen := os.environ.get(OVERRIDE)) in TILES:
-        return str(chosen)
+    chosen = os.environ.get(OVERRIDE)
+    return chosen if chosen and chosen in TILES else _own()
+
+
+def _own() -> str:
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return "neon"
@@ -126,6 +129,8 @@ def require_known() -> None:
     """Raise ConfigError if the environment forces an instruction set or an int8 tile that there is not."""
     if (chosen := os.environ.get(OVERRIDE)) and chosen not in TILES:
         raise ConfigError(f"{OVERRIDE}={chosen!r} is not an instruction set of the kernels; use one of {list(TILES)}")
+    if chosen and TILES[chosen].lanes > TILES[_own()].lanes:  # where a register is named, LLVM would end the process
+        raise ConfigError(f"{OVERRIDE}={chosen!r} has wider vectors than this CPU, which has {_own()}; unset it")
     if (chosen := os.environ.get(DOT_OVERRIDE)) and chosen not in DOTS:
         raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
 
