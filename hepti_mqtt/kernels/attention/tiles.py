@@ -100,9 +100,11 @@ def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, que
 
 @helper
 def _most_keys(tiles: Any) -> Any:
+    """Return how many keys are copied at once; a query alone, as in every step of a decoder, needs no copies."""
     found = 0
     for tile in range(len(tiles)):
-        found = max(found, tiles[tile, _HIGH] - tiles[tile, _LOW])
+        if tiles[tile, _STOP] - tiles[tile, _FIRST] > FEW:
+            found = max(found, tiles[tile, _HIGH] - tiles[tile, _LOW])
     return found
 
 
