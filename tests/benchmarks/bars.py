@@ -1,7 +1,7 @@
 """What Hepti should be ahead of, by simulation: its choice beside every method by hand, BERT-Large on four devices.
 
 Run by hand: `make bench-bars` (OUT=directory). Nothing is measured: every figure is the simulator's. What is in OUT
-already is not simulated again, so a run that was cut goes on. docs/benchmarks.md says what the columns are.
+already is not simulated again, so a run that was cut goes on. docs/results.md says what the columns are.
 """
 
 from __future__ import annotations
