@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from device_agent.complaints import Complaints
@@ -96,14 +96,23 @@ class MeshLinks:
 
     def probe(self, now: float, busy: bool) -> None:
         """Probe the peer whose turn it is, of those that this device hears and that hear it."""
-        models = {
-            peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())
-        }
-        due = self.probes.due(now, models, busy)
+        due = self.probes.due(now, self._both_ways(), busy)
         if due is not None:
-            peer, payloads = due
-            for payload in payloads:
-                self.mesh.publish(self._topics.activation(models[peer], 0, self._device, peer), payload)
+            self._send_probes(*due)
+
+    def probe_large(self, peer: str, now: float) -> bool:
+        """Send a peer a large probe, if one is due; return whether it was."""
+        due = self.probes.probers()[peer].large_due(now) if peer in self._both_ways() else []
+        self._send_probes(peer, due)
+        return bool(due)
+
+    def _both_ways(self) -> Mapping[str, str]:
+        """Return the peers that this device hears and that hear it, with a model of which they do."""
+        return {peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())}
+
+    def _send_probes(self, peer: str, payloads: Iterable[bytes]) -> None:
+        for payload in payloads:
+            self.mesh.publish(self._topics.activation(self._both_ways()[peer], 0, self._device, peer), payload)
 
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and came from each peer; from any thread."""

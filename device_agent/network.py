@@ -61,7 +61,7 @@ class Network:
 
     control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. What is not valid is
     counted and dropped. A full inbox refuses requests and activations alone: a run that misses one is issued again, but
-    nobody repeats a command. tiles: gets the bodies of tile frames.
+    nobody repeats a command. prober: of the broker's way. tiles: gets the bodies of tile frames.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Network:
         make: MakeTransport,
     ) -> None:
         self._topics, self._device = topics, device
-        self._inbox, self._prober, self._tiles, self._complaints = inbox, prober, tiles, complaints
+        self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, tiles, complaints
         self._parsers: Mapping[str, Callable[[Parsed, Body], None]] = {
             "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
             "work": self._work,
@@ -110,6 +110,13 @@ class Network:
     def send(self, topic: str, *parts: Body) -> None:
         """Publish a tensor on the data plane, its payload in parts, which are the caller's again on return."""
         self._transports["data"].send(topic, *parts)
+
+    def probe_large(self, now: float) -> bool:
+        """Send a large probe by the broker's way, if one is due; return whether it was. now: by time.perf_counter()."""
+        due = self.prober.large_due(now)
+        for payload in due:
+            self.publish("data", self._topics.probe(self._device), payload, 0)
+        return bool(due)
 
     def subscribe(self, plane: Plane, filters: Sequence[str]) -> int:
         """Subscribe one plane to filters; `Acknowledged` with the returned token follows."""
@@ -180,7 +187,7 @@ class Network:
             return  # a trial of the largest packet
         frame = frames.decode(payload)
         if frame.kind == "probe" and frame.source == self._device:
-            self._prober.received(frame, now)
+            self.prober.received(frame, now)
 
     def _state_of(self, plane: Plane) -> Callable[[State], None]:
         def on_state(state: State) -> None:

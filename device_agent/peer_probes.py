@@ -35,6 +35,10 @@ class PeerProbes:
             prober = self._probers[peer] = Prober(self._device, self._boot, 1, LARGE_EVERY_S)
         return peer, prober.due(now, busy)
 
+    def probers(self) -> Mapping[str, Prober]:
+        """Return what measures the way to each peer that has been probed."""
+        return self._probers
+
     def answer(self, probe: Frame) -> Frame:
         """Return what answers a peer's probe."""
         return Frame("probe", "", Epoch(*probe.epoch), 0, source=self._device, part=probe.part, numbers=ANSWER)

@@ -1,7 +1,12 @@
-"""Probes: frames that a device sends to itself through the broker, or to a peer that answers each with a small one."""
+"""Probes: frames that a device sends to itself through the broker, or to a peer that answers each with a small one.
+
+A link that carries several times less than before is believed to do so after a few large probes in a row, one second
+apart: the shortest of those that are kept would hide it for as long as it is kept.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from typing import Final
 
@@ -19,6 +24,10 @@ SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more
 FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
 BUSY_S: Final = 1.0  # after the last op, for so long no large probe
 LARGE_EVERY_S: Final = 10.0
+SLOWER: Final = 2.0  # a large probe that takes so many times as long as the shortest leaves the rate in doubt ...
+SLOW_S: Final = 6e-3  # ... unless its bytes took less than this for each way: a busy device answers so late by itself
+IN_DOUBT: Final = 3  # so many in a row are no accident
+AGAIN_S: Final = 1.0  # until the next large probe of a rate in doubt
 WAITING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
 
@@ -27,7 +36,7 @@ class Prober:
     """Makes probes and reads the answers; the time is an argument.
 
     travels: how often the bytes of a large probe pass the way that is measured. large_every_s: between two large ones.
-    `due` and `received` may be called from two threads.
+    falls: how often the rate fell at once. May be called from several threads.
     """
 
     def __init__(self, device: str, boot: int, travels: int = 2, large_every_s: float = LARGE_EVERY_S) -> None:
@@ -40,6 +49,9 @@ class Prober:
         self._sent: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
+        self._slow_ones = 0  # in a row
+        self.falls = 0
+        self._lock = threading.Lock()  # guards what is sent and what has come
 
     def limit(self, largest_packet_bytes: int | None, local: bool = False) -> None:
         """Keep large probes below what the broker takes, None if it names no limit; make none to a `local` broker.
@@ -55,21 +67,58 @@ class Prober:
 
     def due(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""
-        out = [self._make(SMALL_BYTES, now)]
-        every_s = 0.0 if self._large_sent < FIRST_LARGE else self._large_every_s
-        if not busy and self._small and now - self._large_at_s >= every_s and self._large_bytes > 16 * SMALL_BYTES:
+        with self._lock:
+            small = self._make(SMALL_BYTES, now)
+        return [small] if busy else [small, *self.large_due(now)]
+
+    def large_due(self, now: float) -> list[bytes]:
+        """Return the large probe to publish now, if one is due."""
+        with self._lock:
+            every_s = 0.0 if self._large_sent < FIRST_LARGE else AGAIN_S if self._slow_ones else self._large_every_s
+            if not self._small or now - self._large_at_s < every_s or self._large_bytes <= 16 * SMALL_BYTES:
+                return []
             self._large_sent += 1
             self._large_at_s = now
-            out.append(self._make(self._large_bytes, now))
-        return out
+            return [self._make(self._large_bytes, now)]
+
+    def doubt(self) -> None:
+        """Take it that another way of this device carries less than before: the next slow probe says so of this one."""
+        with self._lock:
+            self._slow_ones, self._large_at_s = IN_DOUBT - 1, float("-inf")
 
     def received(self, frame: Frame, now: float) -> None:
         """Take an answer; one of an earlier start, or one too late, changes nothing."""
-        sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
-        if sent is None:
-            return
-        sent_s, nbytes = sent
-        (self._small if nbytes == SMALL_BYTES else self._large).append(now - sent_s)
+        with self._lock:
+            sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
+            if sent is None:
+                return
+            sent_s, nbytes = sent
+            if nbytes == SMALL_BYTES:
+                self._small.append(now - sent_s)
+            else:
+                self._took(now - sent_s)
+
+    def _took(self, seconds: float) -> None:
+        """Keep what a large probe took; forget faster ones once that is the last of several slow ones in a row."""
+        if not self._slow(seconds):
+            self._slow_ones = 0
+        else:
+            self._slow_ones += 1
+            if self._slow_ones >= IN_DOUBT:
+                late = [s for s in self._large if self._slow(s)]
+                self._slow_ones = 0
+                self.falls += 1
+                self._large.clear()
+                self._large.extend(late)
+        self._large.append(seconds)
+
+    def _slow(self, seconds: float) -> bool:
+        """Return whether the bytes of a large probe took much longer than those of the shortest that is kept."""
+        if not self._small or not self._large:
+            return False
+        small_s = min(self._small)
+        usual_s = max(min(self._large) - small_s, SHORTEST_S)
+        return seconds - small_s > max(SLOWER * usual_s, SLOW_S * self._travels)
 
     def round_trip_s(self) -> float | None:
         """Return the shortest of the last round trips of a small probe, or None.

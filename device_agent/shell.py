@@ -26,6 +26,7 @@ from device_agent.loader_thread import AskAgain, LoaderThread
 from device_agent.mesh_links import MeshLinks
 from device_agent.meter import METERED, Meter
 from device_agent.network import PLANES, Network
+from device_agent.pauses import Pauses
 from device_agent.probe import BUSY_S
 from device_agent.subscriptions import Subscriptions
 from hepti_mqtt.config.state import latest_boot
@@ -90,6 +91,7 @@ class Shell:
             log,
         )
         self._subscriptions = Subscriptions(network)
+        self._pauses = Pauses(network, links)
         self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
@@ -175,6 +177,8 @@ class Shell:
                 # The rest of what the run says is void; what the session wants besides, a Program built, is not.
                 self._carry([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
+        if self._session.runs.idle:
+            self._pauses.take(clock())
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()

@@ -1,0 +1,113 @@
+"""Large probes between runs: whom they go to, and when."""
+
+import time
+
+import pytest
+from shell_support import TOPICS, TWO, devices, request
+from test_device_agent_mesh_links import Pair
+
+from device_agent.pauses import APART_S, Pauses
+from device_agent.probe import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES
+from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.wire import frames
+
+RATE = 1e7
+
+
+@pytest.fixture
+def device():
+    yield from devices()
+
+
+@pytest.fixture
+def pair():
+    made = Pair()
+    yield made
+    made.a.links.close()
+    made.b.links.close()
+
+
+def probes(d):
+    """Return what a device has sent itself through the broker."""
+    return [p for topic, p, _, _ in d.planes["data"].published if topic == TOPICS.probe("d0")]
+
+
+def measured(d, large=True):
+    """Let a device know its way to the broker."""
+    for now in range(6):
+        answer(d.network.prober, d.network.prober.due(float(now), not large), float(now))
+
+
+def answer(prober, payloads, now, rate=RATE):
+    for payload in payloads:
+        frame = frames.decode(payload)
+        prober.received(frame, now + 0.001 + 2 * (len(frame.body) - SMALL_BYTES) / rate)
+
+
+def test_a_large_probe_leaves_when_a_run_has_ended(device):
+    d = device()
+    d.ready()
+    measured(d)
+    d.run(request()[2])
+    (probe,) = probes(d)
+    assert len(probe) > LARGE_BYTES
+    d.run(request(admission=2)[2])
+    assert len(probes(d)) == 1, "the next one has time"
+
+
+def test_none_leaves_while_a_run_awaits_others(device):
+    d = device()
+    d.ready(TWO)
+    measured(d)
+    d.run(request(plan=TWO)[2])
+    assert probes(d) == []
+
+
+def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(device):
+    d = device()
+    d.join()
+    measured(d)
+    pauses = Pauses(d.network, None)
+    times = []
+    for tenth in range(600):
+        now = 100 + tenth / 10
+        pauses.take(now)
+        if len(probes(d)) > len(times):
+            times.append(now)
+            answer(d.network.prober, probes(d)[-1:], now)
+    assert [b - a for a, b in zip(times, times[1:], strict=False)] == pytest.approx([LARGE_EVERY_S] * (len(times) - 1))
+    assert len(times) >= 60 // LARGE_EVERY_S
+
+
+@pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
+def test_ways_take_turns_and_all_are_measured_again_once_one_has_fallen(device, pair):
+    d = device()
+    d.join()
+    measured(d, large=False)
+    pair.introduce()
+    links = pair.a.links
+    links.probe(time.perf_counter(), busy=True)
+    pair.until(lambda: "b" in links.probes.reports(), "a has measured its way to b")
+
+    def sent():
+        """Return how many large ones have left by each way."""
+        return len(probes(d)), links.edges()["b"].bytes_out // LARGE_BYTES
+
+    pauses, now, seen = Pauses(d.network, links), 1e6, []
+    for _ in range(4):
+        pauses.take(now)
+        pauses.take(now + APART_S / 2)  # too soon
+        seen.append(sent())
+        now += APART_S
+    assert seen == [(1, 0), (1, 1), (2, 1), (2, 2)]
+    pauses.take(now)
+    for _ in range(2 * FIRST_LARGE):
+        pauses.take(now)
+        now += APART_S
+    before = sent()
+    pauses.take(now)
+    assert sent() == before, "nothing is due"
+    d.network.prober.falls += 1
+    pauses.take(now)
+    pauses.take(now + APART_S)
+    assert sent() == (before[0] + 1, before[1] + 1)
