@@ -18,7 +18,7 @@ BROKER: Final = ""
 
 
 class Pauses:
-    """Probes the broker's way and those to peers, in turn; for the session thread. links: to peers, None without mesh."""
+    """Probes the broker's way and those to peers, in turn; for the session thread. links: None without mesh."""
 
     def __init__(self, network: Network, links: MeshLinks | None) -> None:
         self._network, self._links = network, links

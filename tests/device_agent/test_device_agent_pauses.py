@@ -1,6 +1,7 @@
 """Large probes between runs: whom they go to, and when."""
 
 import time
+from itertools import pairwise
 
 import pytest
 from shell_support import TOPICS, TWO, devices, request
@@ -75,7 +76,7 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
         if len(probes(d)) > len(times):
             times.append(now)
             answer(d.network.prober, probes(d)[-1:], now)
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == pytest.approx([LARGE_EVERY_S] * (len(times) - 1))
+    assert [b - a for a, b in pairwise(times)] == pytest.approx([LARGE_EVERY_S] * (len(times) - 1))
     assert len(times) >= 60 // LARGE_EVERY_S
 
 
