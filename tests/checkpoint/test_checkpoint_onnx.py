@@ -84,13 +84,27 @@ def a_mean(path):
     return m.save(path, m.put("Reshape", x, m.constant([1, -1], np.int64)))
 
 
+def two_flattenings(path):
+    m = Made()
+    x = m.put("Flatten", m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2])))
+    x = m.put("Reshape", m.put("Relu", x), m.constant([1, -1], np.int64))
+    return m.save(path, m.put("Gemm", x, m.weight(5, 100), transB=1))
+
+
+def a_sum_of_flattened_rows(path):
+    m = Made()
+    maps = [m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2]) for _ in range(2)]
+    x = m.put("Relu", m.put("Add", *(m.put("Flatten", x) for x in maps)))
+    return m.save(path, m.put("Gemm", x, m.weight(5, 100), transB=1))
+
+
 def evaluated(path, pixels):
     """Return what ONNX's evaluator computes of pixels as they are, [rows, columns]."""
     found = evaluator.ReferenceEvaluator(str(path)).run(None, {"x": pixels})[0]
     return found[0].transpose(1, 2, 0).reshape(-1, found.shape[1]) if found.ndim == 4 else found
 
 
-@pytest.mark.parametrize("make", [every_operator, a_map, a_mean])
+@pytest.mark.parametrize("make", [every_operator, a_map, a_mean, two_flattenings, a_sum_of_flattened_rows])
 def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     path = make(tmp_path / "Some Net.onnx")
     with Checkpoint.open(path) as checkpoint:
@@ -140,6 +154,15 @@ def too_large(m):
     return m.put("Conv", "x", m.weight(4, 3, 15, 15))
 
 
+def flat_answer(m):
+    return m.put("Relu", m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 1, 1))))
+
+
+def two_orders(m):
+    flat = m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 12, 12)))
+    return m.put("Gemm", m.put("Add", flat, m.put("Gemm", flat, m.weight(16, 16))), m.weight(16, 5))
+
+
 def good(m):
     return m.put("Conv", "x", m.weight(4, 3, 1, 1))
 
@@ -153,6 +176,8 @@ def good(m):
         (added, None, r"Add 'the Add': a constant is supported only behind a MatMul"),
         (norm_alone, None, r"BatchNormalization .* only behind a Conv"),
         (too_large, None, r"conv_0.*window of \[15, 15\] is larger than the padded map of \[13, 13\]"),
+        (flat_answer, None, r"the last node 'relu_2' is a flattened map, .* leave out the flattening"),
+        (two_orders, None, r"node 'sum_3' adds rows in different orders"),
         (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
         (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
         (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),

@@ -42,24 +42,12 @@ def _conv_tensors(node: Conv, channels: int) -> Iterator[TensorSource]:
 
 def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
     k, n = spec.shapes[node.inputs[0]][1], node.columns
-    first = _flattened(spec, node.inputs[0])
+    first = spec.flattened.get(node.inputs[0], ())
     stored = (k, n) if node.stored_in_out else (n, k)
     turned = not node.stored_in_out
     yield TensorSource(f"{node.name}.weight", (k, n), (node.weight,), stored, turned, "packed", channels_first=first)
     if node.bias:
         yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
-
-
-def _flattened(spec: CnnSpec, name: str) -> tuple[int, ...]:
-    """Return the map [C, Y, X] that a row was flattened from, as a checkpoint has it; empty if it was none."""
-    by_name = {node.name: node for node in spec.nodes}
-    node = by_name.get(name)
-    while isinstance(node, nodes.Activation):
-        node = by_name.get(node.inputs[0])
-    if not isinstance(node, nodes.Flatten):
-        return ()
-    y, x, c = (1, *spec.shapes[node.inputs[0]])[-3:]
-    return () if y * x == 1 else (c, y, x)
 
 
 def add(net: Net, spec: CnnSpec, shape: RequestShape) -> None:
