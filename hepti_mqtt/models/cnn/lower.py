@@ -173,17 +173,16 @@ class _Adder:
         return readers[0] if alone and isinstance(readers[0], nodes.Activation) else None
 
     def role(self, node: Node) -> str:
-        """Return the role of a map: what its only reader does in the same kernel has no place of its own."""
+        """Return the role of a map or row: what its only reader does in the same kernel has no place of its own."""
+        own = roles.MAP if len(self.spec.shapes[node.name]) == 3 else roles.FLAT
         readers = self.spec.readers(node.name)
         if len(readers) == 1 and node.name != self.last:
             reader = readers[0]
             if isinstance(reader, nodes.Activation):
                 return roles.MAP_SUM
             if isinstance(node, Conv) and isinstance(reader, nodes.Add):
-                return (
-                    roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else roles.MAP
-                )
-        return roles.MAP
+                return roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else own
+        return own
 
 
 _ADDS: Final[Mapping[type[Node], Callable[[_Adder, Any], None]]] = {
