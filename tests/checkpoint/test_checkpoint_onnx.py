@@ -163,6 +163,10 @@ def two_orders(m):
     return m.put("Gemm", m.put("Add", flat, m.put("Gemm", flat, m.weight(16, 16))), m.weight(16, 5))
 
 
+def shares_of_pixels(m):
+    return m.put("Softmax", m.put("Conv", "x", m.weight(4, 3, 1, 1)), axis=1)
+
+
 def good(m):
     return m.put("Conv", "x", m.weight(4, 3, 1, 1))
 
@@ -178,6 +182,11 @@ def good(m):
         (too_large, None, r"conv_0.*window of \[15, 15\] is larger than the padded map of \[13, 13\]"),
         (flat_answer, None, r"the last node 'relu_2' is a flattened map, .* leave out the flattening"),
         (two_orders, None, r"node 'sum_3' adds rows in different orders"),
+        (
+            shares_of_pixels,
+            None,
+            r"Softmax 'the Softmax': it is supported only behind a row of labels; export .*without",
+        ),
         (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
         (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
         (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),
