@@ -80,7 +80,7 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
             slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
             if slow is not None:
                 raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
-            if opened.format == "JPEG" and (scans := file.count(_SCAN)) > MAX_SCANS:
+            if opened.format in ("JPEG", "MPO") and (scans := file.count(_SCAN)) > MAX_SCANS:
                 raise RequestError(f"{name} has {scans} scans, and at most {MAX_SCANS} are read; save it anew")
             yield opened
     except RequestError:
