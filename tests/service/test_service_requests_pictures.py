@@ -146,6 +146,10 @@ def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, mon
 
 
 def test_pictures_that_take_long_to_read_are_refused(vision):
+    for header, values in ((b"P6", b"\xc8" * 12), (b"P5", b"\xc8" * 4)):
+        assert prepare(vision, {"image": base64.b64encode(header + b" 2 2 255\n" + values).decode()})
+        with pytest.raises(RequestError, match="PPM of another largest value than 255"):
+            prepare(vision, {"image": base64.b64encode(header + b" 2 2 254\n" + values).decode()})
     plain = b"P3\n2 2\n255\n" + b"0 0 0 " * 4
     with pytest.raises(RequestError, match="PPM in plain text"):
         prepare(vision, {"image": base64.b64encode(plain).decode()})
