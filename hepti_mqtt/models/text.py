@@ -180,6 +180,9 @@ def task_head(
     pooler: whether the plain model has a dense layer with tanh on the first row. classify, fill: the activation of the
     dense layer before the labels, and before the vocabulary.
     """
+    # Sentence-transformers loads the base model, whatever head `architectures` names.
+    if task == "masked_token" and "modules.json" in extras:
+        return _sentence_head(extras)
     if task == "masked_token":
         tied = config.flag("tie_word_embeddings", True)
         return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)

@@ -109,6 +109,16 @@ def test_sentence_transformers_directories():
         assert spec_of(BERT, extras).max_tokens == want
 
 
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM"])
+def test_sentence_transformers_leave_out_the_head_for_masks(architecture):
+    extras = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
+    config = {"architectures": [architecture], "pad_token_id": 1, "embedding_size": 32}
+    spec = spec_of(BERT, extras, **config)
+    assert (spec.head.task, spec.head.pooling, spec.head.normalize) == ("embedding", "mean", True)
+    assert not [source for source in models.tensor_sources(spec) if source.name.startswith("head.")]
+    assert spec_of(BERT, **config).head.task == "masked_token"
+
+
 def test_labels_of_a_classifier():
     bert = {**BERT, "architectures": ["BertForSequenceClassification"]}
     assert spec_of(bert).head.labels == ("LABEL_0", "LABEL_1")
