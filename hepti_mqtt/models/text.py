@@ -194,10 +194,16 @@ def task_head(
 
 def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
     """Return the positions, or what sentence-transformers cuts texts to where that is less."""
-    file = "sentence_bert_config.json"
-    if file not in extras:
+    file, tokenizer = "sentence_bert_config.json", "tokenizer_config.json"
+    length = Config(file, extras.get(file, {})).get("max_seq_length", None)
+    if length is not None:
+        return min(positions, Config(file, extras[file]).positive("max_seq_length"))
+    if "modules.json" not in extras:
         return positions
-    return min(positions, Config(file, extras[file]).positive("max_seq_length", positions))
+    # Where the tokenizer knows no limit, the file says 1e30.
+    return max(
+        1, int(min(positions, Config(tokenizer, extras.get(tokenizer, {})).number("model_max_length", positions)))
+    )
 
 
 def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
@@ -217,12 +223,21 @@ def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
             f"{file} is missing, though modules.json names it; restore the file as the model was published"
         )
     pooling = Config(file, extras[file])
-    modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
+    modes = _modes(pooling)
     normalize = types[-1] == "Normalize"
-    if modes == ["pooling_mode_mean_tokens"]:
+    if modes in (["mean"], ["pooling_mode_mean_tokens"]):
         return TaskHead("embedding", "mean", normalize=normalize)
-    if modes == ["pooling_mode_cls_token"]:
+    if modes in (["cls"], ["pooling_mode_cls_token"]):
         return TaskHead("embedding", "cls", normalize=normalize)
     raise UnsupportedModelError(
-        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, pooling_mode_cls_token"
+        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, "
+        "pooling_mode_cls_token, or a pooling_mode of mean or cls"
     )
+
+
+def _modes(pooling: Config) -> list[Any]:
+    """Return how rows are pooled: what `pooling_mode` names, or else the flags of old files that are set."""
+    named = pooling.get("pooling_mode", None)
+    if named is not None:
+        return named if isinstance(named, list) else [named]
+    return [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]

@@ -109,6 +109,29 @@ def test_sentence_transformers_directories():
         assert spec_of(BERT, extras).max_tokens == want
 
 
+@pytest.mark.parametrize("mode", ["mean", "cls", ["mean"]])
+def test_sentence_transformers_6_names_the_pooling(mode):
+    pooling = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
+    head = spec_of(BERT, {"modules.json": MODULES, "1_Pooling/config.json": pooling}).head
+    assert (head.task, head.pooling) == ("embedding", mode if isinstance(mode, str) else mode[0])
+
+
+@pytest.mark.parametrize(
+    ("length", "own", "want"),
+    [(None, 16, 16), (None, 64, 40), (None, 10**30, 40), (None, 1e30, 40), (None, None, 40), (24, 16, 24)],
+)
+def test_without_a_limit_of_its_own_a_sentence_model_has_its_tokenizers(length, own, want):
+    files = {
+        "sentence_bert_config.json": {"max_seq_length": length},
+        "tokenizer_config.json": {"model_max_length": own},
+    }
+    extras = {"modules.json": MODULES, "1_Pooling/config.json": MEAN, **files}
+    assert spec_of(BERT, extras).max_tokens == want
+    del extras["sentence_bert_config.json"]
+    assert spec_of(BERT, extras).max_tokens == min(own or 40, 40)
+    assert spec_of(BERT, files).max_tokens == (length or 40)  # no directory of sentence-transformers
+
+
 @pytest.mark.parametrize("architecture", ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM"])
 def test_sentence_transformers_leave_out_the_head_for_masks(architecture):
     extras = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
@@ -196,6 +219,17 @@ def test_what_is_not_supported_says_what_is(base, changes, says):
         ({"modules.json": MODULES, "1_Pooling/config.json": {**MEAN, "pooling_mode_cls_token": True}}, "pooling"),
         ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode_mean_tokens": 1}}, "true or false"),
         ({"modules.json": MODULES, "1_Pooling/config.json": []}, "expected a JSON object"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": "max"}}, r"pooling \['max'\] is not"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": ["mean", "cls"]}}, "'mean', 'cls'"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": 1}}, r"pooling \[1\] is not"),
+        (
+            {
+                "modules.json": MODULES,
+                "1_Pooling/config.json": MEAN,
+                "tokenizer_config.json": {"model_max_length": "9"},
+            },
+            "model_max_length",
+        ),
         ({"sentence_bert_config.json": {"max_seq_length": "128"}}, "max_seq_length"),
     ],
 )
