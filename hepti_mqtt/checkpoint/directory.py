@@ -26,6 +26,7 @@ from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, T
 _EXTRAS: Final = (
     "preprocessor_config.json",
     "modules.json",
+    "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "special_tokens_map.json",
     "tokenizer_config.json",

@@ -192,6 +192,21 @@ def task_head(
     return _sentence_head(extras) if "modules.json" in extras else TaskHead(task, "cls", pooler=pooler)
 
 
+def prompt(extras: Mapping[str, Any]) -> str:
+    """Return what a sentence-transformers directory puts before every text; raises ModelError."""
+    file = "config_sentence_transformers.json"
+    config = Config(file, extras.get(file, {}))
+    name, prompts = config.get("default_prompt_name", None), config.get("prompts", {})
+    if name is None:
+        return ""
+    if not isinstance(prompts, Mapping):
+        raise config.wrong("prompts", "an object of names and texts", prompts)
+    found = prompts.get(name) if isinstance(name, str) else None
+    if not isinstance(found, str):
+        raise ModelError(f"{file}: default_prompt_name {name!r} is none of its prompts {[*prompts]}; restore the file")
+    return found
+
+
 def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
     """Return the positions, or what sentence-transformers cuts texts to where that is less."""
     file, tokenizer = "sentence_bert_config.json", "tokenizer_config.json"
@@ -223,6 +238,11 @@ def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
             f"{file} is missing, though modules.json names it; restore the file as the model was published"
         )
     pooling = Config(file, extras[file])
+    if prompt(extras) and not pooling.flag("include_prompt", True):
+        raise UnsupportedModelError(
+            f"{file}: include_prompt false is supported only without a default_prompt_name in "
+            "config_sentence_transformers.json, since all tokens are pooled here; use a model that pools its prompt"
+        )
     modes = _modes(pooling)
     normalize = types[-1] == "Normalize"
     if modes in (["mean"], ["pooling_mode_mean_tokens"]):

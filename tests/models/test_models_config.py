@@ -37,6 +37,14 @@ MODULES = [
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "word_embedding_dimension": 32}
 
 
+NO_PROMPT = {"1_Pooling/config.json": {**MEAN, "include_prompt": False}}
+
+
+def prompted(options):
+    files = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
+    return {**files, "config_sentence_transformers.json": options}
+
+
 def spec_of(base, extras=None, **changes):
     config = {k: v for k, v in {**base, **changes}.items() if v != "absent"}
     return models.spec_from_config(config, extras or {})
@@ -231,6 +239,14 @@ def test_what_is_not_supported_says_what_is(base, changes, says):
             "model_max_length",
         ),
         ({"sentence_bert_config.json": {"max_seq_length": "128"}}, "max_seq_length"),
+        (prompted({"default_prompt_name": "q"}), "default_prompt_name 'q' is none of its prompts"),
+        (prompted({"default_prompt_name": "q", "prompts": {"q": 1}}), "default_prompt_name 'q' is none of its prompts"),
+        (prompted({"default_prompt_name": "q", "prompts": []}), "'prompts' must be an object"),
+        (prompted([]), "config_sentence_transformers.json: expected a JSON object"),
+        (
+            {**prompted({"default_prompt_name": "q", "prompts": {"q": "x"}}), **NO_PROMPT},
+            "include_prompt false is supported only without a default_prompt_name",
+        ),
     ],
 )
 def test_wrong_sentence_transformers_files_are_named(extras, says):
