@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -128,6 +129,21 @@ def test_a_directory_names_labels_and_pictures(tmp_path):
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.spec.head.labels == ("a", "b", "c", "d", "e")
         assert checkpoint.spec.shortest == 0
+
+
+def test_weights_in_files_beside_are_hashed_again_when_they_change(tmp_path):
+    m = Made()
+    path = m.save(tmp_path / "model.onnx", m.put("Conv", "x", m.weight(4, 3, 1, 1), m.weight(4)))
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
+    with Checkpoint.open(path) as checkpoint:
+        first = checkpoint.manifest
+    data = np.fromfile(tmp_path / "weights", np.float32)
+    (data + 1).tofile(tmp_path / "weights")
+    os.utime(tmp_path / "weights", ns=(1, 1))
+    with Checkpoint.open(path) as checkpoint:
+        second = checkpoint.manifest
+        assert all(a.hashes != b.hashes for a, b in zip(first.entries, second.entries, strict=True))
+        assert checkpoint.tile(second.entries[0].hashes[0])
 
 
 def unknown(m):
