@@ -18,6 +18,7 @@ from hepti_mqtt.checkpoint.onnx_nodes import OPERATORS, Reader, Step
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 
 FILE: Final = "model.onnx"
+_OPSET: Final = 7  # before, Reshape and Add meant other things
 _DTYPES: Final[Mapping[str, str]] = {"float16": "F16", "float32": "F32", "float64": "F64"}
 _EXPORT: Final = (
     "export it with fixed sizes and one picture: torch.onnx.export(model.eval(), torch.zeros(1, 3, 224, 224), "
@@ -87,6 +88,9 @@ def _load(path: Path) -> tuple[Any, list[Stamp]]:
         raise ModelError(
             f"{path} cannot be read as ONNX ({error}); it may be an incomplete copy: copy it again"
         ) from error
+    opset = max((used.version for used in model.opset_import if used.domain in ("", "ai.onnx")), default=1)
+    if opset < _OPSET:
+        raise UnsupportedModelError(f"{path}: opset {opset} is not supported; export it with {_OPSET} or later")
     return model.graph, stamps
 
 

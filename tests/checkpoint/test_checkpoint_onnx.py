@@ -179,6 +179,10 @@ def two_orders(m):
     return m.put("Gemm", m.put("Add", flat, m.put("Gemm", flat, m.weight(16, 16))), m.weight(16, 5))
 
 
+def no_groups(m):
+    return m.put("Conv", "x", m.weight(4, 3, 1, 1), group=0)
+
+
 def shares_of_pixels(m):
     return m.put("Softmax", m.put("Conv", "x", m.weight(4, 3, 1, 1)), axis=1)
 
@@ -203,6 +207,7 @@ def good(m):
             None,
             r"Softmax 'the Softmax': it is supported only behind a row of labels; export .*without",
         ),
+        (no_groups, None, r"node 'conv_0' \(conv\) cannot be computed: 'groups' must be an integer >= 1, got 0"),
         (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
         (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
         (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),
@@ -214,6 +219,17 @@ def test_what_is_not_supported_is_named(net, dims, says, tmp_path):
     last = net(m)
     path = m.save(tmp_path / "m.onnx", last, dims or (1, 3, SIDE, SIDE))
     with pytest.raises(ModelError, match=says):
+        Checkpoint.open(path)
+
+
+def test_an_old_opset_is_refused(tmp_path):
+    """Its Reshape has the shape as an attribute, and its Add says itself how it broadcasts."""
+    m = Made()
+    path = m.save(tmp_path / "m.onnx", m.put("Reshape", m.put("Conv", "x", m.weight(4, 3, 1, 1)), shape=[1, -1]))
+    model = onnx.load(path)
+    model.opset_import[0].version = 4
+    onnx.save(model, path)
+    with pytest.raises(UnsupportedModelError, match="opset 4 is not supported; export it with 7 or later"):
         Checkpoint.open(path)
 
 
