@@ -26,6 +26,7 @@ from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, T
 _EXTRAS: Final = (
     "preprocessor_config.json",
     "modules.json",
+    "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "special_tokens_map.json",
     "tokenizer_config.json",
@@ -113,7 +114,7 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
         sources = tuple(self._tensors)
-        kept = hash_cache.cache_path((file.stamp for file in self._files), sources)
+        kept = hash_cache.cache_path((stamp for file in self._files for stamp in file.stamps), sources)
         manifest = hash_cache.load(kept, self.model)
         if manifest is None:
             manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))

@@ -5,7 +5,7 @@ Both look at one stored row at a time, so that a model's weights are never held 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,8 +37,8 @@ class Weights(Protocol):
     """An open file of tensors."""
 
     @property
-    def stamp(self) -> tuple[str, int, int]:
-        """Return its path, size and modification time."""
+    def stamps(self) -> Sequence[tuple[str, int, int]]:
+        """Return path, size and modification time of each file that it is in."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:

@@ -13,10 +13,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hepti_mqtt.checkpoint.hash_cache import Stamp
 from hepti_mqtt.checkpoint.onnx_nodes import OPERATORS, Reader, Step
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 
 FILE: Final = "model.onnx"
+_OPSET: Final = 7  # before, Reshape and Add meant other things
 _DTYPES: Final[Mapping[str, str]] = {"float16": "F16", "float32": "F32", "float64": "F64"}
 _EXPORT: Final = (
     "export it with fixed sizes and one picture: torch.onnx.export(model.eval(), torch.zeros(1, 3, 224, 224), "
@@ -44,12 +46,7 @@ class OnnxFile:
 
     def __init__(self, path: Path, beside: Mapping[str, Any]) -> None:
         """Read `path`; beside: the config.json of its directory, for labels. Raises ModelError."""
-        graph = _load(path)
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read ({error}); copy it again") from error
-        self.stamp = (str(path.resolve()), status.st_size, status.st_mtime_ns)
+        graph, self.stamps = _load(path)
         constants = dict(_constants(graph))
         size, given = _input(path, graph, constants)
         reader = Reader(size, given, constants)
@@ -74,17 +71,38 @@ def find(path: Path) -> Path | None:
     return inside if inside.is_file() and not any((path / name).is_file() for name in others) else None
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> tuple[Any, list[Stamp]]:
+    """Return a file's graph, and the stamps of all files that its weights are in."""
     try:
         import onnx
+        from onnx.external_data_helper import load_external_data_for_model
     except ImportError as error:
         raise ModelError(f"{path} needs the package onnx; install it: pip install onnx") from error
     try:
-        return onnx.load(os.fspath(path)).graph
+        # A stamp is older than what is read, so that a file that changes meanwhile is another one at the next start.
+        stamps = [_stamp(path)]
+        model = onnx.load(os.fspath(path), load_external_data=False)
+        stamps += [_stamp(path.parent / name) for name in sorted(_beside(model.graph))]
+        load_external_data_for_model(model, os.fspath(path.parent))
     except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to
         raise ModelError(
             f"{path} cannot be read as ONNX ({error}); it may be an incomplete copy: copy it again"
         ) from error
+    opset = max((used.version for used in model.opset_import if used.domain in ("", "ai.onnx")), default=1)
+    if opset < _OPSET:
+        raise UnsupportedModelError(f"{path}: opset {opset} is not supported; export it with {_OPSET} or later")
+    return model.graph, stamps
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return str(path.resolve()), status.st_size, status.st_mtime_ns
+
+
+def _beside(graph: Any) -> set[str]:
+    """Return the names of the files that hold weights beside the graph's own."""
+    tensors = [*graph.initializer, *(attribute.t for node in graph.node for attribute in node.attribute)]
+    return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
 
 
 def _constants(graph: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -107,10 +107,13 @@ class Reader:
         return self._source(step)
 
     def softmax(self, step: Step) -> str:
-        """Leave out a softmax at the end: labels get their scores elsewhere."""
+        """Leave out a softmax behind labels at the end, which get their scores elsewhere."""
         if step.outputs[0] != self._answer:
             raise _wrong(step, "it is supported only at the end")
-        return self._source(step)
+        source = self._source(step)
+        if len(self._shapes[source]) != 2:
+            raise _wrong(step, "it is supported only behind a row of labels; export the model without it")
+        return source
 
     def conv(self, step: Step) -> str:
         weight = self._weight(step, 1, 4)

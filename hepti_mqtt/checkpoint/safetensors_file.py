@@ -70,7 +70,7 @@ class WeightsFile:
                 f"{path} cannot be read as safetensors ({error}); it may be an incomplete copy: copy it again"
             ) from error
         status = os.fstat(self._fd)
-        self.stamp = (str(path.resolve()), status.st_size, status.st_mtime_ns)
+        self.stamps = [(str(path.resolve()), status.st_size, status.st_mtime_ns)]
         self.tensors = self._header()
 
     def _header(self) -> Mapping[str, StoredTensor]:

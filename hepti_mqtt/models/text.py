@@ -180,6 +180,9 @@ def task_head(
     pooler: whether the plain model has a dense layer with tanh on the first row. classify, fill: the activation of the
     dense layer before the labels, and before the vocabulary.
     """
+    # Sentence-transformers loads the base model, whatever head `architectures` names.
+    if task == "masked_token" and "modules.json" in extras:
+        return _sentence_head(extras)
     if task == "masked_token":
         tied = config.flag("tie_word_embeddings", True)
         return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)
@@ -189,12 +192,33 @@ def task_head(
     return _sentence_head(extras) if "modules.json" in extras else TaskHead(task, "cls", pooler=pooler)
 
 
+def prompt(extras: Mapping[str, Any]) -> str:
+    """Return what a sentence-transformers directory puts before every text; raises ModelError."""
+    file = "config_sentence_transformers.json"
+    config = Config(file, extras.get(file, {}))
+    name, prompts = config.get("default_prompt_name", None), config.get("prompts", {})
+    if name is None:
+        return ""
+    if not isinstance(prompts, Mapping):
+        raise config.wrong("prompts", "an object of names and texts", prompts)
+    found = prompts.get(name) if isinstance(name, str) else None
+    if not isinstance(found, str):
+        raise ModelError(f"{file}: default_prompt_name {name!r} is none of its prompts {[*prompts]}; restore the file")
+    return found
+
+
 def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
     """Return the positions, or what sentence-transformers cuts texts to where that is less."""
-    file = "sentence_bert_config.json"
-    if file not in extras:
+    file, tokenizer = "sentence_bert_config.json", "tokenizer_config.json"
+    length = Config(file, extras.get(file, {})).get("max_seq_length", None)
+    if length is not None:
+        return min(positions, Config(file, extras[file]).positive("max_seq_length"))
+    if "modules.json" not in extras:
         return positions
-    return min(positions, Config(file, extras[file]).positive("max_seq_length", positions))
+    # Where the tokenizer knows no limit, the file says 1e30.
+    return max(
+        1, int(min(positions, Config(tokenizer, extras.get(tokenizer, {})).number("model_max_length", positions)))
+    )
 
 
 def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
@@ -214,12 +238,26 @@ def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
             f"{file} is missing, though modules.json names it; restore the file as the model was published"
         )
     pooling = Config(file, extras[file])
-    modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
+    if prompt(extras) and not pooling.flag("include_prompt", True):
+        raise UnsupportedModelError(
+            f"{file}: include_prompt false is supported only without a default_prompt_name in "
+            "config_sentence_transformers.json, since all tokens are pooled here; use a model that pools its prompt"
+        )
+    modes = _modes(pooling)
     normalize = types[-1] == "Normalize"
-    if modes == ["pooling_mode_mean_tokens"]:
+    if modes in (["mean"], ["pooling_mode_mean_tokens"]):
         return TaskHead("embedding", "mean", normalize=normalize)
-    if modes == ["pooling_mode_cls_token"]:
+    if modes in (["cls"], ["pooling_mode_cls_token"]):
         return TaskHead("embedding", "cls", normalize=normalize)
     raise UnsupportedModelError(
-        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, pooling_mode_cls_token"
+        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, "
+        "pooling_mode_cls_token, or a pooling_mode of mean or cls"
     )
+
+
+def _modes(pooling: Config) -> list[Any]:
+    """Return how rows are pooled: what `pooling_mode` names, or else the flags of old files that are set."""
+    named = pooling.get("pooling_mode", None)
+    if named is not None:
+        return named if isinstance(named, list) else [named]
+    return [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, Final, get_args
 
 from hepti_mqtt.errors import BadNameError, RequestError
@@ -111,7 +110,7 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     deadline = data.get("deadline_ms")
     if deadline is not None:
         number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-        if not number or not isfinite(deadline) or not 0 < deadline <= MAX_DEADLINE_MS:
+        if not number or not 0 < deadline <= MAX_DEADLINE_MS:
             raise RequestError(f"deadline_ms must be a number above 0, at most {MAX_DEADLINE_MS}")
     reply_to = data.get("reply_to")
     if reply_to is not None and not isinstance(reply_to, str):

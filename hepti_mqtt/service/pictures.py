@@ -22,7 +22,11 @@ from hepti_mqtt.service.values import kind
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 # Pillow decodes these in Python: seconds for a megabyte, and no other thread runs meanwhile.
-_SLOW: Final = {"ppm_plain": "PPM in plain text", "bmp_rle": "BMP with run lengths"}
+_SLOW: Final = {
+    "ppm": "PPM of another largest value than 255",
+    "ppm_plain": "PPM in plain text",
+    "bmp_rle": "BMP with run lengths",
+}
 _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it takes to decode a pixel
 _SPACES: Final = b" \t\r\n"
 _SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
@@ -80,7 +84,7 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
             slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
             if slow is not None:
                 raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
-            if opened.format == "JPEG" and (scans := file.count(_SCAN)) > MAX_SCANS:
+            if opened.format in ("JPEG", "MPO") and (scans := file.count(_SCAN)) > MAX_SCANS:
                 raise RequestError(f"{name} has {scans} scans, and at most {MAX_SCANS} are read; save it anew")
             yield opened
     except RequestError:

@@ -11,6 +11,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.reads import Text
+from hepti_mqtt.models.text import prompt
 from hepti_mqtt.service.limits import Characters
 from hepti_mqtt.service.values import kind
 
@@ -55,7 +56,7 @@ def _cleaned(checkpoint: Checkpoint, text: str) -> str:
     if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
         return text
     file = "sentence_bert_config.json"
-    text = text.strip()
+    text = f"{prompt(checkpoint.extras)}{text}".strip()
     return text.lower() if Config(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
 
 

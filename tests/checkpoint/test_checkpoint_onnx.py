@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -84,13 +85,27 @@ def a_mean(path):
     return m.save(path, m.put("Reshape", x, m.constant([1, -1], np.int64)))
 
 
+def two_flattenings(path):
+    m = Made()
+    x = m.put("Flatten", m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2])))
+    x = m.put("Reshape", m.put("Relu", x), m.constant([1, -1], np.int64))
+    return m.save(path, m.put("Gemm", x, m.weight(5, 100), transB=1))
+
+
+def a_sum_of_flattened_rows(path):
+    m = Made()
+    maps = [m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2]) for _ in range(2)]
+    x = m.put("Relu", m.put("Add", *(m.put("Flatten", x) for x in maps)))
+    return m.save(path, m.put("Gemm", x, m.weight(5, 100), transB=1))
+
+
 def evaluated(path, pixels):
     """Return what ONNX's evaluator computes of pixels as they are, [rows, columns]."""
     found = evaluator.ReferenceEvaluator(str(path)).run(None, {"x": pixels})[0]
     return found[0].transpose(1, 2, 0).reshape(-1, found.shape[1]) if found.ndim == 4 else found
 
 
-@pytest.mark.parametrize("make", [every_operator, a_map, a_mean])
+@pytest.mark.parametrize("make", [every_operator, a_map, a_mean, two_flattenings, a_sum_of_flattened_rows])
 def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     path = make(tmp_path / "Some Net.onnx")
     with Checkpoint.open(path) as checkpoint:
@@ -114,6 +129,21 @@ def test_a_directory_names_labels_and_pictures(tmp_path):
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.spec.head.labels == ("a", "b", "c", "d", "e")
         assert checkpoint.spec.shortest == 0
+
+
+def test_weights_in_files_beside_are_hashed_again_when_they_change(tmp_path):
+    m = Made()
+    path = m.save(tmp_path / "model.onnx", m.put("Conv", "x", m.weight(4, 3, 1, 1), m.weight(4)))
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
+    with Checkpoint.open(path) as checkpoint:
+        first = checkpoint.manifest
+    data = np.fromfile(tmp_path / "weights", np.float32)
+    (data + 1).tofile(tmp_path / "weights")
+    os.utime(tmp_path / "weights", ns=(1, 1))
+    with Checkpoint.open(path) as checkpoint:
+        second = checkpoint.manifest
+        assert all(a.hashes != b.hashes for a, b in zip(first.entries, second.entries, strict=True))
+        assert checkpoint.tile(second.entries[0].hashes[0])
 
 
 def unknown(m):
@@ -140,6 +170,23 @@ def too_large(m):
     return m.put("Conv", "x", m.weight(4, 3, 15, 15))
 
 
+def flat_answer(m):
+    return m.put("Relu", m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 1, 1))))
+
+
+def two_orders(m):
+    flat = m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 12, 12)))
+    return m.put("Gemm", m.put("Add", flat, m.put("Gemm", flat, m.weight(16, 16))), m.weight(16, 5))
+
+
+def no_groups(m):
+    return m.put("Conv", "x", m.weight(4, 3, 1, 1), group=0)
+
+
+def shares_of_pixels(m):
+    return m.put("Softmax", m.put("Conv", "x", m.weight(4, 3, 1, 1)), axis=1)
+
+
 def good(m):
     return m.put("Conv", "x", m.weight(4, 3, 1, 1))
 
@@ -153,6 +200,14 @@ def good(m):
         (added, None, r"Add 'the Add': a constant is supported only behind a MatMul"),
         (norm_alone, None, r"BatchNormalization .* only behind a Conv"),
         (too_large, None, r"conv_0.*window of \[15, 15\] is larger than the padded map of \[13, 13\]"),
+        (flat_answer, None, r"the last node 'relu_2' is a flattened map, .* leave out the flattening"),
+        (two_orders, None, r"node 'sum_3' adds rows in different orders"),
+        (
+            shares_of_pixels,
+            None,
+            r"Softmax 'the Softmax': it is supported only behind a row of labels; export .*without",
+        ),
+        (no_groups, None, r"node 'conv_0' \(conv\) cannot be computed: 'groups' must be an integer >= 1, got 0"),
         (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
         (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
         (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),
@@ -164,6 +219,17 @@ def test_what_is_not_supported_is_named(net, dims, says, tmp_path):
     last = net(m)
     path = m.save(tmp_path / "m.onnx", last, dims or (1, 3, SIDE, SIDE))
     with pytest.raises(ModelError, match=says):
+        Checkpoint.open(path)
+
+
+def test_an_old_opset_is_refused(tmp_path):
+    """Its Reshape has the shape as an attribute, and its Add says itself how it broadcasts."""
+    m = Made()
+    path = m.save(tmp_path / "m.onnx", m.put("Reshape", m.put("Conv", "x", m.weight(4, 3, 1, 1)), shape=[1, -1]))
+    model = onnx.load(path)
+    model.opset_import[0].version = 4
+    onnx.save(model, path)
+    with pytest.raises(UnsupportedModelError, match="opset 4 is not supported; export it with 7 or later"):
         Checkpoint.open(path)
 
 

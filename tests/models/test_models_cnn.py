@@ -129,6 +129,31 @@ def test_wrong_configs_are_named(kind, pre, changes, says):
         spec_of(kind, pre, **changes)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"kernel": 3}, "'kernel' must be two integers >= 1, got 3"),
+        ({"kernel": [3, 3, 3]}, "'kernel' must be two integers >= 1"),
+        ({"stride": [0, 0]}, r"'stride' must be two integers >= 1, got \(0, 0\)"),
+        ({"dilation": [1, True]}, "'dilation' must be two integers >= 1"),
+        ({"pad": 1}, "'pad' must be four integers >= 0, got 1"),
+        ({"pad": [1, 1, 1, -1]}, "'pad' must be four integers >= 0"),
+        ({"groups": 0}, "'groups' must be an integer >= 1, got 0"),
+        ({"channels": "4"}, "'channels' must be an integer >= 1, got '4'"),
+        ({"inputs": "image"}, "'inputs' must be a list of names, got 'image'"),
+        ({"inputs": [["image"]]}, "'inputs' must be a list of names"),
+        ({"name": {}}, "'name' must be a string"),
+        ({"weight": 1}, "'weight' must be a string"),
+        ({"norm": "bn1"}, "'norm' must be a batch norm's names and eps"),
+        ({"norm": {**dict.fromkeys(("weight", "bias", "mean", "variance"), "n"), "eps": "small"}}, "'norm' must be"),
+    ],
+)
+def test_a_wrong_field_of_a_listed_node_is_named(wrong, says):
+    first, *others = KINDS["tiny-convnet"].config["nodes"]
+    with pytest.raises(ModelError, match=rf"node .* \(conv\) cannot be computed: {says}"):
+        spec_of("tiny-convnet", nodes=[{**first, **wrong}, *others])
+
+
 def test_an_architecture_that_is_not_known_lists_those_that_are():
     with pytest.raises(
         UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"

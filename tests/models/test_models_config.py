@@ -37,6 +37,14 @@ MODULES = [
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "word_embedding_dimension": 32}
 
 
+NO_PROMPT = {"1_Pooling/config.json": {**MEAN, "include_prompt": False}}
+
+
+def prompted(options):
+    files = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
+    return {**files, "config_sentence_transformers.json": options}
+
+
 def spec_of(base, extras=None, **changes):
     config = {k: v for k, v in {**base, **changes}.items() if v != "absent"}
     return models.spec_from_config(config, extras or {})
@@ -107,6 +115,39 @@ def test_sentence_transformers_directories():
     for length, want in limits:
         extras["sentence_bert_config.json"] = {"max_seq_length": length}
         assert spec_of(BERT, extras).max_tokens == want
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", ["mean"]])
+def test_sentence_transformers_6_names_the_pooling(mode):
+    pooling = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
+    head = spec_of(BERT, {"modules.json": MODULES, "1_Pooling/config.json": pooling}).head
+    assert (head.task, head.pooling) == ("embedding", mode if isinstance(mode, str) else mode[0])
+
+
+@pytest.mark.parametrize(
+    ("length", "own", "want"),
+    [(None, 16, 16), (None, 64, 40), (None, 10**30, 40), (None, 1e30, 40), (None, None, 40), (24, 16, 24)],
+)
+def test_without_a_limit_of_its_own_a_sentence_model_has_its_tokenizers(length, own, want):
+    files = {
+        "sentence_bert_config.json": {"max_seq_length": length},
+        "tokenizer_config.json": {"model_max_length": own},
+    }
+    extras = {"modules.json": MODULES, "1_Pooling/config.json": MEAN, **files}
+    assert spec_of(BERT, extras).max_tokens == want
+    del extras["sentence_bert_config.json"]
+    assert spec_of(BERT, extras).max_tokens == min(own or 40, 40)
+    assert spec_of(BERT, files).max_tokens == (length or 40)  # no directory of sentence-transformers
+
+
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM"])
+def test_sentence_transformers_leave_out_the_head_for_masks(architecture):
+    extras = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
+    config = {"architectures": [architecture], "pad_token_id": 1, "embedding_size": 32}
+    spec = spec_of(BERT, extras, **config)
+    assert (spec.head.task, spec.head.pooling, spec.head.normalize) == ("embedding", "mean", True)
+    assert not [source for source in models.tensor_sources(spec) if source.name.startswith("head.")]
+    assert spec_of(BERT, **config).head.task == "masked_token"
 
 
 def test_labels_of_a_classifier():
@@ -186,7 +227,26 @@ def test_what_is_not_supported_says_what_is(base, changes, says):
         ({"modules.json": MODULES, "1_Pooling/config.json": {**MEAN, "pooling_mode_cls_token": True}}, "pooling"),
         ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode_mean_tokens": 1}}, "true or false"),
         ({"modules.json": MODULES, "1_Pooling/config.json": []}, "expected a JSON object"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": "max"}}, r"pooling \['max'\] is not"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": ["mean", "cls"]}}, "'mean', 'cls'"),
+        ({"modules.json": MODULES, "1_Pooling/config.json": {"pooling_mode": 1}}, r"pooling \[1\] is not"),
+        (
+            {
+                "modules.json": MODULES,
+                "1_Pooling/config.json": MEAN,
+                "tokenizer_config.json": {"model_max_length": "9"},
+            },
+            "model_max_length",
+        ),
         ({"sentence_bert_config.json": {"max_seq_length": "128"}}, "max_seq_length"),
+        (prompted({"default_prompt_name": "q"}), "default_prompt_name 'q' is none of its prompts"),
+        (prompted({"default_prompt_name": "q", "prompts": {"q": 1}}), "default_prompt_name 'q' is none of its prompts"),
+        (prompted({"default_prompt_name": "q", "prompts": []}), "'prompts' must be an object"),
+        (prompted([]), "config_sentence_transformers.json: expected a JSON object"),
+        (
+            {**prompted({"default_prompt_name": "q", "prompts": {"q": "x"}}), **NO_PROMPT},
+            "include_prompt false is supported only without a default_prompt_name",
+        ),
     ],
 )
 def test_wrong_sentence_transformers_files_are_named(extras, says):

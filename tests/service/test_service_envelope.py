@@ -53,6 +53,8 @@ def test_a_variant_alone_is_a_pin_that_no_hurried_plan_passes_over():
         {"deadline_ms": "soon"},
         {"deadline_ms": True},
         {"deadline_ms": float("inf")},
+        {"deadline_ms": float("nan")},
+        {"deadline_ms": 10**400},
         {"reply_to": 5},
         {"strategy": "magic"},
         {"strategy": 5},

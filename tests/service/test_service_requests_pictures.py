@@ -146,6 +146,10 @@ def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, mon
 
 
 def test_pictures_that_take_long_to_read_are_refused(vision):
+    for header, values in ((b"P6", b"\xc8" * 12), (b"P5", b"\xc8" * 4)):
+        assert prepare(vision, {"image": base64.b64encode(header + b" 2 2 255\n" + values).decode()})
+        with pytest.raises(RequestError, match="PPM of another largest value than 255"):
+            prepare(vision, {"image": base64.b64encode(header + b" 2 2 254\n" + values).decode()})
     plain = b"P3\n2 2\n255\n" + b"0 0 0 " * 4
     with pytest.raises(RequestError, match="PPM in plain text"):
         prepare(vision, {"image": base64.b64encode(plain).decode()})
@@ -155,9 +159,15 @@ def test_pictures_that_take_long_to_read_are_refused(vision):
     run_lengths[30] = 1  # the kind of compression
     with pytest.raises(RequestError, match="BMP with run lengths"):
         prepare(vision, {"image": base64.b64encode(run_lengths).decode()})
+
+
+@pytest.mark.parametrize(("kind", "more"), [("JPEG", {}), ("MPO", {"save_all": True, "append_images": [noise(8, 8)]})])
+def test_scans_of_a_picture_are_bounded(kind, more, vision):
+    """MPO is what phones write: several JPEG files behind each other, of which the first is read."""
     progressive = io.BytesIO()
-    noise(8, 8).save(progressive, "JPEG", progressive=True)
+    noise(8, 8).save(progressive, kind, progressive=True, **more)
     assert prepare(vision, {"image": base64.b64encode(progressive.getvalue()).decode()})
-    scans = progressive.getvalue()[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100
+    before, end, behind = progressive.getvalue().partition(b"\xff\xd9")
+    scans = before + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100 + end + behind
     with pytest.raises(RequestError, match="scans"):
         prepare(vision, {"image": base64.b64encode(scans).decode()})

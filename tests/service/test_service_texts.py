@@ -95,7 +95,7 @@ def ids_of(path, text, **request):
     with Checkpoint.open(path) as opened:
         opened.tokenizer.normalizer = normalizers.Sequence([])
         opened.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return prepare(opened, {"text": text, **request}).inputs.tolist()
+        return prepare(opened, {"text": text, **request} if text else request).inputs.tolist()
 
 
 def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_path):
@@ -104,6 +104,18 @@ def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_
     assert ids_of(path, "The") != ids_of(path, "the")
     (path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
     assert ids_of(path, "The ") == ids_of(path, "the")
+
+
+def test_the_prompt_that_a_sentence_model_names_comes_before_every_text(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    want, alone = ids_of(path, "warm the door"), ids_of(path, "the door")
+    options = {"prompts": {"query": " warm ", "document": ""}, "default_prompt_name": "query"}
+    file = path / "config_sentence_transformers.json"
+    file.write_text(json.dumps(options))
+    assert ids_of(path, "the door") == want
+    assert ids_of(path, None, ids=[2, 3]) == [2, 3]
+    file.write_text(json.dumps({**options, "default_prompt_name": None}))
+    assert ids_of(path, "the door") == alone
 
 
 def test_other_models_get_texts_as_they_are(tmp_path):

@@ -56,6 +56,11 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> CnnSpe
     if labels and made.shapes[nodes[-1].name] != (1, len(labels)):
         found = list(made.shapes[nodes[-1].name])
         raise ModelError(f"config.json: the last node gives {found}, and there are {len(labels)} labels in id2label")
+    if nodes[-1].name in made.flattened:
+        raise ModelError(
+            f"the last node {nodes[-1].name!r} is a flattened map, whose channels come last here and first in a "
+            "checkpoint; leave out the flattening: then the map is the answer"
+        )
     return made
 
 

@@ -42,24 +42,12 @@ def _conv_tensors(node: Conv, channels: int) -> Iterator[TensorSource]:
 
 def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
     k, n = spec.shapes[node.inputs[0]][1], node.columns
-    first = _flattened(spec, node.inputs[0])
+    first = spec.flattened.get(node.inputs[0], ())
     stored = (k, n) if node.stored_in_out else (n, k)
     turned = not node.stored_in_out
     yield TensorSource(f"{node.name}.weight", (k, n), (node.weight,), stored, turned, "packed", channels_first=first)
     if node.bias:
         yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
-
-
-def _flattened(spec: CnnSpec, name: str) -> tuple[int, ...]:
-    """Return the map [C, Y, X] that a row was flattened from, as a checkpoint has it; empty if it was none."""
-    by_name = {node.name: node for node in spec.nodes}
-    node = by_name.get(name)
-    while isinstance(node, nodes.Activation):
-        node = by_name.get(node.inputs[0])
-    if not isinstance(node, nodes.Flatten):
-        return ()
-    y, x, c = (1, *spec.shapes[node.inputs[0]])[-3:]
-    return () if y * x == 1 else (c, y, x)
 
 
 def add(net: Net, spec: CnnSpec, shape: RequestShape) -> None:
@@ -185,17 +173,16 @@ class _Adder:
         return readers[0] if alone and isinstance(readers[0], nodes.Activation) else None
 
     def role(self, node: Node) -> str:
-        """Return the role of a map: what its only reader does in the same kernel has no place of its own."""
+        """Return the role of a map or row: what its only reader does in the same kernel has no place of its own."""
+        own = roles.MAP if len(self.spec.shapes[node.name]) == 3 else roles.FLAT
         readers = self.spec.readers(node.name)
         if len(readers) == 1 and node.name != self.last:
             reader = readers[0]
             if isinstance(reader, nodes.Activation):
                 return roles.MAP_SUM
             if isinstance(node, Conv) and isinstance(reader, nodes.Add):
-                return (
-                    roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else roles.MAP
-                )
-        return roles.MAP
+                return roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else own
+        return own
 
 
 _ADDS: Final[Mapping[type[Node], Callable[[_Adder, Any], None]]] = {

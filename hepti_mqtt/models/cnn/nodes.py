@@ -6,8 +6,9 @@ four of a pad are top, left, bottom, right. weight, bias: names of tensors in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Final
 
@@ -193,10 +194,41 @@ _DEFAULTS: Final = {
 
 def node_from_dict(data: Mapping[str, Any]) -> Node:
     """Return the node that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "op"}
-    if isinstance(fields.get("norm"), Mapping):
-        fields["norm"] = BatchNorm(**fields["norm"])
-    return KINDS[data["op"]](**fields)
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "op"}
+    if isinstance(given.get("norm"), Mapping):
+        given["norm"] = BatchNorm(**given["norm"])
+    return KINDS[data["op"]](**given)
+
+
+def _check(node: Node) -> None:
+    """Raise ValueError for a field that cannot be what it should be."""
+    for field in fields(node):
+        what, good = _FIELDS[str(field.type)]
+        value = getattr(node, field.name)
+        if not good(value):
+            raise ValueError(f"{field.name!r} must be {what}, got {value!r}")
+
+
+def _integers(value: Any, count: int, least: int) -> bool:
+    return isinstance(value, tuple) and len(value) == count and all(type(v) is int and v >= least for v in value)
+
+
+def _norm(value: Any) -> bool:
+    named = isinstance(value, BatchNorm) and all(
+        isinstance(name, str) for name in (value.weight, value.bias, value.mean, value.variance)
+    )
+    return value is None or (named and isinstance(value.eps, int | float) and 0 <= value.eps <= sys.float_info.max)
+
+
+_FIELDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
+    "str": ("a string", lambda v: isinstance(v, str)),
+    "tuple[str, ...]": ("a list of names", lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v)),
+    "int": ("an integer >= 1", lambda v: _integers((v,), 1, 1)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "Pair": ("two integers >= 1", lambda v: _integers(v, 2, 1)),
+    "Pad": ("four integers >= 0", lambda v: _integers(v, 4, 0)),
+    "BatchNorm | None": ("a batch norm's names and eps", _norm),
+}
 
 
 def shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
@@ -209,6 +241,7 @@ def more_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, D
     found = dict(known)
     for node in nodes:
         try:
+            _check(node)
             found[node.name] = node.shape(*(found[x] for x in node.inputs))
         except KeyError as error:
             raise ModelError(f"node {node.name!r} reads {error}, which no node before it computes") from error

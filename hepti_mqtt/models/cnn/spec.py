@@ -8,7 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Linear, Node, node_from_dict, shapes
+from hepti_mqtt.errors import ModelError
+from hepti_mqtt.models.cnn.nodes import IMAGE, Activation, Add, Dims, Flatten, Linear, Node, node_from_dict, shapes
 from hepti_mqtt.models.reads import Pictures
 from hepti_mqtt.spec import RequestShape, TaskHead
 
@@ -46,6 +47,29 @@ class CnnSpec:
     def shapes(self) -> Mapping[str, Dims]:
         """Return the shape of every tensor."""
         return shapes(self.nodes, (self.size, self.size, 3))
+
+    @cached_property
+    def flattened(self) -> Mapping[str, Dims]:
+        """Return the map [C, Y, X] that each row was flattened from, as a checkpoint has it; of others nothing.
+
+        Raises ModelError for a sum of rows whose numbers stand in different orders.
+        """
+        found: dict[str, Dims] = {}
+        for node in self.nodes:
+            source = self.shapes[node.inputs[0]]
+            if isinstance(node, Flatten) and len(source) == 3:
+                y, x, c = source
+                if c > 1 and y * x > 1:  # with either of them 1 channels come first and last alike
+                    found[node.name] = (c, y, x)
+            elif isinstance(node, Flatten | Activation | Add):
+                orders = {found.get(name, ()) for name in node.inputs}
+                if len(orders) > 1:
+                    raise ModelError(
+                        f"node {node.name!r} adds rows in different orders: a flattened map has its channels last "
+                        "here and first in a checkpoint; flatten behind the sum"
+                    )
+                found.update((node.name, order) for order in orders if order)
+        return found
 
     @cached_property
     def hidden(self) -> str:
