@@ -272,6 +272,8 @@ def _final(question: Question, c: Candidate) -> Candidate:
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
-        wire_error=question.errors.get(narrowed(c.plan)),
+        wire_error=max(
+            (e for run in c.plan.runs if (e := question.errors.get(narrowed(run))) is not None), default=None
+        ),
     )
     return replace(c, plan=plan, price=full)

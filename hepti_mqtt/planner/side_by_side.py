@@ -8,10 +8,11 @@ from typing import Final
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan import NARROW, Plan
 from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.wires import EXACT
 from hepti_mqtt.shares import Options
 from hepti_mqtt.strategies import Method
 
@@ -66,7 +67,7 @@ def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Questi
 
 
 def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
-    """Return one plan of several side by side, the fastest first."""
+    """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
     first = question.epoch
     replicas = tuple(
         replace(part, epoch=Epoch(first.boot, first.number + number))
@@ -78,6 +79,7 @@ def _joined(question: Question, method: Method, options: Options, parts: Sequenc
         strategy=method.name,
         options=options,
         devices=tuple(device for part in replicas for device in part.devices),
+        wire=next((wire for wire in NARROW if any(part.wire == wire for part in replicas)), EXACT),
         weights={},
         ranges={},
         relayed=(),
