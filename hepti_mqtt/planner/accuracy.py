@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models import random_inputs, shape_for
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import programs, widest
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
@@ -66,6 +66,7 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     """
     if plan.replicas:
         raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them one by one")
+    plan = widest(spec, plan)[0]  # a device that has no row of so short a request would exchange nothing
     weights = _Weights(tensors)
     found = dict.fromkeys(NARROW, 0.0)
     for want in WANTS:

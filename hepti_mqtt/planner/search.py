@@ -267,13 +267,12 @@ def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidat
 
 def _final(question: Question, c: Candidate) -> Candidate:
     full = price(question, c.plan, full=True, known=(c.price.needs, c.price.missing))
+    errors = [question.errors[key] for run in c.plan.runs if (key := narrowed(run)) in question.errors]
     plan = replace(
         c.plan,
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
-        wire_error=max(
-            (e for run in c.plan.runs if (e := question.errors.get(narrowed(run))) is not None), default=None
-        ),
+        wire_error=max(errors, default=None),
     )
     return replace(c, plan=plan, price=full)

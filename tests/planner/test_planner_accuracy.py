@@ -102,7 +102,7 @@ def test_an_error_is_measured_once_for_all_searches():
 
 
 def side_by_side(accuracy: float, *gflops: float):
-    """Return the plan of two replicas of devices that are as slow as their links, what is known then, and what was measured."""
+    """Return the plan of two replicas of devices as slow as their links, what is known then, what was measured."""
     slow = cluster(*(device(f"d{i}", speed) for i, speed in enumerate(gflops)), mbit=1.0)
     pins = {"strategy": "replicas", "options": {"groups": "2"}, "devices": None, "objective": "throughput"}
     known, measured = {}, []
@@ -142,6 +142,12 @@ def test_plans_side_by_side_are_not_measured_as_one():
     beside, _, _ = side_by_side(1e-6, 0.02, 0.006, 0.006)
     with pytest.raises(ValueError, match="each with a wire of its own"):
         wire_errors(SPEC, beside, TENSORS)
+
+
+def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
+    """Where no row of a short request is its own it exchanges nothing, and no wire would move anything."""
+    alike, least = (plan(SPEC, ("row", {"variant": "kv"}), (1.0, share)) for share in (1.0, 1e-3))
+    assert wire_errors(SPEC, least, TENSORS) == wire_errors(SPEC, alike, TENSORS)
 
 
 def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
