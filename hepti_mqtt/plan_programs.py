@@ -184,7 +184,9 @@ def _replicas(
     """Return the plans side by side of a method of groups: each under the first method that divides the model."""
     made = []
     for number, group in enumerate(() if method.groups is None else method.groups(options, weights), 1):
-        inside = next(m for m in STRATEGIES.values() if _divides(m, whole, len(group)))
+        inside = next((m for m in STRATEGIES.values() if _divides(m, whole, len(group))), None)
+        if inside is None:
+            raise ValueError(f"no method divides this model over {len(group)} devices")
         devices = tuple(template.devices[i] for i in group)
         shares = [weights[i] for i in group]
         head = template.head if template.head in devices else devices[0]

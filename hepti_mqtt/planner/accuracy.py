@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models import random_inputs, shape_for
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import programs, widest
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
@@ -48,11 +48,13 @@ def decide_within(question: Question, known: dict[Narrowed, float], measure: Mea
         return decide(question)
     while True:
         decision = decide(replace(question, errors=dict(known)))
-        plan = decision.chosen.plan
-        if plan.wire == EXACT or narrowed(plan) in known:
+        narrow = [run for run in decision.chosen.plan.runs if run.wire != EXACT]
+        if all(narrowed(run) in known for run in narrow):
             return decision
-        errors = measure(plan)
-        known.update({narrowed(plan, wire): errors[wire] for wire in NARROW})
+        for run in narrow:
+            if narrowed(run) not in known:  # replicas that are alike have one error
+                errors = measure(run)
+                known.update({narrowed(run, wire): errors[wire] for wire in NARROW})
 
 
 def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[WireDtype, float]:
@@ -60,8 +62,11 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
 
     Of the task and of hidden states, for inputs until they agree. Infinity where a value is not finite. tensors:
     canonical ones [in, out] or [n], read when they are asked for. Of plans with narrow weights only the wire's part is
-    found: the weights here are those of the checkpoint.
+    found: the weights here are those of the checkpoint. Raises ValueError for replicas, each of which has its own wire.
     """
+    if plan.replicas:
+        raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them one by one")
+    plan = widest(spec, plan)[0]  # a device that has no row of so short a request would exchange nothing
     weights = _Weights(tensors)
     found = dict.fromkeys(NARROW, 0.0)
     for want in WANTS:

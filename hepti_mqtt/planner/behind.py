@@ -66,7 +66,8 @@ class Floor:
         seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s[0] <= len(plan.devices)]
         if not seen:
             return TOGETHER * together * self._factor(plan)
-        more = min(beside * self._better(plan, latency, byte) for _, beside, latency, byte in seen)
+        ways = self._by_route(plan)
+        more = min(beside * _better(ways, latency, byte) for _, beside, latency, byte in seen)
         return (together + ELSEWHERE * more) * self._factor(plan)
 
     def refined(self, plan: Plan, priced_s: float) -> float:
@@ -74,14 +75,12 @@ class Floor:
         together = self.together(plan.devices)
         if together is None or len(plan.devices) == 1 or plan.replicas:
             return 0.0
-        more = (priced_s - together) * self._better(plan, *self._way(plan))
+        more = (priced_s - together) * _better(self._by_route(plan), *self._way(plan))
         return (together + REFINED * more) * self._factor(plan)
 
-    def _better(self, plan: Plan, latency_s: float, byte_s: float) -> float:
-        """Return what exchanges may take on the best route of a plan, as a part (0 to 1) of what a known way takes."""
-        ways = [self._way(on_route(self._question, plan, r)) for r in routes(self._question, plan.devices)]
-        less = (min(a / max(latency_s, 1e-9), b / max(byte_s, 1e-15)) for a, b in ways)
-        return min(1.0, *less)
+    def _by_route(self, plan: Plan) -> list[tuple[float, float]]:
+        """Return the way of a plan by each of its routes; it looks at every two devices."""
+        return [self._way(on_route(self._question, plan, r)) for r in routes(self._question, plan.devices)]
 
     def _factor(self, plan: Plan) -> float:
         """Return what runs have taught of a plan, by the route of which they have taught the best."""
@@ -102,3 +101,8 @@ class Floor:
                 rates, after = [way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s], way.latency_s
             latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
         return latency, byte
+
+
+def _better(ways: Sequence[tuple[float, float]], latency_s: float, byte_s: float) -> float:
+    """Return what exchanges may take by the best of some ways, as a part (0 to 1) of what a known way takes."""
+    return min(1.0, *(min(a / max(latency_s, 1e-9), b / max(byte_s, 1e-15)) for a, b in ways))

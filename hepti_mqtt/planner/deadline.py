@@ -9,7 +9,7 @@ from typing import Final
 from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.lanes import lanes_of
-from hepti_mqtt.planner.price import Question, memory, price
+from hepti_mqtt.planner.price import Question, gets_through, memory, price
 
 ROUNDS: Final = 6
 MARGIN: Final = 0.98  # beyond what was missed, since shares are whole rows
@@ -31,6 +31,7 @@ def in_time(question: Question, c: Candidate) -> Candidate:
             lanes = lanes_of(sooner, c.plan.devices)
             plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.weights, lanes)
             found = replace(best, plan=plan, price=price(question, plan, known=memory(question, plan)))
-            if not found.price.missing and found.price.seconds < best.price.seconds:
+            faster = not found.price.missing and found.price.seconds < best.price.seconds
+            if faster and gets_through(question, plan):
                 best = found
     return best

@@ -16,7 +16,7 @@ from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.behind import Floor
 from hepti_mqtt.planner.decision import Candidate
 from hepti_mqtt.planner.lanes import lanes_of
-from hepti_mqtt.planner.price import Question, memory, needed_bytes, plan_packet, price
+from hepti_mqtt.planner.price import Question, gets_through, memory, needed_bytes, price
 from hepti_mqtt.planner.subsets import kinds
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.spec import Spec
@@ -86,6 +86,15 @@ def priced(question: Question, draft: Draft) -> Candidate:
     return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
 
 
+def improved(question: Question, best: Candidate, plan: Plan, weights: Sequence[float]) -> Candidate | None:
+    """Return a plan with shares moved if it costs less than the best yet, and memory and broker take it too."""
+    found = guessed(question, Guess(plan, tuple(weights)))
+    if found.price.cost >= best.price.cost or not gets_through(question, plan):
+        return None
+    needs, missing = memory(question, plan)
+    return None if missing else replace(found, price=replace(found.price, needs=needs))
+
+
 def reweighted(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
     """Return a plan with other shares."""
     return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes_of(question, plan.devices))
@@ -141,7 +150,7 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
             draft = _fit_memory(question, _draft(question, c))
             if draft.missing:
                 short.append(draft)
-            elif question.packet_bytes is None or plan_packet(question, draft.plan) <= question.packet_bytes:
+            elif gets_through(question, draft.plan):
                 known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
                 c = priced(question, draft) if known is None else replace(c, price=known)
                 heappush(queue, (c.price.cost, n, c, True))

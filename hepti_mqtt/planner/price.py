@@ -175,6 +175,11 @@ def plan_packet(question: Question, plan: Plan) -> int:
     return max(largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
 
 
+def gets_through(question: Question, plan: Plan) -> bool:
+    """Return whether the broker takes every packet that a request of one sequence may need."""
+    return question.packet_bytes is None or plan_packet(question, plan) <= question.packet_bytes
+
+
 def tile_packet(question: Question) -> int:
     """Return the bytes of the largest packet that brings weights to a device."""
     most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))

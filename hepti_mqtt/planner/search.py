@@ -14,9 +14,9 @@ from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
-from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, guessed, priced, reweighted
+from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, improved, priced, reweighted
 from hepti_mqtt.planner.lanes import lanes_of
-from hepti_mqtt.planner.price import Question, memory, plan_packet, price, tile_packet
+from hepti_mqtt.planner.price import Question, gets_through, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.subsets import in_line, subsets
@@ -173,7 +173,7 @@ def _by_the_better_way(question: Question, c: Candidate) -> Candidate:
         for w in wires(question, c.plan)
     ]
     others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
-    through = (p for p in others if question.packet_bytes is None or plan_packet(question, p) <= question.packet_bytes)
+    through = (p for p in others if gets_through(question, p))
     priced = (replace(c, plan=p, price=price(question, p, known=_memory_as(question, c, p))) for p in through)
     return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
 
@@ -181,11 +181,6 @@ def _by_the_better_way(question: Question, c: Candidate) -> Candidate:
 def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return the memory of a candidate's plan in another way: the route changes nothing of it, the wire may."""
     return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory(question, plan)
-
-
-def _with_weights(question: Question, c: Candidate, weights: Sequence[float]) -> Candidate:
-    """Return a candidate with other shares; its memory is not worked out."""
-    return guessed(question, Guess(reweighted(question, c.plan, weights), tuple(weights)))
 
 
 def _balance(question: Question, c: Candidate) -> Candidate:
@@ -207,13 +202,10 @@ def _balance(question: Question, c: Candidate) -> Candidate:
         weights = tuple(
             w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.weights, busy, strict=True)
         )
-        moved = _with_weights(question, best, weights)
-        if moved.price.cost >= best.price.cost:
+        moved = improved(question, best, reweighted(question, best.plan, weights), weights)
+        if moved is None:
             break
-        needs, missing = memory(question, moved.plan)
-        if missing:
-            break
-        best = replace(moved, price=replace(moved.price, needs=needs))
+        best = moved
     return best
 
 
@@ -224,9 +216,9 @@ def _step_by_step(question: Question, c: Candidate) -> Candidate:
         for i in range(len(c.plan.devices)):
             for factor in (step, 1 / step):
                 weights = tuple(w * factor if j == i else w for j, w in enumerate(best.weights))
-                moved = _with_weights(question, best, weights)
-                if moved.price.cost < best.price.cost and not (known := memory(question, moved.plan))[1]:
-                    best = replace(moved, price=replace(moved.price, needs=known[0]))
+                moved = improved(question, best, reweighted(question, best.plan, weights), weights)
+                if moved is not None:
+                    best = moved
                     break
     return best
 
@@ -267,11 +259,12 @@ def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidat
 
 def _final(question: Question, c: Candidate) -> Candidate:
     full = price(question, c.plan, full=True, known=(c.price.needs, c.price.missing))
+    errors = [question.errors[key] for run in c.plan.runs if (key := narrowed(run)) in question.errors]
     plan = replace(
         c.plan,
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
-        wire_error=question.errors.get(narrowed(c.plan)),
+        wire_error=max(errors, default=None),
     )
     return replace(c, plan=plan, price=full)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hepti_mqtt.errors import PlanError
+from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan import NARROW, Plan
 from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.decision import Decision
 from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.wires import EXACT
 from hepti_mqtt.shares import Options
 from hepti_mqtt.strategies import Method
 
@@ -24,7 +25,8 @@ def side_by_side(
     """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
 
     Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
-    them says what is missing.
+    them says what is missing. Raises ConfigError for groups that are asked for, where no method divides the model over
+    one of them.
     """
     rows = max(question.shape.size, 1)
     speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
@@ -40,9 +42,8 @@ def side_by_side(
         groups = [tuple(by_speed[i] for i in group) for group in method.groups(options, speeds)]
         parts = [part for group in groups if (part := inside(group)) is not None]
         if not parts or (question.devices is not None and len(parts) < len(groups)):
-            template = Plan(question.naming.model, question.epoch, method.name, tuple(by_speed), by_speed[0])
-            template = replace(template, wire=question.wire, storage=question.storage)
-            yield make_plan(question.spec, template, method.name, options, speeds)
+            if (plan := _of_all(question, method, options, dict(zip(by_speed, speeds, strict=True)))) is not None:
+                yield plan
         elif len(parts) > 1 or question.strategy == method.name:
             yield _joined(question, method, options, parts)
 
@@ -65,8 +66,27 @@ def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Questi
     return next(able, None)
 
 
+def _of_all(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Plan | None:
+    """Return the plan of all devices, whether it fits or not; None if no other method divides the model so.
+
+    Raises ConfigError instead, if it is what was asked for.
+    """
+    devices = tuple(speeds)
+    template = Plan(question.naming.model, question.epoch, method.name, devices, devices[0])
+    template = replace(template, wire=question.wire, storage=question.storage)
+    try:
+        return make_plan(question.spec, template, method.name, options, tuple(speeds.values()))
+    except ValueError as error:
+        if question.strategy == method.name and question.options:
+            raise ConfigError(
+                f"{question.naming.model} cannot have such {method.name}: {error}; leave out the groups, and each "
+                "device is one by itself"
+            ) from error
+        return None
+
+
 def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
-    """Return one plan of several side by side, the fastest first."""
+    """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
     first = question.epoch
     replicas = tuple(
         replace(part, epoch=Epoch(first.boot, first.number + number))
@@ -78,6 +98,7 @@ def _joined(question: Question, method: Method, options: Options, parts: Sequenc
         strategy=method.name,
         options=options,
         devices=tuple(device for part in replicas for device in part.devices),
+        wire=next((wire for wire in NARROW if any(part.wire == wire for part in replicas)), EXACT),
         weights={},
         ranges={},
         relayed=(),

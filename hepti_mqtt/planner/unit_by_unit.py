@@ -9,8 +9,8 @@ from typing import Final
 
 from hepti_mqtt.plan import Range
 from hepti_mqtt.planner.decision import Candidate
-from hepti_mqtt.planner.fitting import Guess, guessed
-from hepti_mqtt.planner.price import Question, memory
+from hepti_mqtt.planner.fitting import improved
+from hepti_mqtt.planner.price import Question
 from hepti_mqtt.strategies import STRATEGIES
 
 MOST: Final = 256  # units of a share; more are divided as finely as weights say
@@ -35,9 +35,8 @@ def _better(question: Question, c: Candidate, kind: str) -> Candidate | None:
     busy = [c.price.use[device].compute_s for device in c.plan.devices]
     for ranges in _moved(c.plan.ranges[kind], busy):
         plan = replace(c.plan, ranges={**c.plan.ranges, kind: ranges})
-        found = guessed(question, Guess(plan, c.weights))
-        if found.price.cost < c.price.cost and not (known := memory(question, plan))[1]:
-            return replace(found, price=replace(found.price, needs=known[0]))
+        if (found := improved(question, c, plan, c.weights)) is not None:
+            return found
     return None
 
 

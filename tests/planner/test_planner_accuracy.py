@@ -15,7 +15,7 @@ from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.plan import NARROW
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide_within, wire_errors
-from hepti_mqtt.planner.wires import FAR, MARGIN, wires
+from hepti_mqtt.planner.wires import FAR, MARGIN, narrowed, wires
 from hepti_mqtt.simulate import Naming
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -99,6 +99,55 @@ def test_an_error_is_measured_once_for_all_searches():
     again, measured = decided(known, accuracy=1e-3)
     assert (again, measured) == (first, [])
     assert {key[2] for key in known} == set(NARROW)
+
+
+def side_by_side(accuracy: float, *gflops: float):
+    """Return the plan of two replicas of devices as slow as their links, what is known then, what was measured."""
+    slow = cluster(*(device(f"d{i}", speed) for i, speed in enumerate(gflops)), mbit=1.0)
+    pins = {"strategy": "replicas", "options": {"groups": "2"}, "devices": None, "objective": "throughput"}
+    known, measured = {}, []
+
+    def measure(plan):
+        measured.append(plan)
+        return wire_errors(SPEC, plan, TENSORS)
+
+    question = replace(asked(accuracy=accuracy, **pins), cluster=slow)
+    return decide_within(question, known, measure).chosen.plan, known, measured
+
+
+def test_replicas_keep_the_budget_each_with_its_own_wire():
+    exact, known, measured = side_by_side(1e-6, 0.02, 0.019, 0.018, 0.017)
+    assert [(len(part.devices), part.wire) for part in exact.replicas] == [(2, "f32"), (2, "f32")]
+    assert (exact.wire, exact.wire_error) == ("f32", None)
+    assert measured
+    assert not any(part.replicas for part in measured)
+    assert min(known.values()) > 0, "a narrow wire that was compared with itself would move nothing"
+    narrow, known, measured = side_by_side(0.05, 0.02, 0.019, 0.018, 0.017)
+    assert {part.wire for part in narrow.replicas} == {"i8"}
+    assert [part.wire_error for part in narrow.replicas] == [known[narrowed(part)] for part in narrow.replicas]
+    assert 1e-3 < narrow.wire_error == max(part.wire_error for part in narrow.replicas)
+
+
+def test_a_replica_of_two_devices_beside_a_faster_one_alone_is_measured():
+    exact, known, measured = side_by_side(1e-6, 0.02, 0.006, 0.006)
+    assert [(len(part.devices), part.wire) for part in exact.replicas] == [(1, "f32"), (2, "f32")]
+    assert {key[:2] for key in known} == {(part.method, 2) for part in measured}
+    narrow, _, _ = side_by_side(0.05, 0.02, 0.006, 0.006)
+    assert [part.wire for part in narrow.replicas] == ["f32", "i8"]
+    assert narrow.wire_error == narrow.replicas[1].wire_error > 0
+    assert narrow.wire == "i8", "what is said of all of it is the narrowest"
+
+
+def test_plans_side_by_side_are_not_measured_as_one():
+    beside, _, _ = side_by_side(1e-6, 0.02, 0.006, 0.006)
+    with pytest.raises(ValueError, match="each with a wire of its own"):
+        wire_errors(SPEC, beside, TENSORS)
+
+
+def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
+    """Where no row of a short request is its own it exchanges nothing, and no wire would move anything."""
+    alike, least = (plan(SPEC, ("row", {"variant": "kv"}), (1.0, share)) for share in (1.0, 1e-3))
+    assert wire_errors(SPEC, least, TENSORS) == wire_errors(SPEC, alike, TENSORS)
 
 
 def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():

@@ -10,6 +10,7 @@ from test_planner_search import cluster, device, four_pis, question
 
 from hepti_mqtt.cluster import Link, PeerLink
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.planner import decide
 from hepti_mqtt.planner.fitting import Guess, _queue, _whole_bytes, fitting, guessed
 from hepti_mqtt.planner.search import _initial
 from hepti_mqtt.planner.subsets import subsets
@@ -47,6 +48,35 @@ def test_a_device_that_differs_is_tried_with_and_without_the_others(other):
 def test_two_that_cannot_connect_are_unlike_the_others():
     apart = frozenset({("pi0", "pi1"), ("pi1", "pi0")})
     assert [s for s in tried(four_pis(100), apart) if len(s) == 2] == [("pi0", "pi1"), ("pi0", "pi2"), ("pi2", "pi3")]
+
+
+def slow_links(site, *names):
+    """Return a site on which some devices have links that are hundreds of times slower."""
+    return replace(site, links=site.links | dict.fromkeys(names, Link(2.5e-3, 2.5e5, 2.5e5)))
+
+
+def test_devices_with_good_links_are_tried_without_faster_ones_with_bad_links():
+    names = ("fast0", "fast1", *NAMES)
+    pis = (device(name, 0.02 - 1e-4 * i) for i, name in enumerate(NAMES))
+    site = slow_links(cluster(device("fast0", 0.03), device("fast1", 0.029), *pis), "fast0", "fast1")
+    asked = question(SPEC, site, tokens=20, strategy="row", options={"variant": "kv"})
+    sets = list(subsets(asked, names, pinned=False))
+    assert {NAMES[:2], NAMES[:3], NAMES} <= set(sets)
+    assert set(decide(asked).chosen.plan.devices) == set(NAMES)
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 16), (8, 32), (16, 33), (64, 89)])
+def test_of_many_devices_few_sets_are_tried(count, most):
+    """The price of a set grows with the square of its size: beyond a few devices not every size is tried."""
+    names = tuple(f"d{i}" for i in range(count))
+    site = cluster(*(device(name, 20 - 0.1 * i) for i, name in enumerate(names)))
+    for known in (site, slow_links(site, *names[::3])):
+        sets = list(subsets(question(SPEC, known), names, pinned=False))
+        assert len(set(sets)) == len(sets) <= most
+        assert {*((name,) for name in names), names[:2], names[:3], names[:4], names} <= set(sets)
+        assert all(some == tuple(sorted(some, key=names.index)) for some in sets), "the fastest first"
+        large = [some for some in sets if len(some) > 8]
+        assert len(large) <= 2 * len({len(some) for some in large})
 
 
 @pytest.mark.parametrize("mbit", [20, 940])

@@ -11,6 +11,8 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
@@ -115,6 +117,22 @@ def test_a_device_without_room_for_a_replica_is_left_out_unless_it_is_pinned():
         decide(question((1, 1), [ROOM, 1000], strategy="replicas", devices=("d0", "d1")))
     with pytest.raises(PlanError, match=r"d0 needs .* MiB missing"):
         decide(question((1, 1), [1000, 1000], strategy="replicas"))
+
+
+def test_a_model_that_no_method_divides_has_replicas_of_one_device_each():
+    nodes = (
+        Flatten(name="flat", inputs=("image",)),
+        Linear(name="first", inputs=("flat",), columns=16, weight="w"),
+        Activation(name="relu", inputs=("first",), function="relu"),
+        Linear(name="last", inputs=("relu",), columns=5, weight="v"),
+    )
+    spec = replace(spec_of_kind("tiny-vgg"), nodes=nodes)
+    asked = replace(question((1, 1, 1, 1), spec=spec), shape=largest_shape(spec))
+    for pins in ({"objective": "throughput"}, {"strategy": "replicas"}, {"devices": ("d0", "d1", "d2", "d3")}):
+        found = decide(replace(asked, **{"objective": "throughput", **pins})).chosen.plan
+        assert [part.strategy for part in found.replicas] == ["single"] * 4
+    with pytest.raises(ConfigError, match=r"m cannot have such replicas: no method divides this model over 2 devices;"):
+        decide(replace(asked, strategy="replicas", options={"groups": "2"}))
 
 
 def test_what_a_method_cannot_be_asked_for_is_an_error_that_names_the_limits():

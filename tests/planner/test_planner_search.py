@@ -19,7 +19,7 @@ from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import program, programs, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
-from hepti_mqtt.planner.search import WORTH
+from hepti_mqtt.planner.search import WORTH, _initial
 from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, programs_bytes, sent_bytes, weight_total
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
@@ -252,6 +252,19 @@ def test_a_plan_whose_packets_do_not_get_through_is_not_chosen():
     assert plan_packet(free, limited.chosen.plan) < sizes[best.method]
     allowed = decide(replace(free, packet_bytes=sizes[best.method])).chosen.plan
     assert replace(allowed, reason=best.reason) == best, "other candidates may not get through, so another is next best"
+
+
+@no_cover
+def test_shares_are_not_moved_to_where_packets_do_not_get_through():
+    """A device that computes slowly beside its matmuls gives rows away: the other's packets become larger."""
+    spec = replace(BASE, layers=2, hidden=384, heads=12, mlp=1536)
+    slow = replace(device("b", 18.0), attention_flops_per_s=2e8, rowwise_bytes_per_s=1e8)
+    asked = question(spec, cluster(device("a", 20.0), slow), devices=("a", "b"), strategy="row")
+    asked = replace(asked, options={"variant": "kv"})
+    sizes = [plan_packet(asked, found) for found in (next(_initial(asked)).plan, decide(asked).chosen.plan)]
+    assert sizes[0] < sizes[1]
+    limited = decide(replace(asked, packet_bytes=sum(sizes) // 2)).chosen.plan
+    assert plan_packet(asked, limited) <= sum(sizes) // 2
 
 
 @no_cover
