@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nets import divided, net, run, tensors
 
 from hepti_mqtt.cluster import Power
+from hepti_mqtt.lowering import Graph
 from hepti_mqtt.shares import Lane
 from hepti_mqtt.shares.coedge import Costs, costs_of, seconds_of, shares_of
 from hepti_mqtt.shares.consecutive import consecutive
@@ -91,6 +92,15 @@ def test_cuts_are_where_few_bytes_come_together():
     block = alone(residual, 1)
     assert "1.map" not in block
     assert "4.map" in block or {"2.map", "3.map"} & block == set()  # not inside, where two maps are live
+
+
+def test_nets_that_differ_in_names_alone_have_units_of_their_own():
+    other = Graph(
+        tuple(op.renamed(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
+        VGG.blocks,
+    )
+    assert {unit.op.name for unit in units(other)} == {f"other.{unit.op.name}" for unit in units(VGG)}
+    assert alone(other, 1) == {f"other.{name}" for name in alone(VGG, 1)}
 
 
 def test_only_cuts_that_a_net_has_are_priced():
