@@ -99,11 +99,14 @@ class _Merged:
         if op.to == (PLANNER,):
             return op._replace(slot=slot)
         if op.to != (HEAD,):
-            raise ValueError(f"{self.tasks[task]} sends to {', '.join(op.to)}: tasks of a bag exchange nothing")
+            name = self.tasks[task] if task >= 0 else "the head device"
+            raise ValueError(f"{name} sends to {', '.join(op.to)}: tasks of a bag exchange nothing")
         return op._replace(slot=slot, to=(self.head,), part=PARTS * (task + 1) + op.part)
 
     def _received(self, op: Recv, slot: Slot, task: int) -> Recv:
         if op.source == PLANNER:
             return op._replace(slot=slot, part=PARTS * (task + 1) + op.part, task=task)
+        if op.source not in self.tasks:
+            raise ValueError(f"{self.tasks[task]} hears the head device: tasks of a bag exchange nothing")
         part = PARTS * (self.tasks.index(op.source) + 1) + op.part
         return op._replace(slot=slot, source=self.head, others=self.others, part=part)

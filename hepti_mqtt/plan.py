@@ -108,6 +108,13 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Return the plan that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+        try:
+            return cls._read(data)
+        except (AttributeError, OverflowError) as error:  # a list for a mapping, an infinite number of a range
+            raise ValueError(f"a field of the plan is of another kind: {error}") from error
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Plan:
         fields = dict(data)
         boot, number = fields["epoch"]
         fields["epoch"] = Epoch(int(boot), int(number))

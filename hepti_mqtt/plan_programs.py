@@ -11,7 +11,7 @@ from typing import Final
 from hepti_mqtt.bag_programs import Bagged, with_work
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, Rewrite, SkippedError, Table, on, roles
-from hepti_mqtt.models import graph, largest_shape, shape_for
+from hepti_mqtt.models import graph, largest_shape, shape_for, storages
 from hepti_mqtt.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
@@ -53,13 +53,15 @@ def lowered(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
 
     Safe on any thread: the interpreter locks the cache, and what two threads work out at once is equal.
 
-    Raises KeyError for an unknown strategy, ValueError for shares that do not fit the model.
+    Raises KeyError for an unknown strategy, ValueError for shares or a storage of weights that do not fit the model.
     """
     return _lowered(spec, _Divided(plan.runs[0]), shape)
 
 
 @lru_cache(maxsize=LOWERED)
 def _lowered(spec: Spec, divided: _Divided, shape: RequestShape) -> Lowered:
+    if divided.plan.storage not in storages(spec):
+        raise ValueError(f"{spec.architecture} cannot multiply by weights in {divided.plan.storage}")
     short, outline = graph(spec, shape, skip=True), graph(spec, largest_shape(spec))
     rewrite = _rewrite(short, divided.plan)
     if short.skipped.blocks and (left := rewrite(short)).like(whole := rewrite(outline)):
@@ -216,7 +218,8 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
 def widest(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
     """Return plans whose Programs together use every weight and hear every peer that any request's Programs do.
 
-    In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part.
+    In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part: no
+    more devices have one than the longest request has rows (`Share.most`).
     Where a small map has fewer rows than there are devices that hides some, and the plan itself has them: a picture is
     always as large.
     """

@@ -67,7 +67,7 @@ def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
 
     A joint op has the name, role and index of the last of its parts.
     """
-    readers = Counter(name for op in graph.ops for name in set(op.inputs))
+    readers = Counter(name for op in graph.ops for name in op.inputs)
     ops: dict[str, Op] = {}
     placed = dict(pieces)
     gone: set[str] = set()

@@ -44,11 +44,12 @@ class Skipped(NamedTuple):
 NOTHING: Final = Skipped(0, 0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """Ops in topological order; blocks: the first op of each block.
 
-    skipped: what it is without. The index of an op is its place in the whole graph.
+    skipped: what it is without. The index of an op is its place in the whole graph. Graphs are not compared: equal ops
+    may differ in their names, by which tables and answers are made.
     """
 
     ops: tuple[Op, ...]

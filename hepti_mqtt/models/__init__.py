@@ -19,6 +19,7 @@ from hepti_mqtt.models.families import (
     shape_for,
     spec_from_config,
     spec_from_dict,
+    storages,
     tensor_sources,
 )
 from hepti_mqtt.models.kinds import Kind
@@ -46,6 +47,7 @@ __all__ = [
     "shape_for",
     "spec_from_config",
     "spec_from_dict",
+    "storages",
     "tensor_sources",
     "vector_ref",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from hepti_mqtt.models.reads import Decoding
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
 
@@ -30,7 +31,8 @@ Array = npt.NDArray[Any]
 class Family(Protocol):
     """What the module of a family has.
 
-    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`.
+    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`; by
+    default in every way: the matrices of its layers, called `layers.<i>. ...`, are then read by `linear` alone.
     """
 
     @property
@@ -160,6 +162,12 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
     [B, C, S, S].
     """
     return FAMILIES[spec.family].reference(spec, tensors, inputs, shape)
+
+
+def storages(spec: Spec) -> Sequence[Storage]:
+    """Return how the weights of a model may be kept."""
+    found: Sequence[Storage] = getattr(FAMILIES[spec.family], "STORAGES", get_args(Storage))
+    return found
 
 
 def layers(spec: Spec) -> int:

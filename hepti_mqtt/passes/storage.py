@@ -1,6 +1,7 @@
 """Narrower weights in memory, for every strategy alike: a pass from Program to Program.
 
-The matrices of the layers are stored narrow; what the stem and the task head use, biases and norms stay f32.
+The matrices of the layers are stored narrow; what the stem and the task head use, biases and norms stay f32. Plans of
+models whose layers read them by other kernels than `linear` have f32 alone (`models.storages`).
 """
 
 from __future__ import annotations

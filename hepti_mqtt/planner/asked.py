@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.models import storages
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.shares import Options
 from hepti_mqtt.strategies import STRATEGIES, Method
@@ -34,13 +35,19 @@ def check_pins(question: Question) -> None:
 
 
 def _check_storage(question: Question) -> None:
-    """Raise ConfigError for weights in another storage than the pinned variant can multiply by."""
+    """Raise ConfigError for weights in another storage than the model, or the pinned variant, can multiply by."""
+    able = storages(question.spec)
+    if question.storage not in able:
+        raise ConfigError(
+            f"{question.spec.architecture} can keep its weights in {' or '.join(able)} alone, and {question.storage} is "
+            f"asked for; leave out the weights, or ask for {able[0]}"
+        )
     if question.strategy is None or not question.options:
         return
-    storages = STRATEGIES[question.strategy].storages(question.options)
-    if question.storage not in storages:
+    able = STRATEGIES[question.strategy].storages(question.options)
+    if question.storage not in able:
         raise ConfigError(
-            f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(storages)}, and "
+            f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(able)}, and "
             f"{question.storage} is asked for; leave out the option, or the weights"
         )
 

@@ -32,6 +32,14 @@ class Share:
         """Return how many indices there are to share."""
         return graph.first(self.role).space[self.dim]
 
+    def most(self, graph: Graph, weights: Weights) -> tuple[float, ...]:
+        """Return the weights, the smallest ones as 0 where more devices have one than there are indices.
+
+        graph: of the longest request. Else the devices that have a part of it would depend on its length.
+        """
+        kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: self.total(graph)]
+        return tuple(weight if i in kept else 0.0 for i, weight in enumerate(weights))
+
     def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
         """Return one range of indices per device, in whole units; empty ones where a model has nothing of the role."""
         if self.role not in graph.roles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Final
 
@@ -15,12 +15,13 @@ GRID: Final = (4, 2)  # rows and columns of tiles
 TILES: Final = GRID[0] * GRID[1]
 
 
-def tiles(op: Op) -> Iterator[Mapping[int, Set]]:
-    """Yield what each tile has of a map's rows and columns, row by row."""
-    for y, x in product(*(apportion(op.space[dim], [1.0] * parts) for dim, parts in enumerate(GRID))):
-        yield {0: span(*y), 1: span(*x)}
+def tiles(op: Op) -> list[Mapping[int, Set]]:
+    """Return what each tile has of a map's rows and columns, row by row; a small map has fewer of them."""
+    sides = [[span(*r) for r in apportion(op.space[dim], [1.0] * parts)] for dim, parts in enumerate(GRID)]
+    return [{0: y, 1: x} for y, x in product(*sides) if y and x]
 
 
-def owners(weights: Weights) -> list[int]:
-    """Return the device of each tile, by shares, in order."""
-    return [i for i, (first, stop) in enumerate(apportion(TILES, weights)) for _ in range(first, stop)]
+def owned(op: Op, weights: Weights) -> list[tuple[int, Mapping[int, Set]]]:
+    """Return the tiles of a map, each with its device: by shares, in order."""
+    found = tiles(op)
+    return [(i, at) for i, (first, stop) in enumerate(apportion(len(found), weights)) for at in found[first:stop]]

@@ -133,6 +133,7 @@ def alone(graph: Graph, cut: int) -> frozenset[str]:
     if 0 < cut < len(sizes(graph)):
         rest = [*sizes(graph)[cut : cut + 2], 1][:2]
         first, stop = (next((i for i, u in enumerate(found) if _within(u, rows)), len(found)) for rows in rest)
+        stop = max(stop, first + 1)  # where maps grow, the first of one size can be the first of the next smaller too
         start = min(range(first + 1, stop + 1), key=lambda i: crossing(graph, i))
     small = {unit.op.name for unit in found if unit.op.role == roles.MAP and unit.size == 1}
     return frozenset(unit.op.name for unit in found[start:]) | small

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hepti_mqtt.lowering import Piece, Table, box, on, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.tiles import TILES, owners, tiles
+from hepti_mqtt.shares.tiles import TILES, owned
 from hepti_mqtt.shares.units import border
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
@@ -16,11 +16,11 @@ from hepti_mqtt.strategies.method import Division, Method
 
 def table(division: Division) -> Table:
     """Return the layouts: tiles of the maps that are read behind the cut, to the devices by their shares, in order."""
-    devices = owners(division.plan.weights["tiles"])
+    weights = division.plan.weights["tiles"]
     ends = border(division.graph, maps.cut_of(division.plan.options))
 
     def tiled(op: Op) -> list[Piece] | None:
-        return [Piece(d, box(op, at)) for d, at in zip(devices, tiles(op), strict=True)] if op.name in ends else None
+        return [Piece(d, box(op, at)) for d, at in owned(op, weights)] if op.name in ends else None
 
     return maps.table_of(division, tiled, on(division.head))
 

@@ -142,7 +142,7 @@ class Method:
         used = [1.0] * len(weights) if self.equal else list(weights)
         by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
-        if self.solve is None:
-            return by_length, ranges
-        solved = self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
-        return by_length | solved[0], ranges | solved[1]
+        if self.solve is not None:
+            solved = self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
+            by_length, ranges = by_length | solved[0], ranges | solved[1]
+        return by_length | {s.kind: s.most(graph, by_length[s.kind]) for s in self.shares if s.by_length}, ranges

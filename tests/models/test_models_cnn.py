@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from programs_run import run_programs
+from sites import TOLERANCE, plan, request, tensors
+from small_cnns import cnn, conv, dense
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
@@ -13,6 +16,7 @@ from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
 from hepti_mqtt.models.shapes import Images
+from hepti_mqtt.plan_programs import programs
 
 PRE = "preprocessor_config.json"
 
@@ -174,3 +178,13 @@ def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
     assert spec.output_shape(Images(2)) == (2 * 25, 14)
     assert spec_of_kind("tiny-vgg").output_shape(Images(3)) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("product", "before"), [("n0", [conv()]), ("n2", [conv(), {"op": "flatten"}, dense(8)])], ids=["conv", "dense"]
+)
+def test_what_is_added_to_itself_is_there_twice(product, before):
+    spec = cnn(6, *before, {"op": "add", "inputs": [product, product]})
+    held, (shape, inputs) = tensors(spec), request(spec, (1,))
+    got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
+    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[1], rtol=TOLERANCE, atol=TOLERANCE)

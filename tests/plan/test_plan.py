@@ -28,6 +28,23 @@ def test_other_data_is_refused(data):
         Plan.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights": []},
+        {"ranges": 5},
+        {"ranges": {"rows": [[float("inf"), 1]]}},
+        {"epoch": [1, float("inf")]},
+        {"replicas": ["x"]},
+    ],
+    ids=str,
+)
+def test_a_plan_with_a_field_of_another_kind_is_refused(wrong):
+    right = Plan("m", Epoch(1, 1), "row", ("a",), "a").to_dict()
+    with pytest.raises(ValueError, match="a field of the plan is of another kind"):
+        Plan.from_dict({**right, **wrong})
+
+
 @given(st.integers(0, 5000), st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(any))
 def test_apportion_covers_everything_and_is_near_the_exact_share(total, weights):
     ranges = apportion(total, weights)

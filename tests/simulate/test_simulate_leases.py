@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sites import plan, request
+from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
@@ -37,7 +38,7 @@ def site(speeds, latency_s=2e-4):
 
 
 def played(kind, speeds, requests, in_flight, method=LEASED, gap_s=None):
-    spec = spec_of_kind(kind)
+    spec = spec_of_kind(kind) if isinstance(kind, str) else kind
     shape = request(spec, (1,))[0]
     made = plan_programs.programs(spec, plan(spec, method, (1.0,) * len(speeds)), shape)
     asked = [Request(shape, made, None if gap_s is None else n * gap_s) for n in range(requests)]
@@ -82,6 +83,31 @@ def test_a_slow_device_computes_fewer_tasks_and_gives_up_what_others_have_taken_
 
 def test_a_map_with_fewer_places_than_tiles_has_a_smaller_bag():
     assert {kind: bag_of(kind) for kind in ("tiny-vgg", "tiny-yolo")} == {"tiny-vgg": 4, "tiny-yolo": 8}
+
+
+@pytest.mark.parametrize(("window", "bag"), [((1, 12), 4), ((1, 11), 8), ((11, 12), 2)], ids=str)
+def test_a_narrow_map_has_no_tasks_without_work(window, bag):
+    spec = cnn(12, conv(), relu(), pool(*window))
+    assert plan_programs.tasks(spec, plan(spec, LEASED, (1.0,))) == bag
+    found = played(spec, SLOW, 1, 1)
+    assert {f"task {n}" for n in range(bag)} == set(tasks(found))
+
+
+def test_a_narrow_map_is_shared_out_by_the_weights_of_its_owners():
+    spec = cnn(12, conv(), relu(), pool(1, 12))
+    fixed = plan(spec, ("fused_tiles", {"cut": "none"}), (1.0, 1.0))
+    made = plan_programs.lowered(spec, fixed, request(spec, (1,))[0])
+    assert [tile.device for tile in made.tiles["n2"]] == [0, 0, 1, 1]
+
+
+def test_tasks_that_would_read_what_the_head_device_computes_are_refused_in_words():
+    """A map of one row stays there."""
+    spec = cnn(12, conv(), relu(), pool(12, 1), conv(4, 2))
+    leased = plan(spec, LEASED, (1.0, 1.0))
+    with pytest.raises(ValueError, match="the head device sends to task 0.*: tasks of a bag exchange nothing"):
+        plan_programs.program(spec, leased, request(spec, (1,))[0], "d0")
+    with pytest.raises(ValueError, match="task 0 hears the head device: tasks of a bag exchange nothing"):
+        plan_programs.program(spec, leased, request(spec, (1,))[0], "d1")
 
 
 def test_explained_are_the_devices_that_took_each_task():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import programs, resident_weights
+from hepti_mqtt.plan_programs import peers, programs, resident_weights
 from hepti_mqtt.program import Compute, Recv, Send, check
 from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.strategies import STRATEGIES
@@ -173,6 +174,17 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
     outputs = [k for k in sent if k[3] == "planner"]
     assert len(outputs) == 1
     assert outputs[0][2] == chosen.head
+
+
+@pytest.mark.parametrize("method", methods_for(5), ids=lambda m: "-".join([m[0], *m[1].values()]))
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0, 9.0), (0.4, 9.0, 0.0, 2.0, 3.0)], ids=str)
+def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method, weights):
+    spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
+    chosen = plan(spec, method, weights, head=2)
+    for length, want in itertools.product((1, 2, 3), ("task", "hidden")):
+        for device, made in programs(spec, chosen, request(spec, (length,), want)[0]).items():
+            assert set(made.weights()) <= set(resident_weights(spec, chosen, device))
+            assert set(made.sources()) - {"planner"} <= peers(spec, chosen, device)
 
 
 OTHERS = [

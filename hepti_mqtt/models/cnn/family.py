@@ -22,7 +22,7 @@ from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import RequestShape, TaskHead
 
-__all__ = ["ARCHITECTURES", "KINDS", "SPEC", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "SPEC", "STORAGES", "graph", "reference", "spec", "tensors"]
 
 LISTED: Final = "ConvNet"  # its nodes stand in config.json
 LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
@@ -32,6 +32,7 @@ ARCHITECTURES: Final = {
     LISTED: "feature_map",
 }
 SPEC: Final = CnnSpec
+STORAGES: Final = ("f32",)  # convolutions read no other matrices
 
 reference = plain.reference
 

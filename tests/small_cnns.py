@@ -1,0 +1,51 @@
+"""Specs of small CNNs: nodes in a line, as config.json has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hepti_mqtt.models import spec_from_config
+from hepti_mqtt.spec import Spec
+
+Node = dict[str, Any]
+
+
+def conv(size: int = 3, pad: int = 1, channels: int = 4, **more: Any) -> Node:
+    """Return a convolution."""
+    return {"op": "conv", "channels": channels, "kernel": [size, size], "pad": [pad] * 4, **more}
+
+
+def pool(height: int, width: int, stride: int = 1) -> Node:
+    """Return a pool of the largest values."""
+    return {"op": "max_pool", "kernel": [height, width], "stride": [stride, stride]}
+
+
+def dense(columns: int, **more: Any) -> Node:
+    """Return a dense layer."""
+    return {"op": "linear", "columns": columns, **more}
+
+
+def relu(**more: Any) -> Node:
+    """Return an activation."""
+    return {"op": "activation", "function": "relu", **more}
+
+
+def cnn(side: int, *nodes: Node, names: str = "n") -> Spec:
+    """Return a net on pictures of side x side: what each node reads is the one before, where it does not say.
+
+    names: how the nodes' names begin. Three classes stand behind the last node.
+    """
+    last, made = "image", []
+    for number, node in enumerate((*nodes, {"op": "flatten"}, dense(3))):
+        name = f"{names}{number}"
+        kept = {"weight": f"{name}.w", "bias": f"{name}.b"} if node["op"] in ("conv", "linear") else {}
+        made.append({"name": name, "inputs": [last], **kept, **node})
+        last = name
+    config = {
+        "architectures": ["ConvNetForImageClassification"],
+        "model_type": "cnn",
+        "image_size": side,
+        "nodes": made,
+        "id2label": {"0": "a", "1": "b", "2": "c"},
+    }
+    return spec_from_config(config, {})
