@@ -14,14 +14,13 @@ from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.objectives import print_candidates, search_again
 from hepti_mqtt.cli.shared import PLANNER_S, require_broker
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.described import cluster_described
+from hepti_mqtt.client.described import cluster_described, credible, unusable, usable
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Objective, Plan
 from hepti_mqtt.plan_programs import lowered, programs
 from hepti_mqtt.program import Program
-from hepti_mqtt.runtime.planner.believed import believed, caps_refused
 from hepti_mqtt.simulate import (
     ROUNDS,
     Load,
@@ -40,8 +39,6 @@ from hepti_mqtt.simulate import (
     under_load,
 )
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.wire.described import Heartbeat
-from hepti_mqtt.wire.peers import LinkReport
 
 
 def devices(args: argparse.Namespace) -> int:
@@ -49,7 +46,7 @@ def devices(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
         unused = hepti.unused()
-    refused = {d["device"]: why for d in found if (why := _refused(d)) is not None}
+    refused = {d["device"]: why for d in found if (why := unusable(d)) is not None}
     if args.json:
         reasons = unused | refused
         output.print_json({"site": args.site, "devices": [{**d, "refused": reasons.get(d["device"])} for d in found]})
@@ -94,7 +91,7 @@ def devices(args: argparse.Namespace) -> int:
     for device, said in (unused | refused).items():
         print(f"{device} is not used: {said}")
     for d in found:
-        if (wrong := _doubted(d)) is not None:
+        if (wrong := credible(d)[1]) is not None:
             print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
     print_edges(found)
     return 0
@@ -138,28 +135,6 @@ def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
     output.print_lines(lines)
 
 
-def _refused(device: Mapping[str, Any]) -> str | None:
-    """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
-    if unread := device.get("caps_unread"):
-        return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
-    if device["status"] == "online" and device.get("caps_boot", device["boot"]) != device["boot"]:
-        return "its capabilities are those of an earlier start; restart the agent there"
-    if "curves" not in device:
-        none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
-        return none if device["status"] == "online" else None
-    wrong = caps_refused(device["device"], device["curves"], device["memory_budget_bytes"])
-    return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
-
-
-def _doubted(device: Mapping[str, Any]) -> str | None:
-    """Return what the planner does not believe of a device that it uses; None if there is nothing."""
-    heartbeat = device.get("heartbeat")
-    if heartbeat is None:
-        return None
-    peers = {name: LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
-    return believed(Heartbeat(**{**heartbeat, "peers": peers}))[1]
-
-
 def _gflops(device: Mapping[str, Any]) -> float:
     curve = max(device["curves"]["linear"], key=lambda c: c["k"] * c["n"])
     rows, seconds = curve["points"][-1]
@@ -175,7 +150,7 @@ def plan(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or _only(hepti.models(PLANNER_S))
         shown = hepti.plan(model, PLANNER_S)
-        found = hepti.devices(wait_s=1.5) if wants_play(args) else []
+        found = usable(hepti.devices(wait_s=1.5)) if wants_play(args) else []
     asked = _active(shown)
     played = load = None
     if asked and wants_play(args):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from hepti_mqtt.cluster import (
     Cluster,
@@ -18,18 +18,58 @@ from hepti_mqtt.cluster import (
     profile_from_caps,
 )
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.runtime.planner.believed import PLAUSIBLE, believed, caps_refused
 from hepti_mqtt.wire import peers as peer_forms
+from hepti_mqtt.wire.described import Heartbeat
+
+LEAST_SLOWDOWN: Final = 0.05  # that a plan is made with, as the planner has it
+
+
+def unusable(device: Mapping[str, Any]) -> str | None:
+    """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
+    if unread := device.get("caps_unread"):
+        return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
+    if device["status"] == "online" and device.get("caps_boot", device["boot"]) != device["boot"]:
+        return "its capabilities are those of an earlier start; restart the agent there"
+    if "curves" not in device:
+        none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
+        return none if device["status"] == "online" else None
+    wrong = caps_refused(device["device"], device["curves"], device["memory_budget_bytes"])
+    return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
+
+
+def credible(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return a device without the numbers of its heartbeat that the planner does not believe, and what was wrong."""
+    heartbeat = device.get("heartbeat")
+    if heartbeat is None:
+        return dict(device), None
+    peers = {name: peer_forms.LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
+    kept, wrong = believed(Heartbeat(**{**heartbeat, "peers": peers}))
+    links = {name: report._asdict() for name, report in kept.peers.items()}
+    return {
+        **device,
+        "heartbeat": {**heartbeat, **{key: getattr(kept, key) for key in PLAUSIBLE}, "peers": links},
+    }, wrong
+
+
+def usable(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the planner would make plans with, of the devices that `Hepti.devices` found."""
+    return [credible(device)[0] for device in found if unusable(device) is None]
 
 
 def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
     """Return the cluster of the devices `names` among those that `Hepti.devices` found.
 
-    Raises ConfigError if one of `names` is not there or has not said how fast it is.
+    found: of a site, those that are `usable`. Raises ConfigError if one of `names` is not there or has not said how
+    fast it is.
     """
     by_name = {d["device"]: d for d in found if "curves" in d}
     missing = [n for n in names if n not in by_name]
     if missing:
-        raise ConfigError(f"devices of the plan are not there any more: {', '.join(missing)}; try again")
+        raise ConfigError(
+            f"devices of the plan are not there any more, or refused: {', '.join(missing)}; see `hepti devices`, and "
+            "try again"
+        )
     profiles: dict[str, DeviceProfile] = {}
     links, peers = {}, {}
     for name in names:
@@ -39,7 +79,7 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             name,
             device["curves"],
             device["memory_budget_bytes"],
-            hb.get("slowdown") or 1.0,
+            max(hb.get("slowdown") or 1.0, LEAST_SLOWDOWN),
             frame_cost(hb.get("peer_frame_s"), hb.get("peer_byte_s")),
         )
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s

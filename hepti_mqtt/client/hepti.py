@@ -224,16 +224,16 @@ class Hepti:
     def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
             publication = self._session.begin(model, name, body, future, time.perf_counter())
-        future.add_done_callback(lambda _: self._forget(model, name))
+        future.add_done_callback(lambda _: self._forget(model, name, future))
         try:
             self._transport.publish(publication.topic, publication.payload, 1)
         except HeptiError:
-            self._forget(model, name)
+            self._forget(model, name, future)
             raise
 
-    def _forget(self, model: str, name: str) -> None:
+    def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
         with self._changed:
-            self._session.forget(model, name)
+            self._session.forget(model, name, future)
 
     def _why(self, timeout_s: float) -> HeptiError:
         with self._changed:

@@ -39,11 +39,17 @@ class Ended(NamedTuple):
     outcome: Answer | HeptiError
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    publication: Publication
+class _Caller(NamedTuple):
     token: object
     since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A request that waits, and everybody who has asked it under this id."""
+
+    publication: Publication
+    callers: list[_Caller]
 
 
 DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
@@ -111,7 +117,7 @@ class ClientSession:
     def begin(self, model: str, request: str, body: Mapping[str, Any], token: object, now: float) -> Publication:
         """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON.
 
-        Raises IdInUseError while another request waits under this id.
+        One that waits already gets one more to tell. Raises IdInUseError while another request waits under this id.
         """
         check_name("request", request)
         try:
@@ -119,28 +125,34 @@ class ClientSession:
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
         publication = Publication(self.topics.request(model, self.client), payload)
-        waiting = self._pending.get((model, request))
-        if waiting is not None and waiting.publication != publication:
+        waiting = self._pending.get((model, request), _Pending(publication, []))
+        if waiting.publication != publication:
             raise IdInUseError.of(request)
-        self._pending[model, request] = _Pending(publication, token, now)
+        waiting.callers.append(_Caller(token, now))
+        self._pending[model, request] = waiting
         return publication
 
-    def forget(self, model: str, request: str) -> None:
-        """Wait no longer for a request."""
-        self._pending.pop((model, request), None)
+    def forget(self, model: str, request: str, token: object) -> None:
+        """Wait no longer for a request on behalf of who asked with this token; others may have asked the same."""
+        waiting = self._pending.get((model, request))
+        if waiting is None:
+            return
+        waiting.callers[:] = [caller for caller in waiting.callers if caller.token is not token]
+        if not waiting.callers:
+            del self._pending[model, request]
 
     def abandon(self) -> list[object]:
         """Give up all requests; return their tokens."""
-        tokens = [p.token for p in self._pending.values()]
+        tokens = [caller.token for p in self._pending.values() for caller in p.callers]
         self._pending.clear()
         return tokens
 
     def refused(self, topics: Iterable[str]) -> list[object]:
         """Give up the requests that the broker does not take; return their tokens."""
-        gone = {key: p.token for key, p in self._pending.items() if p.publication.topic in set(topics)}
+        gone = {key: p.callers for key, p in self._pending.items() if p.publication.topic in set(topics)}
         for key in gone:
             del self._pending[key]
-        return list(gone.values())
+        return [caller.token for callers in gone.values() for caller in callers]
 
     def connected(self) -> list[Publication]:
         """Return the requests to publish again when a connection stands: an answer may have passed unheard."""
@@ -177,12 +189,13 @@ class ClientSession:
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
         if data.get("final") is False:
-            return [Part(pending.token, data)]
-        outcome: Answer | HeptiError = (
-            Answer(data, (now - pending.since_s) * 1e3) if data.get("ok") is True else error_from(data)
-        )
+            return [Part(caller.token, data) for caller in pending.callers]
+        ended: list[Ended | Part | Publication] = [
+            Ended(token, Answer(data, (now - since_s) * 1e3) if data.get("ok") is True else error_from(data))
+            for token, since_s in pending.callers
+        ]
         del self._pending[topic.model, topic.request]
-        return [Ended(pending.token, outcome)]
+        return ended
 
     def _planned(self, model: str, payload: bytes) -> None:
         if not payload:

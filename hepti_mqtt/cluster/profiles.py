@@ -273,9 +273,16 @@ def _curve(told: Mapping[str, Any]) -> Curve:
         raise ValueError("a time curve is of a storage that is not known")
     if not 0 < len(told["points"]) <= MOST_POINTS:
         raise ValueError(f"a time curve has 1 to {MOST_POINTS} points")
-    points = tuple((plausible("rows", r, 1, 1e6), plausible("seconds", s, *SECONDS)) for r, s in told["points"])
+    points = tuple((_rows(r), plausible("seconds", s, *SECONDS)) for r, s in told["points"])
     for (rows, seconds), (more_rows, more_seconds) in pairwise(points):
         # What is measured twice differs, but no device takes half as long for more.
         if more_rows <= rows or more_seconds < seconds / 2:
             raise ValueError("a time curve falls")
-    return Curve(int(k), int(n), tuple((int(r), s) for r, s in points), storage)
+    return Curve(int(k), int(n), points, storage)
+
+
+def _rows(told: Any) -> int:
+    rows = plausible("rows", told, 1, 1e6)
+    if not rows.is_integer():
+        raise ValueError("the rows of a time curve are not whole")
+    return int(rows)

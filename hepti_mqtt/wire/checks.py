@@ -64,6 +64,15 @@ def text(value: Any) -> str:
     """Return a text of bounded length."""
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ValueError(f"not a text of at most {MAX_TEXT} characters")
+    return whole(value)
+
+
+def whole(value: str) -> str:
+    """Return a text that can be written; JSON can spell half a character (a lone surrogate), which cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text that cannot be written as UTF-8") from error
     return value
 
 
@@ -165,12 +174,15 @@ def _check_plain(value: Any, depth: int) -> None:
     if isinstance(value, dict):
         if not all(type(key) is str for key in value):
             raise ValueError("has a key that is not a text")
-        for entry in value.values():
+        for key, entry in value.items():
+            whole(key)
             _check_plain(entry, depth - 1)
     elif isinstance(value, (list, tuple)):
         for entry in value:
             _check_plain(entry, depth - 1)
-    elif not (value is None or type(value) in (bool, int, float, str, bytes)):
+    elif type(value) is str:
+        whole(value)
+    elif not (value is None or type(value) in (bool, int, float, bytes)):
         raise ValueError(f"holds {type(value).__name__}, which is no plain data")
     elif type(value) is float and not isfinite(value):
         raise ValueError("holds a number that is not finite")

@@ -140,7 +140,7 @@ def _peer(value: Any) -> Peer:
 def _endpoint(host: Any, port: Any, fingerprint: Any) -> Endpoint:
     if type(host) is not str or type(port) is not int or not 0 < port < 65_536:
         raise ValueError("not a host and a port")
-    ip_address(host)  # a name would be looked up by whoever connects, which may take seconds
+    ip_address(checks.whole(host))  # a name would be looked up by whoever connects, which may take seconds
     if type(fingerprint) is not str or (fingerprint and not _hex(fingerprint)):
         raise ValueError("not the fingerprint of a certificate")
     return Endpoint(host, port, fingerprint)

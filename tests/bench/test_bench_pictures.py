@@ -176,5 +176,5 @@ def test_the_time_line_of_a_plan(tmp_path):
     assert "m, row kv, 8 tokens, simulated" in words
     assert {"a", "b"} <= set(words.split())
     assert "c" not in words.split()
-    with pytest.raises(ConfigError, match="not there any more: b"):
+    with pytest.raises(ConfigError, match="not there any more, or refused: b"):
         draw(turn(["a"]), tmp_path / "none.svg")

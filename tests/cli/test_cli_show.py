@@ -8,9 +8,13 @@ import re
 import pytest
 from rich.console import Console
 
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_edges, print_story
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
 
 
 def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,3 +169,69 @@ def test_what_is_not_believed_of_a_device_is_told(
     assert "not" not in listed(monkeypatch, capsys, curves=CURVES, heartbeat=BEAT)
     said = listed(monkeypatch, capsys, curves=CURVES, heartbeat={**BEAT, "slowdown": 1e12})
     assert "a says what is not believed: slowdown" in said
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
+    """Run `hepti plan --explain` where device a is as it should be, and b says what `others` says."""
+    said = {"status": "online", "boot": 1, "curves": CURVES, "memory_budget_bytes": 1 << 30, "heartbeat": BEAT}
+    plan = Plan("m", Epoch(1, 1), "single", ("a",), "a", predicted_tokens=8)
+    record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
+
+    class Found:
+        def __enter__(self) -> Found:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def plan(self, model: str, timeout: float) -> dict:
+            return record
+
+        def devices(self, wait_s: float) -> list[dict]:
+            return [{"device": "a", **said}, {"device": "b", **said, **others}]
+
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: Found())
+    return main(["plan", "m", "--explain", "--broker", "mqtt://nowhere"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"curves": {key: value for key, value in CURVES.items() if key != "frame_s"}},
+        {"curves": {**CURVES, "linear": []}},
+        {"memory_budget_bytes": 2**62},
+        {"caps_boot": 0},
+    ],
+)
+def test_a_device_that_the_planner_refuses_is_left_out_of_what_a_search_would_find(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(monkeypatch) == 0
+    both = capsys.readouterr().out
+    assert explained(monkeypatch, **wrong) == 0
+    alone = capsys.readouterr().out
+    assert re.search(r"\bb\b", both)
+    assert "what a search finds now" in alone
+    assert not re.search(r"\bb\b", alone)
+
+
+@pytest.mark.parametrize("wrong", [{"slowdown": 1e12}, {"round_trip_s": 1e13}, {"bandwidth_bytes_per_s": 1e-3}])
+def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(monkeypatch) == 0
+    right = capsys.readouterr().out
+    assert explained(monkeypatch, heartbeat={**BEAT, **wrong}) == 0
+    assert capsys.readouterr().out == right
+
+
+def test_no_device_is_fast_beyond_measure_in_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explained(monkeypatch, heartbeat={**BEAT, "slowdown": 5e-324}) == 0
+
+
+def test_a_plan_on_a_device_that_is_refused_now_is_not_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CURVES, "frame_s", -1.0)
+    assert explained(monkeypatch) == ConfigError.exit_code
+    assert "not there any more, or refused: a" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
     assert session.heard(*status("offline", 1), now=1.0) == []
     assert session.heard(*status("online", 2), now=2.0) == [second]
     assert session.heard(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
-    session.forget("m", "q2")
+    session.forget("m", "q2", 2)
     assert session.connected() == []
 
 
@@ -111,8 +111,27 @@ def test_an_id_that_waits_is_for_the_same_request_alone(session):
     with pytest.raises(IdInUseError, match="id q1 "):
         session.begin("m", "q1", {"text": "other"}, 2, 0.0)
     assert session.begin("m", "q1", {"text": "hello"}, 3, 0.0) == first
-    session.forget("m", "q1")
+    session.forget("m", "q1", 1)
+    session.forget("m", "q1", 3)
     session.begin("m", "q1", {"text": "other"}, 4, 0.0)
+
+
+def test_everybody_who_asks_the_same_under_one_id_is_told(session):
+    def ask():
+        for token, now in ((1, 0.0), (2, 0.5), (3, 0.5)):
+            session.begin("m", "q1", {"text": "hello"}, token, now)
+        session.forget("m", "q1", 3)
+
+    ask()
+    part, answer = reply(final=False, index=0), reply(result=1)
+    assert [item.token for item in session.heard(*part, now=1.0)] == [1, 2], "who was cancelled takes nobody along"
+    ended = session.heard(*answer, now=1.0)
+    assert [(item.token, round(item.outcome.latency_ms)) for item in ended] == [(1, 1000), (2, 500)]
+    ask()
+    assert session.refused([T.request("m", "me")]) == [1, 2]
+    ask()
+    assert session.abandon() == [1, 2]
+    assert session.connected() == []
 
 
 def test_records_count_while_their_planner_is_there(session):

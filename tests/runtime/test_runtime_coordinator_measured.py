@@ -205,6 +205,7 @@ def points(*seconds: object) -> dict[str, object]:
         {"linear": [{"k": 32, "n": 0, "points": [[1, 1e-5]]}]},
         {"linear": [{"k": 32, "n": 32, "points": [[4, 1e-5], [2, 1e-5]]}]},
         {"linear": [{"k": 32, "n": 32, "points": [[1, 1e-5]], "storage": "f64"}]},
+        {"linear": [{"k": 32, "n": 32, "points": [[1.2, 1e-5], [1.7, 2e-5]]}]},
         {"linear": CURVES["linear"] * 1000},
         {"attention_flops_per_s": 0},
         {"attention_flops_per_s": -1e9},

@@ -300,6 +300,8 @@ def test_a_field_too_many_or_too_few_is_a_wire_error(message):
         {"shapes": [PlainShape((1,))] * 17},
         {"shapes": [PlainShape((1.5,))]},
         {"spec": {"a": b"x" * 1_000_001}},
+        {"plan": {"a": ["\ud800"]}},
+        {"plan": {"\ud800": 1}},
     ],
 )
 def test_encode_refuses_what_decode_would(changes):
@@ -347,6 +349,7 @@ def test_size_is_limited():
         b'{"state": "waiting", "boot": 1}',
         b'{"state": "starting", "boot": 1, "done": -1}',
         b'{"state": "starting", "boot": 1, "doing": 3}',
+        b'{"state": "starting", "boot": 1, "doing": "\\ud800"}',
         b'{"state": "online", "boot": ' + b"9" * 5000 + b"}",
         b"\xff\xfe",
     ],
@@ -354,6 +357,23 @@ def test_size_is_limited():
 def test_a_wrong_status_is_a_wire_error(payload):
     with pytest.raises(WireError):
         decode_status(payload)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"isa": "\ud800"},
+        {"version": "a\udfff"},
+        {"tile": "\ud800"},
+        {"curves": {"a": {"\ud800": 1}}},
+        {"curves": {"a": ["\ud800"]}},
+        {"endpoint": {"host": "fe80::1%\ud800", "port": 1, "fingerprint": ""}},
+    ],
+)
+def test_half_a_character_which_json_can_spell_is_a_wire_error(said):
+    right = json.loads(encode_caps(Caps("d", 1, 1, 1, 1, 1, "neon", "1", {}, 0, 5)))
+    with pytest.raises(WireError, match="UTF-8"):
+        decode_caps(json.dumps(right | said).encode())
 
 
 def test_a_newer_agent_may_say_more_about_itself():
