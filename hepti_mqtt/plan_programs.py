@@ -218,10 +218,9 @@ def largest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
 def widest(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
     """Return plans whose Programs together use every weight and hear every peer that any request's Programs do.
 
-    In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part: no
-    more devices have one than the longest request has rows (`Share.most`).
-    Where a small map has fewer rows than there are devices that hides some, and the plan itself has them: a picture is
-    always as large.
+    In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part:
+    no more devices have one than the longest request has rows (`Share.most`). Where a small map has fewer rows than
+    there are devices that hides some, and the plan itself has them: a picture is always as large.
     """
     if all(len(set(filter(None, weights))) <= 1 for weights in plan.weights.values()):
         return (plan,)

@@ -31,8 +31,8 @@ Array = npt.NDArray[Any]
 class Family(Protocol):
     """What the module of a family has.
 
-    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`; by
-    default in every way: the matrices of its layers, called `layers.<i>. ...`, are then read by `linear` alone.
+    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
+    by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
     """
 
     @property

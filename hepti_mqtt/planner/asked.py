@@ -39,8 +39,8 @@ def _check_storage(question: Question) -> None:
     able = storages(question.spec)
     if question.storage not in able:
         raise ConfigError(
-            f"{question.spec.architecture} can keep its weights in {' or '.join(able)} alone, and {question.storage} is "
-            f"asked for; leave out the weights, or ask for {able[0]}"
+            f"{question.spec.architecture} can keep its weights in {' or '.join(able)} alone, and {question.storage} "
+            f"is asked for; leave out the weights, or ask for {able[0]}"
         )
     if question.strategy is None or not question.options:
         return

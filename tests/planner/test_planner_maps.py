@@ -97,7 +97,7 @@ def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
 
 @pytest.mark.parametrize("pins", [{}, {"strategy": "map_rows"}])
 def test_narrow_weights_are_refused(pins):
-    words = "ConvNet.* can keep its weights in f32 alone, and w8a8 is asked for; leave out the weights, or ask for f32"
+    words = r"ConvNet.* can keep its weights in f32 alone, and w8a8 is asked for; leave out the weights, or ask for f32"
     with pytest.raises(ConfigError, match=words):
         decide(question("tiny-convnet", load_site(MIXED), storage="w8a8", **pins))
 

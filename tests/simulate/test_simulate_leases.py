@@ -104,7 +104,7 @@ def test_tasks_that_would_read_what_the_head_device_computes_are_refused_in_word
     """A map of one row stays there."""
     spec = cnn(12, conv(), relu(), pool(12, 1), conv(4, 2))
     leased = plan(spec, LEASED, (1.0, 1.0))
-    with pytest.raises(ValueError, match="the head device sends to task 0.*: tasks of a bag exchange nothing"):
+    with pytest.raises(ValueError, match=r"the head device sends to task 0.*: tasks of a bag exchange nothing"):
         plan_programs.program(spec, leased, request(spec, (1,))[0], "d0")
     with pytest.raises(ValueError, match="task 0 hears the head device: tasks of a bag exchange nothing"):
         plan_programs.program(spec, leased, request(spec, (1,))[0], "d1")
