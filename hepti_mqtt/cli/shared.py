@@ -13,6 +13,7 @@ from typing import IO, Final
 
 import psutil
 
+from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
 from hepti_mqtt.config.options import settings_of
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
@@ -24,7 +25,7 @@ def require_broker(args: argparse.Namespace) -> str:
 
 
 class Processes:
-    """Child processes of a command; all of them end with the `with` block, also after a failure."""
+    """Child processes of a command; all of them end with the `with` block, also after a failure or a signal."""
 
     def __init__(self, log: IO[bytes] | None = None) -> None:
         self._log = log
@@ -55,22 +56,23 @@ class Processes:
 
     def close(self) -> None:
         """End all children: politely, then by force."""
-        for process in self.running.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self.running.values():
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.running.clear()
+        with uninterrupted():
+            for process in self.running.values():
+                if process.poll() is None:
+                    process.terminate()
+            for process in self.running.values():
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            self.running.clear()
 
 
 @contextlib.contextmanager
 def processes(log_file: Path | None = None) -> Iterator[Processes]:
     """Give child processes whose output goes to `log_file`."""
-    with contextlib.ExitStack() as stack:
+    with ended_by_signals(), contextlib.ExitStack() as stack:
         log = stack.enter_context(log_file.open("wb")) if log_file else None
         children = Processes(log)
         stack.callback(children.close)

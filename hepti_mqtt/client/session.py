@@ -162,7 +162,7 @@ class ClientSession:
         """Take a message; return what is over and what must be published again. Each answer is shown once."""
         try:
             return self._heard(self.topics.parse(topic), payload, now)
-        except (WireError, ValueError, TypeError, KeyError) as error:
+        except (WireError, ValueError, TypeError, KeyError, RecursionError) as error:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 

@@ -6,12 +6,13 @@ import atexit
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from types import TracebackType
+from typing import Final, Self
 
+from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.changes import Change
 from hepti_mqtt.lab.emulated import EmulatedHost
@@ -19,8 +20,6 @@ from hepti_mqtt.lab.emulation import Emulation
 from hepti_mqtt.lab.hosts import Host
 from hepti_mqtt.lab.local import LocalHost
 from hepti_mqtt.lab.spec import HUB, HostSpec, LabSpec
-
-_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Lab:
@@ -40,7 +39,7 @@ class Lab:
         self._backing: Emulation | None = None
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
-        self._before: dict[int, Any] = {}
+        self._signals = ExitStack()
 
     @property
     def broker_host(self) -> Host:
@@ -61,7 +60,7 @@ class Lab:
     def open(self) -> None:
         """Make the lab; raises LabError, with nothing left behind."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._catch_signals()
+        self._signals.enter_context(ended_by_signals())
         atexit.register(self.close)
         try:
             _MAKERS[self.spec.kind](self)
@@ -89,14 +88,13 @@ class Lab:
 
     def close(self) -> None:
         """End every process and remove everything that was made; a second call does nothing."""
-        with self._lock, _uninterrupted():
+        with self._lock, uninterrupted():
             try:
                 while self._closers:
                     self._closers.pop()()
             finally:
                 atexit.unregister(self.close)
-                while self._before:
-                    signal.signal(*self._before.popitem())
+                self._signals.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -176,16 +174,6 @@ class Lab:
         assert change.mbit is not None, "checked with the script"
         self._emulation().network.set_rate(change.host, change.mbit / self.spec.dilation)
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _catch_signals(self) -> None:
-        """Let SIGTERM and SIGHUP end the process like Ctrl-C does: through every `finally`."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in _ENDING:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._before[number] = signal.signal(number, _leave)
-
 
 def transport(host: HostSpec) -> tuple[list[str], str]:
     """Return the program that carries commands to a board, and where the other hosts reach the board."""
@@ -209,17 +197,3 @@ _ACTIONS: Final[Mapping[str, Callable[[Lab, Change], None]]] = {
     "stop": lambda lab, change: lab.host(change.host).signal(signal.SIGSTOP),
     "cont": lambda lab, change: lab.host(change.host).signal(signal.SIGCONT),
 }
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let a second Ctrl-C wait until everything is removed."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

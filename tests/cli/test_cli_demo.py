@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hepti_mqtt.cli import demo
 from hepti_mqtt.cli.shared import Processes
 from hepti_mqtt.errors import ConfigError
+
+PATIENCE_S = 60
+WITH_A_CHILD = """
+import signal, subprocess, sys
+from hepti_mqtt.cli.shared import processes
+with processes() as children:
+    children.running["child"] = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    print(children.running["child"].pid, flush=True)
+    signal.pause()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +86,19 @@ def test_the_demo_shows_how_far_it_is_now_and_then() -> None:
     shown = [progress.seen(1, now / 2, now) for now in range(0, 60, 5)]
     assert next(filter(None, shown)) == "after 15 s: 1 agents online, 8 s of CPU time used so far"
     assert len([text for text in shown if text]) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_told_to_end_takes_its_processes_along(number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_CHILD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    try:
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 128 + number
+        assert not child.is_running()
+    finally:
+        process.kill()
+        if child.is_running():
+            child.kill()
+        process.communicate()

@@ -61,7 +61,7 @@ def test_an_error_answer_ends_a_request(session):
     assert isinstance(outcome, OverloadedError)
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"ok": false}', b"\xff\xfe"])
+@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"ok": false}', b"\xff\xfe", b"[" * 100_000], ids=len)
 def test_a_malformed_answer_ends_nothing(session, payload):
     session.begin("m", "q1", {}, "token", 0.0)
     assert session.heard(T.response("m", "me", "q1"), payload, 1.0) == []
