@@ -102,7 +102,7 @@ class MeshLinks:
 
     def probe_large(self, peer: str, now: float) -> bool:
         """Send a peer a large probe, if one is due; return whether it was."""
-        due = self.probes.probers()[peer].large_due(now) if peer in self._both_ways() else []
+        due = self.probes.probers()[peer].large_due(now, busy=True) if peer in self._both_ways() else []
         self._send_probes(peer, due)
         return bool(due)
 

@@ -113,7 +113,7 @@ class Network:
 
     def probe_large(self, now: float) -> bool:
         """Send a large probe by the broker's way, if one is due; return whether it was. now: by time.perf_counter()."""
-        due = self.prober.large_due(now)
+        due = self.prober.large_due(now, busy=True)
         for payload in due:
             self.publish("data", self._topics.probe(self._device), payload, 0)
         return bool(due)

@@ -46,10 +46,11 @@ class Prober:
         self._sequence = 0
         self._large_sent = 0
         self._large_at_s = float("-inf")
-        self._sent: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._sent: OrderedDict[int, tuple[float, int, bool]] = OrderedDict()
         self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
-        self._slow_ones = 0  # in a row
+        self._slow_ones: list[float] = []  # in a row
+        self._doubts = IN_DOUBT
         self.falls = 0
         self._lock = threading.Lock()  # guards what is sent and what has come
 
@@ -68,23 +69,26 @@ class Prober:
     def due(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""
         with self._lock:
-            small = self._make(SMALL_BYTES, now)
-        return [small] if busy else [small, *self.large_due(now)]
+            small = self._make(SMALL_BYTES, now, busy)
+        return [small] if busy else [small, *self.large_due(now, busy)]
 
-    def large_due(self, now: float) -> list[bytes]:
-        """Return the large probe to publish now, if one is due."""
+    def large_due(self, now: float, busy: bool) -> list[bytes]:
+        """Return the large probe to publish now, if one is due.
+
+        busy: between two runs. Then one that takes a little longer says nothing: somebody may still compute.
+        """
         with self._lock:
             every_s = 0.0 if self._large_sent < FIRST_LARGE else AGAIN_S if self._slow_ones else self._large_every_s
             if not self._small or now - self._large_at_s < every_s or self._large_bytes <= 16 * SMALL_BYTES:
                 return []
             self._large_sent += 1
             self._large_at_s = now
-            return [self._make(self._large_bytes, now)]
+            return [self._make(self._large_bytes, now, busy)]
 
     def doubt(self) -> None:
-        """Take it that another way of this device carries less than before: the next slow probe says so of this one."""
+        """Take it that links carry less than before: measure this one again, and believe the first slow probe."""
         with self._lock:
-            self._slow_ones, self._large_at_s = IN_DOUBT - 1, float("-inf")
+            self._doubts, self._large_at_s = 1, float("-inf")
 
     def received(self, frame: Frame, now: float) -> None:
         """Take an answer; one of an earlier start, or one too late, changes nothing."""
@@ -92,25 +96,25 @@ class Prober:
             sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
             if sent is None:
                 return
-            sent_s, nbytes = sent
+            sent_s, nbytes, busy = sent
             if nbytes == SMALL_BYTES:
                 self._small.append(now - sent_s)
             else:
-                self._took(now - sent_s)
+                self._took(now - sent_s, busy)
 
-    def _took(self, seconds: float) -> None:
+    def _took(self, seconds: float, busy: bool) -> None:
         """Keep what a large probe took; forget faster ones once that is the last of several slow ones in a row."""
-        if not self._slow(seconds):
-            self._slow_ones = 0
-        else:
-            self._slow_ones += 1
-            if self._slow_ones >= IN_DOUBT:
-                late = [s for s in self._large if self._slow(s)]
-                self._slow_ones = 0
-                self.falls += 1
-                self._large.clear()
-                self._large.extend(late)
-        self._large.append(seconds)
+        if self._slow(seconds):
+            self._slow_ones.append(seconds)
+            if len(self._slow_ones) < self._doubts:
+                return
+            self.falls += 1
+            self._large.clear()
+            self._large.extend(self._slow_ones)
+        elif not busy or not self._large or seconds < min(self._large):
+            self._large.append(seconds)
+        self._slow_ones.clear()
+        self._doubts = IN_DOUBT
 
     def _slow(self, seconds: float) -> bool:
         """Return whether the bytes of a large probe took much longer than those of the shortest that is kept."""
@@ -141,9 +145,9 @@ class Prober:
         extra_s = min(tuple(self._large)) - min(tuple(self._small))
         return self._travels * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
 
-    def _make(self, nbytes: int, now: float) -> bytes:
+    def _make(self, nbytes: int, now: float, busy: bool) -> bytes:
         self._sequence += 1
-        self._sent[self._sequence] = (now, nbytes)
+        self._sent[self._sequence] = (now, nbytes, busy)
         while len(self._sent) > WAITING:
             self._sent.popitem(last=False)
         frame = Frame(

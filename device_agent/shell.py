@@ -178,7 +178,7 @@ class Shell:
                 self._carry([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:
-            self._pauses.take(clock())
+            self._pauses.take(clock(), self._session.runs.waited_s)
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()

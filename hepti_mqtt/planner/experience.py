@@ -71,6 +71,12 @@ class Experience:
         runs = self._runs.setdefault(way(whole or plan), deque(maxlen=KEPT))
         runs.append((now, min(max(ratio, LEAST), MOST)))
 
+    def forget(self, since_s: float) -> None:
+        """Forget what ran since then: what it was held against was predicted from links or speeds that were others."""
+        for runs in self._runs.values():
+            while runs and runs[-1][0] > since_s:
+                runs.pop()
+
     def learned(self, now: float) -> Learned:
         """Return the median of every way's late runs, where there are enough."""
         late = {w: [r for at, r in runs if now - at < FORGET_S] for w, runs in self._runs.items()}

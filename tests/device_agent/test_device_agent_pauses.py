@@ -7,7 +7,7 @@ import pytest
 from shell_support import TOPICS, TWO, devices, request
 from test_device_agent_mesh_links import Pair
 
-from device_agent.pauses import APART_S, Pauses
+from device_agent.pauses import APART_S, RUNS, Pauses
 from device_agent.probe import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES
 from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire import frames
@@ -72,7 +72,7 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
     times = []
     for tenth in range(600):
         now = 100 + tenth / 10
-        pauses.take(now)
+        pauses.take(now, 0.1)
         if len(probes(d)) > len(times):
             times.append(now)
             answer(d.network.prober, probes(d)[-1:], now)
@@ -96,19 +96,33 @@ def test_ways_take_turns_and_all_are_measured_again_once_one_has_fallen(device, 
 
     pauses, now, seen = Pauses(d.network, links), 1e6, []
     for _ in range(4):
-        pauses.take(now)
-        pauses.take(now + APART_S / 2)  # too soon
+        pauses.take(now, 0.1)
+        pauses.take(now + APART_S / 2, 0.1)  # too soon
         seen.append(sent())
         now += APART_S
     assert seen == [(1, 0), (1, 1), (2, 1), (2, 2)]
-    pauses.take(now)
+    pauses.take(now, 0.1)
     for _ in range(2 * FIRST_LARGE):
-        pauses.take(now)
+        pauses.take(now, 0.1)
         now += APART_S
     before = sent()
-    pauses.take(now)
+    pauses.take(now, 0.1)
     assert sent() == before, "nothing is due"
     d.network.prober.falls += 1
-    pauses.take(now)
-    pauses.take(now + APART_S)
+    pauses.take(now, 0.1)
+    pauses.take(now + APART_S, 0.1)
     assert sent() == (before[0] + 1, before[1] + 1)
+
+
+def test_a_link_is_measured_again_once_runs_wait_longer(device):
+    d = device()
+    d.join()
+    measured(d)
+    pauses, now = Pauses(d.network, None), 1e6
+    pauses.take(now, 0.1)
+    before = len(probes(d))
+    for more, waited_s in enumerate([0.1] * RUNS + [0.11, 0.4, 0.1, 0.4]):  # one long wait is an accident
+        pauses.take(now + 1 + more / 10, waited_s)
+    assert len(probes(d)) == before, "nothing is due"
+    pauses.take(now + 5, 0.4)
+    assert len(probes(d)) == before + 1

@@ -158,26 +158,38 @@ def test_a_link_that_fails_is_believed_after_a_few_slow_probes_in_a_row():
     now += LARGE_EVERY_S
     for count in range(IN_DOUBT):
         assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3), f"after {count} slow ones"
-        answer(prober, prober.large_due(now), now, 0.001, 6e6)
+        answer(prober, prober.large_due(now, busy=True), now, 0.001, 6e6)
         now += AGAIN_S
     assert prober.bandwidth_bytes_per_s() == pytest.approx(6e6, rel=1e-3)
     assert prober.falls == 1
-    assert not prober.large_due(now), "then it is probed as rarely as before"
+    assert not prober.large_due(now, busy=True), "then it is probed as rarely as before"
 
 
 def test_slow_probes_with_a_fast_one_between_them_are_accidents():
     prober, now = measured(3e7)
     for count in range(6 * IN_DOUBT):
         now += LARGE_EVERY_S
-        answer(prober, prober.large_due(now), now, 0.001, 3e7 if count % IN_DOUBT == 0 else 6e6)
+        answer(prober, prober.large_due(now, busy=True), now, 0.001, 3e7 if count % IN_DOUBT == 0 else 6e6)
     assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
     assert prober.falls == 0
+
+
+def test_between_runs_a_probe_that_takes_a_little_longer_says_nothing():
+    prober, now = measured(3e7)
+    for _ in range(2 * IN_DOUBT):
+        now += LARGE_EVERY_S
+        answer(prober, prober.large_due(now, busy=True), now, 0.001, 2e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
+    for _ in range(2 * IN_DOUBT):
+        now += LARGE_EVERY_S
+        answer(prober, prober.large_due(now, busy=False), now, 0.001, 2e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(2e7, rel=1e-3)
 
 
 def test_a_link_that_carries_more_again_is_believed_at_once():
     prober, now = measured(6e6)
     now += LARGE_EVERY_S
-    answer(prober, prober.large_due(now), now, 0.001, 3e7)
+    answer(prober, prober.large_due(now, busy=True), now, 0.001, 3e7)
     assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
 
 
@@ -186,7 +198,9 @@ def test_answers_of_a_busy_device_do_not_slow_down_a_fast_link():
     before = prober.bandwidth_bytes_per_s()
     for _ in range(IN_DOUBT):
         now += LARGE_EVERY_S
-        answer(prober, prober.large_due(now), now, 0.001 + 0.005, 1.2e8)  # the interpreter of a busy one takes so long
+        answer(
+            prober, prober.large_due(now, busy=True), now, 0.001 + 0.005, 1.2e8
+        )  # the interpreter of a busy one takes so long
     assert prober.falls == 0
     assert prober.bandwidth_bytes_per_s() == pytest.approx(before)
 
@@ -194,17 +208,17 @@ def test_answers_of_a_busy_device_do_not_slow_down_a_fast_link():
 def test_where_another_way_has_fallen_one_slow_probe_is_enough():
     prober, now = measured(3e7)
     prober.doubt()
-    answer(prober, prober.large_due(now), now, 0.001, 6e6)
+    answer(prober, prober.large_due(now, busy=True), now, 0.001, 6e6)
     assert prober.falls == 1
     for more in range(IN_DOUBT):
-        answer(prober, prober.large_due(now + AGAIN_S * (1 + more)), now + AGAIN_S * (1 + more), 0.001, 6e6)
+        answer(prober, prober.large_due(now + AGAIN_S * (1 + more), busy=True), now + AGAIN_S * (1 + more), 0.001, 6e6)
     assert prober.bandwidth_bytes_per_s() == pytest.approx(6e6, rel=1e-3)
 
 
 def test_a_doubt_that_one_fast_probe_refutes_changes_nothing():
     prober, now = measured(3e7)
     prober.doubt()
-    answer(prober, prober.large_due(now), now, 0.001, 3e7)
+    answer(prober, prober.large_due(now, busy=True), now, 0.001, 3e7)
     assert prober.falls == 0
     assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
-    assert not prober.large_due(now + AGAIN_S)
+    assert not prober.large_due(now + AGAIN_S, busy=True)

@@ -101,3 +101,13 @@ def test_what_is_learned_takes_as_much_room_whatever_the_devices_are_called():
         for part in whole.replicas * ENOUGH:
             experience.ran(part, 100, 0.6, 0.0, whole)
     assert list(experience.learned(0.0).factors) == [way(whole)]
+
+
+def test_what_ran_since_a_link_failed_is_forgotten_and_no_more():
+    experience = after(*[0.4] * ENOUGH, at=10.0)
+    for _ in range(ENOUGH):
+        experience.ran(SPLIT, 100, 0.8, 30.0)
+    experience.forget(20.0)
+    assert experience.learned(30.0).factor(SPLIT) == pytest.approx(2.0)
+    experience.forget(5.0)
+    assert experience.learned(30.0) == Learned()

@@ -50,6 +50,35 @@ def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
     assert site.session.plan("m").devices != plan.devices, "another device is faster now"
 
 
+def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    site.submit("r1")
+    site.answer(1)
+    (model,) = site.session.slots.models()
+    assert model.latest is not None
+
+    def slow_runs() -> float:
+        for _ in range(8):
+            model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+        return model.learned(site.now, plan)
+
+    assert slow_runs() == pytest.approx(3.0)
+    planned = dict(model.drift.planned)
+    rate = f"bandwidth of {plan.devices[0]}"
+    site.now += 60
+    model.drift.observe({rate: planned[rate] / 8}, site.now)
+    slow_runs()
+    site.now += 6
+    site.submit("r2")
+    assert rate in str(model.drifted({rate: planned[rate] / 8}, site.now))
+    assert model.learned(site.now, plan) == 1.0, "what they took before it was noticed is forgotten"
+    assert slow_runs() == 1.0, "nor does the plan teach that was made for the link as it was"
+    assert model.keeps(model.latest, is_better=False) == plan.epoch
+    assert slow_runs() == pytest.approx(3.0), "its prediction is by the link of now"
+
+
 def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")

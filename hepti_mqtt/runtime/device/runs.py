@@ -46,7 +46,7 @@ _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUM
 
 
 class Runs:
-    """All runs of a device. counters: frames dropped, by reason."""
+    """All runs of a device. counters: frames dropped, by reason. waited_s: for others, in the last run that ended."""
 
     def __init__(self, device: str, topics: Topics, counters: Counter[str]) -> None:
         self._device, self._topics, self._counters = device, topics, counters
@@ -57,6 +57,7 @@ class Runs:
         self._leases = EarlyLeases()
         self._sessions = Sessions(counters)
         self._over: OrderedDict[int, None] = OrderedDict()
+        self.waited_s = 0.0
 
     @property
     def open_sessions(self) -> int:
@@ -326,7 +327,7 @@ class Runs:
             return []
         request = self._runs[admission]
         model, epoch = request.key
-        wait = max(now - request.started_s - request.compute_s, 0.0)
+        wait = self.waited_s = max(now - request.started_s - request.compute_s, 0.0)
         topic = self._topics.up(self._device)
         sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
         numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs)

@@ -369,9 +369,7 @@ class CoordinatorSession:
                 model.plans.want(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 model.drift.disturbed(now)
-            # A model that nobody asks has no time to gain, and moving its weights would slow the others down.
-            in_use = model.active is not None and model.in_use(now)
-            drifted = model.drift.observe(self.membership.observed() | model.times(now), now) if in_use else None
+            drifted = model.drifted(self.membership.observed(), now)
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
                 model.plans.want(now, now, drifted)

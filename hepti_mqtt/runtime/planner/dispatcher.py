@@ -334,7 +334,7 @@ class Dispatcher:
         self._counters["foreign_frame"] += run.unannounced()
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if run.alone and len(run.items) == 1 and (not run.shape.session_rows or run.shape.size == 1):
-            model.experience.ran(run.plan, run.shape.size, now - run.begun_s, now, model.plans.whole(run.plan))
+            model.ran(run.plan, run.shape.size, now - run.begun_s, now)
         if not run.whole(model.served.spec.output_shape(run.shape)):  # other versions' parts, or one that is forged
             error = RemoteError("the devices' outputs do not fit together; use one version")
             return self._again_or_end(model, run, error, ATTEMPTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
@@ -26,6 +26,7 @@ FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
 URGENT: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
 FORESEEN_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
+UNNOTICED_S: Final = 20.0  # so long a link or a processor may have been another before it is seen
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class ModelState:
     displaced: bool = False
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
+    outdated: Epoch | None = None  # of the plan whose prediction is by links or speeds that are others now
     latest: Decision | None = None  # of the last search that found a plan
     queue: Waiting = field(default_factory=Waiting)
     runs: dict[int, Run] = field(default_factory=dict)
@@ -86,6 +88,29 @@ class ModelState:
     def unserved(self) -> bool:
         """Return whether requests wait and no plan serves them."""
         return bool(self.queue) and self.plans.standing is None
+
+    def ran(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
+        """Learn from a run that had the devices to itself; nothing where its prediction is known to be wrong.
+
+        A link that failed is no fault of the method: what is taught of it then would count for every other one too.
+        """
+        whole = self.plans.whole(plan)
+        if whole.epoch != self.outdated:
+            self.experience.ran(plan, tokens, seconds, now, whole)
+
+    def drifted(self, measured: Mapping[str, float], now: float) -> str | None:
+        """Return what has drifted from what the active plan was made for, in words, or None.
+
+        A model that nobody asks has no time to gain, and moving its weights would slow the others down.
+        """
+        if self.active is None or not self.in_use(now):
+            return None
+        found = self.drift.observe(measured, now)
+        if found is None:
+            return self.drift.observe(self.times(now), now)
+        self.outdated = self.active.epoch
+        self.experience.forget(now - UNNOTICED_S)
+        return found
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked of late."""
@@ -161,6 +186,7 @@ class ModelState:
         record = None if self.doubtful else self.plans.active
         if record is None:
             return None
+        self.outdated = None
         if same_division(record.plan, decision.chosen.plan):
             record.price_anew(decision)
             return record.epoch
