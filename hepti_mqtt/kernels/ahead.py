@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ _Start = Callable[[Path], list[subprocess.Popen[bytes]]]
 LOCKS: Final = "hepti-compiling.lock"
 _CORE: Final = "hepti-compiling-{}.lock"
 _LOOK_S: Final = 0.5
+# What a process that compiles for later returns when an agent starts meanwhile: there is more to do, but not now.
+NOT_NOW: Final = os.EX_TEMPFAIL
 # They take longest, so they come first: the last one that is begun holds up the others least.
 _LONG: Final = (
     "attention_units",
@@ -94,17 +96,28 @@ def fill_cache(which: Which, threads: int, tell: Tell = lambda *_: None, most: i
 
 
 def _fill(directory: Path, locks: IO[bytes], jobs: Sequence[_Job], start: _Start, tell: Tell, most: int) -> None:
-    children: list[subprocess.Popen[bytes]] = []
+    children: dict[subprocess.Popen[bytes], int] = {}  # each with how many kernels were missing when it began
     missing, failed = list(jobs), False
+
+    def unclaimed() -> Iterator[_Job]:
+        return (job for job in missing if _claim(locks, job.place, probe=True))
+
     try:
-        while missing := [job for job in missing if not job.done()]:
+        while True:
+            over = {child: code for child in children if (code := child.poll()) is not None}
+            missing = [job for job in missing if not job.done()]  # after the look at who has ended
+            if not missing:
+                break
             tell(len(jobs) - len(missing), len(jobs))
-            failed = failed or any(child.poll() for child in children)
-            children = [child for child in children if child.poll() is None]
+            # Who ends well, and nothing is there and nobody at work, compiles what this process does not find.
+            idle = any(code == 0 and children[child] == len(missing) for child, code in over.items())
+            failed = failed or any(code not in (0, NOT_NOW) for code in over.values())
+            failed = failed or (idle and len(list(unclaimed())) == len(missing))
+            children = {child: began for child, began in children.items() if child not in over}
             if failed and not children:
-                return  # for want of memory, or it does not compile: the caller compiles for itself, and sees
-            if not failed and len(children) < most and any(_claim(locks, job.place, probe=True) for job in missing):
-                children += start(directory)
+                return  # for want of memory or disk, or it does not compile: the caller compiles for itself, and sees
+            if not failed and len(children) < most and any(unclaimed()):
+                children |= dict.fromkeys(start(directory), len(missing))
             time.sleep(_LOOK_S)
         tell(len(jobs), len(jobs))
     finally:
@@ -171,7 +184,10 @@ def load_rest(threads: int, tell: Tell) -> jit.Warm:
 
 
 def main(which: Which, threads: int, parent: int) -> int:
-    """Compile what nobody else does, as long as the parent lives; return the exit code."""
+    """Compile what nobody else does, as long as the parent lives; return the exit code.
+
+    For later, only as long as no agent starts: one that waited would hold a core's lock, and claims, which they need.
+    """
     directory = jit.cache_directory()
     if directory is None:
         return 1
@@ -180,13 +196,15 @@ def main(which: Which, threads: int, parent: int) -> int:
             os.nice(10)
     with (directory / LOCKS).open("ab") as locks:
         for job in _jobs(which, threads):
-            while which == "behind" and os.getppid() == parent and not turns.nobody_starts(directory):
-                time.sleep(_LOOK_S)
             if os.getppid() != parent:
                 break
+            if which == "behind" and not turns.nobody_starts(directory):
+                return NOT_NOW
             if not job.done() and _claim(locks, job.place) and not job.done():
                 with turns.compiling(directory):
                     job.compile()  # the claim ends with this process: the kernel is in the cache
+                if not job.done():
+                    return 1  # a full disk
     return 0
 
 

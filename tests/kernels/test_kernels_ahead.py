@@ -83,6 +83,29 @@ def test_processes_that_fail_end_it_and_are_not_started_for_ever(fill):
     assert told[-1] == (0, 1)
 
 
+def test_processes_that_keep_nothing_end_it_and_are_not_started_for_ever(fill):
+    told, started = fill([Job(0, 10**9), Job(1, 10**9)], "", most=1)
+    assert started == 1, "the disk is full, or they compile other sources"
+    assert told[-1] == (0, 2)
+
+
+def test_processes_that_made_way_for_an_agent_that_starts_are_started_again(fill):
+    told, started = fill([Job(0, 200)], f"raise SystemExit({ahead.NOT_NOW})", most=1)
+    assert started > 1
+    assert told[-1] == (1, 1)
+
+
+@compiled_only
+def test_what_is_compiled_for_later_ends_when_an_agent_starts(tmp_path):
+    code = (
+        "import os; from hepti_mqtt.kernels import ahead; from hepti_mqtt.kernels.machine import jit, turns\n"
+        "with turns.starting(jit.cache_directory()): raise SystemExit(ahead.main('behind', 1, os.getppid()))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, timeout=300)
+    assert done.returncode == ahead.NOT_NOW, done.stderr[-2000:]
+
+
 def test_what_somebody_else_compiles_is_waited_for_and_taken_over_when_that_one_dies(fill, tmp_path):
     path = tmp_path / ahead.LOCKS
     holder = subprocess.Popen(

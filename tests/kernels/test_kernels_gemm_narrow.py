@@ -332,6 +332,32 @@ def test_the_int8_tile_can_be_forced_to_one_that_exists(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("machine", "features", "forced"),
+    [
+        ("x86_64", {"avx2": True, "fma": True}, "dotprod"),
+        ("x86_64", {"avx2": True, "fma": True}, "avxvnni"),
+        ("aarch64", {"neon": True}, "avx512vnni"),
+    ],
+)
+def test_an_int8_tile_of_instructions_that_the_cpu_has_not_is_an_error_in_words(monkeypatch, machine, features, forced):
+    monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
+    monkeypatch.setenv(DOT_OVERRIDE, forced)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(isa, "_hwcap", lambda: 0)
+    with pytest.raises(ConfigError, match=f"'{forced}' is an int8 tile that .* has not here; use one of"):
+        check_settings()
+
+
+@pytest.mark.parametrize(("told", "expected"), [("", "sse"), ("+avx2,+fma", "avx2"), ("+avx2,-fma", "sse")])
+def test_the_instruction_set_is_one_that_numba_compiles_for(monkeypatch, told, expected):
+    monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("numba.config.CPU_FEATURES", told)
+    assert isa.isa() == expected
+
+
+@pytest.mark.parametrize(
     ("machine", "features", "hwcap", "expected"),
     [
         ("aarch64", {"dotprod": True}, 0, "dotprod"),

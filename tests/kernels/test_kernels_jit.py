@@ -196,7 +196,7 @@ def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
     assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
 
 
-def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch):
+def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch, tmp_path):
     for name in (jit.OVERRIDE, jit.DOT_OVERRIDE):
         monkeypatch.delenv(name, raising=False)
     asked = []
@@ -205,7 +205,8 @@ def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch):
         asked.append(compiled)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    dispatcher = SimpleNamespace(enable_caching=lambda: None, _cache=SimpleNamespace(save_overload=full))
+    cache = SimpleNamespace(cache_path=str(tmp_path), load_overload=None, save_overload=full)
+    dispatcher = SimpleNamespace(enable_caching=lambda: None, _cache=cache)
     jit._cached(dispatcher)
     dispatcher._cache.save_overload("signature", "code")
     assert asked == [("signature", "code")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hepti_mqtt.kernels.machine import pages
 from hepti_mqtt.kernels.machine.pages import aligned_zeros
 
 
@@ -48,3 +50,17 @@ def test_a_dead_array_gives_its_pages_back_and_its_neighbours_stay():
     assert not any((ctypes.c_char * (1 << 20)).from_address(address).raw)
     assert (view == 7).all()
     assert all((a == 7).all() for a in arrays)
+
+
+def test_where_no_more_can_be_mapped_the_heap_has_it_or_says_that_it_has_not(monkeypatch):
+    def full(nbytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(pages, "_Mapping", full)
+    monkeypatch.setattr(pages, "_open", None)
+    array = aligned_zeros((300, 1000), "f4")
+    assert array.shape == (300, 1000)
+    assert array.ctypes.data % 64 == 0
+    assert not array.any()
+    with pytest.raises(MemoryError):
+        aligned_zeros((1 << 60,), "f4")

@@ -51,6 +51,12 @@ def test_a_row_of_zeros_stays_zero():
     assert (Case("normalize_rows", [np.zeros((2, 5), np.float32)], [(2, 5)]).run()[0] == 0).all()
 
 
+def test_a_row_whose_norm_is_no_f32_has_a_length_of_one_all_the_same():
+    row = np.array([[3e38, -3e38, 0.0]], np.float32)
+    (out,) = Case("normalize_rows", [row], [(1, 3)]).run()
+    np.testing.assert_allclose(out, [[0.5**0.5, -(0.5**0.5), 0.0]], rtol=1e-6)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add", "normalize_rows"])
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(kernel, value):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import llvmlite.binding as llvm
+import numba
 
 from hepti_mqtt.errors import ConfigError
 
@@ -107,10 +108,21 @@ def _own() -> str:
         return "neon"
     if machine not in ("x86_64", "amd64"):
         return "generic"
-    features = llvm.get_host_cpu_features()
+    features = _features()
     if features.get("avx512f"):
         return "avx512"
     return "avx2" if features.get("avx2") and features.get("fma") else "sse"
+
+
+def _features() -> dict[str, bool]:
+    """Return what the CPU has that Numba compiles for: this one, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say other.
+
+    What a name alone implies is not known here: a smaller tile than might be is right, a larger one ends the process.
+    """
+    told: str | None = getattr(numba.config, "CPU_FEATURES", None)  # "" for the CPU called generic
+    if told is None:
+        return dict(llvm.get_host_cpu_features())
+    return {word[1:]: word[0] == "+" for word in filter(None, map(str.strip, told.split(",")))}
 
 
 def dot() -> str:
@@ -120,19 +132,29 @@ def dot() -> str:
     """
     if (chosen := os.environ.get(DOT_OVERRIDE)) in DOTS:
         return str(chosen)
-    features = {**llvm.get_host_cpu_features(), "": True}
+    return _dots()[0]
+
+
+def _dots() -> list[str]:
+    """Return the int8 tiles that can be compiled, the best one first."""
+    features = {**_features(), "": True}
     features["dotprod"] = features.get("dotprod", False) or _has_sdot()
-    return next(name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1]))
+    return [name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1])]
 
 
 def require_known() -> None:
-    """Raise ConfigError if the environment forces an instruction set or an int8 tile that there is not."""
+    """Raise ConfigError if the environment forces an instruction set or an int8 tile that there is not, or not here.
+
+    Where a register or an instruction is named that the CPU has not, LLVM would end the process.
+    """
     if (chosen := os.environ.get(OVERRIDE)) and chosen not in TILES:
         raise ConfigError(f"{OVERRIDE}={chosen!r} is not an instruction set of the kernels; use one of {list(TILES)}")
-    if chosen and TILES[chosen].lanes > TILES[_own()].lanes:  # where a register is named, LLVM would end the process
+    if chosen and TILES[chosen].lanes > TILES[_own()].lanes:
         raise ConfigError(f"{OVERRIDE}={chosen!r} has wider vectors than this CPU, which has {_own()}; unset it")
     if (chosen := os.environ.get(DOT_OVERRIDE)) and chosen not in DOTS:
         raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
+    if chosen and chosen not in _dots():
+        raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is an int8 tile that {isa()} has not here; use one of {_dots()}")
 
 
 def cpu_model() -> str:

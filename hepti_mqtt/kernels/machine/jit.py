@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +22,7 @@ import numba.extending
 import numpy as np
 from numba import types
 
+from hepti_mqtt.kernels.machine import kept
 from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, OVERRIDE, dot, require_known
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -104,16 +104,7 @@ def _cached(dispatcher: Any) -> None:
         dispatcher.enable_caching()
     except RuntimeError:
         return  # neither the package nor the user's cache directory is writable: compile in every process
-    # Not public in Numba: where a version lacks it, Numba's own stamp stays, and a test says so.
-    if (cache_file := getattr(dispatcher._cache, "_cache_file", None)) is not None:
-        cache_file._source_stamp = sources_stamp()
-    save = dispatcher._cache.save_overload
-
-    def save_where_there_is_room(*compiled: Any) -> None:
-        with suppress(OSError):  # a full disk: the next process compiles again
-            save(*compiled)
-
-    dispatcher._cache.save_overload = save_where_there_is_room
+    kept.mend(dispatcher._cache, sources_stamp())
 
 
 def kernel(
@@ -268,12 +259,8 @@ def forget_bitcode() -> None:
 
 
 def in_cache(dispatcher: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether the cache has a kernel's code; also False where this version of Numba cannot tell."""
-    try:
-        cache = dispatcher._cache
-        return cache._index_key(arguments, dispatcher.targetctx.codegen()) in cache._cache_file._load_index()
-    except (AttributeError, TypeError):
-        return False
+    """Return whether the cache has a kernel's code, whole; also False where this version of Numba cannot tell."""
+    return kept.has(dispatcher._cache, arguments, dispatcher.targetctx.codegen())
 
 
 def cache_directory() -> Path | None:

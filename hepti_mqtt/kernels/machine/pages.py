@@ -59,19 +59,28 @@ def aligned_zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     Padding costs no memory until it is touched, but for what its huge page has.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if nbytes < _LEAST or _ADVICE is None:
-        heap = np.zeros(nbytes + _LINE, np.uint8)
-        skip = -heap.ctypes.data % _LINE
-        return heap[skip : skip + nbytes].view(dtype).reshape(shape)
-    return _mapped(nbytes).view(dtype).reshape(shape)
+    array = None if nbytes < _LEAST or _ADVICE is None else _mapped(nbytes)
+    return (_heap(nbytes) if array is None else array).view(dtype).reshape(shape)
 
 
-def _mapped(nbytes: int) -> NDArray[np.uint8]:
+def _heap(nbytes: int) -> NDArray[np.uint8]:
+    heap = np.zeros(nbytes + _LINE, np.uint8)
+    skip = -heap.ctypes.data % _LINE
+    return heap[skip : skip + nbytes]
+
+
+def _mapped(nbytes: int) -> NDArray[np.uint8] | None:
+    """Return zeros of a mapping, None where the system gives no more of them.
+
+    A mapping is larger than what it is made for, so the heap may still have that much, or says that it has not.
+    """
     global _open  # noqa: PLW0603
     with _lock:
         array = _open.take(nbytes) if _open is not None else None
         if array is None:
-            _open = _Mapping(nbytes)
+            try:
+                _open = _Mapping(nbytes)
+            except OSError:
+                return None
             array = _open.take(nbytes)
-    assert array is not None  # a mapping has room for what it was made for
     return array

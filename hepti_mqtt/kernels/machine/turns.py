@@ -1,8 +1,9 @@
 """Turns among the agents of one machine: whoever compiles makes a measurement of speed wrong, and so does who measures.
 
-Two files in a directory that they share, normally that of the compile cache. An agent has the first one, together with
+Files in a directory that they share, normally that of the compile cache. An agent has the first one, together with
 others, from its start until it is online. Who compiles has the second one together with others, who measures has it
-alone. The system lets go of a lock when its process ends, however it ends.
+alone. Who saves compiled code has the third one alone. The system lets go of a lock when its process ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import IO, Final
 
 STARTING: Final = "hepti-starting.lock"
 SPEED: Final = "hepti-speed.lock"
+SAVING: Final = "hepti-saving.lock"
 LOOK_S: Final = 0.2
 
 
@@ -50,6 +52,15 @@ def measuring(directory: Path | None, wait: Callable[[], None] = lambda: None) -
         while file is not None and not _taken(file, fcntl.LOCK_EX):
             wait()
             time.sleep(LOOK_S)
+        yield
+
+
+@contextmanager
+def saving(directory: Path) -> Iterator[None]:
+    """Save to this directory while nobody else does: files there name each other."""
+    with _opened(directory, SAVING) as file:
+        if file is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.rowwise.sums import add_row, bias_of, same_shapes, total
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
 
-_TINY: Final = np.float32(1e-12)
+_TINY: Final = 1e-12
 
 
 @exact  # else LLVM turns the product with it into a division for every value
@@ -105,14 +105,14 @@ def _add_norm(
 def _normalize_rows(x: Any, out: Any) -> None:
     h = x.shape[1]
     for row in range(len(x)):
-        # f64: the square of a large f32 would be infinite.
+        # f64: the square of a large f32 would be infinite, and so may be the norm of several.
         squares = 0.0
         for i in range(h):
             squares += np.float64(x[row, i]) * np.float64(x[row, i])
         norm = np.sqrt(squares)
-        by = np.float32(norm) if not norm < _TINY else _TINY
+        by = norm if not norm < _TINY else _TINY
         for i in range(h):
-            out[row, i] = x[row, i] / by
+            out[row, i] = np.float32(np.float64(x[row, i]) / by)
 
 
 def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
