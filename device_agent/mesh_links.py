@@ -96,23 +96,27 @@ class MeshLinks:
 
     def probe(self, now: float, busy: bool) -> None:
         """Probe the peer whose turn it is, of those that this device hears and that hear it."""
-        due = self.probes.due(now, self._both_ways(), busy)
+        models = self._both_ways()
+        due = self.probes.due(now, models, busy)
         if due is not None:
-            self._send_probes(*due)
+            peer, payloads = due
+            self._send_probes(models[peer], peer, payloads)
 
     def probe_large(self, peer: str, now: float) -> bool:
         """Send a peer a large probe, if one is due; return whether it was."""
-        due = self.probes.probers()[peer].large_due(now, busy=True) if peer in self._both_ways() else []
-        self._send_probes(peer, due)
+        model = self._both_ways().get(peer)
+        due = [] if model is None else self.probes.probers()[peer].large_due(now, busy=True)
+        if model is not None:
+            self._send_probes(model, peer, due)
         return bool(due)
 
     def _both_ways(self) -> Mapping[str, str]:
         """Return the peers that this device hears and that hear it, with a model of which they do."""
         return {peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())}
 
-    def _send_probes(self, peer: str, payloads: Iterable[bytes]) -> None:
+    def _send_probes(self, model: str, peer: str, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
-            self.mesh.publish(self._topics.activation(self._both_ways()[peer], 0, self._device, peer), payload)
+            self.mesh.publish(self._topics.activation(model, 0, self._device, peer), payload)
 
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and came from each peer; from any thread."""

@@ -33,13 +33,13 @@ class Pauses:
         self._turn = self._falls = self._long = 0
         self._waits: deque[float] = deque(maxlen=RUNS)
 
-    def take(self, now: float, waited_s: float) -> None:
-        """Take it that a run has ended, in which this device waited so long, and that no other is under way here.
+    def take(self, now: float, waited_s: float | None) -> None:
+        """Take it that no run is under way here, and how long this device waited in the one that ended, if one did.
 
         now: by time.perf_counter().
         """
         probers = {BROKER: self._network.prober, **({} if self._links is None else self._links.probes.probers())}
-        if self._waits_longer(waited_s) or self._fell(probers):
+        if (waited_s is not None and self._waits_longer(waited_s)) or self._fell(probers):
             for prober in probers.values():
                 prober.doubt()
         if now < self._next_s:

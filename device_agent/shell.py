@@ -178,7 +178,13 @@ class Shell:
                 self._carry([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:
-            self._pauses.take(clock(), self._session.runs.waited_s)
+            self._probe_in_pause(clock())
+
+    def _probe_in_pause(self, now: float) -> None:
+        try:
+            self._pauses.take(now, self._session.runs.take_waited())
+        except Exception as exc:
+            self._complaints.add("command_errors", f"a probe failed: {exc}", _unexpected(exc))
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()

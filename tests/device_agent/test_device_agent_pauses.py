@@ -80,6 +80,32 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
     assert len(times) >= 60 // LARGE_EVERY_S
 
 
+def test_a_probe_that_cannot_leave_is_counted_and_ends_nothing(device, monkeypatch):
+    d = device()
+    d.ready()
+
+    def away(now):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(d.network, "probe_large", away)
+    d.run(request()[2])
+    assert d.complaints.counters["command_errors"] == 1
+    d.run(request(admission=2)[2])
+    assert d.complaints.counters["command_errors"] == 2, "the session goes on"
+
+
+def test_how_long_a_run_waited_is_told_once(device):
+    d = device()
+    d.ready()
+    told = []
+    d.shell._pauses.take = lambda now, waited_s: told.append(waited_s)
+    d.run(request()[2])
+    d.shell._probe_in_pause(1.0)
+    assert told[:-1]
+    assert None not in told[:-1]
+    assert told[-1] is None
+
+
 @pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 def test_ways_take_turns_and_all_are_measured_again_once_one_has_fallen(device, pair):
     d = device()

@@ -46,7 +46,7 @@ _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUM
 
 
 class Runs:
-    """All runs of a device. counters: frames dropped, by reason. waited_s: for others, in the last run that ended."""
+    """All runs of a device. counters: frames dropped, by reason."""
 
     def __init__(self, device: str, topics: Topics, counters: Counter[str]) -> None:
         self._device, self._topics, self._counters = device, topics, counters
@@ -57,7 +57,7 @@ class Runs:
         self._leases = EarlyLeases()
         self._sessions = Sessions(counters)
         self._over: OrderedDict[int, None] = OrderedDict()
-        self.waited_s = 0.0
+        self._waited_s: float | None = None  # for others, in the last run that ended
 
     @property
     def open_sessions(self) -> int:
@@ -68,6 +68,11 @@ class Runs:
     def idle(self) -> bool:
         """Return whether no request is under way."""
         return not self._runs
+
+    def take_waited(self) -> float | None:
+        """Return for how many seconds the last run that ended waited for others, None where it is known already."""
+        waited_s, self._waited_s = self._waited_s, None
+        return waited_s
 
     @property
     def early_bytes(self) -> int:
@@ -327,7 +332,7 @@ class Runs:
             return []
         request = self._runs[admission]
         model, epoch = request.key
-        wait = self.waited_s = max(now - request.started_s - request.compute_s, 0.0)
+        wait = self._waited_s = max(now - request.started_s - request.compute_s, 0.0)
         topic = self._topics.up(self._device)
         sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
         numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs)
