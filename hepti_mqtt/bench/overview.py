@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -130,20 +131,30 @@ def choices(found: Sequence[Figures]) -> Iterator[str]:
 
 
 def predictions(found: Sequence[Figures]) -> Iterator[str]:
-    """Return predicted over measured time by the number of devices of the plan."""
-    ratios: dict[int, list[float]] = {}
+    """Return predicted over measured time by the number of devices of the plan, without and with what runs taught."""
+    by_devices: dict[int, list[Figures]] = defaultdict(list)
     for f in found:
         if f.predicted_ms is not None:
-            ratios.setdefault(len(f.turn["plan"]["devices"]), []).append(f.predicted_ms / f.ms)
-    if not ratios:
+            by_devices[len(f.turn["plan"]["devices"])].append(f)
+    if not by_devices:
         return
     yield "## Predicted over measured"
     yield ""
-    yield "| devices of the plan | cells | median | least | most |"
-    yield "|---:|---:|---:|---:|---:|"
-    for devices, values in sorted(ratios.items()):
-        yield f"| {devices} | {len(values)} | {median(values):.2f} | {min(values):.2f} | {max(values):.2f} |"
+    yield "By the simulator alone, and with what earlier requests had taught before the last one of each turn."
     yield ""
+    yield "| devices of the plan | cells | median | least | most | taught: cells | median | least | most |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for devices, own in sorted(by_devices.items()):
+        alone = [f.predicted_ms / f.ms for f in own if f.predicted_ms is not None]
+        taught = [ms / f.ms for f in own if not f.cell.requests and (ms := f.turn.get("expected_ms")) is not None]
+        yield f"| {devices} | {_spread(alone)} | {_spread(taught)} |"
+    yield ""
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "0 | | |"
+    return f"{len(ratios)} | {median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}"
 
 
 def _words(f: Figures | None, best: float) -> str:

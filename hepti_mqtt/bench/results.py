@@ -37,7 +37,7 @@ _COLUMNS: Final = (
         "repetition",
         "latency_ms",
     ),
-    *("compute_ms", "wait_ms", "bytes", "predicted_ms", "error", "failure"),
+    *("compute_ms", "wait_ms", "bytes", "predicted_ms", "expected_ms", "error", "failure"),
 )
 
 

@@ -180,6 +180,7 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
         "bytes_on_wire": last["bytes_on_wire"],
         "predicted_bytes": last["predicted_bytes"],
         "predicted_ms": last["predicted_ms"],
+        "expected_ms": last.get("expected_ms", last["predicted_ms"]),  # a planner may be older
     }
     if len(text) <= 20_000:
         result["output"] = last["result"]
@@ -229,8 +230,8 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
     else:
         output.print_lines([shown(answer.result, output.out.is_terminal)])
         took = (
-            f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}), {result['tokens']} "
-            f"tokens, {result['bytes_on_wire']} bytes on the wire"
+            f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}, expected "
+            f"{result['expected_ms']:.1f}), {result['tokens']} tokens, {result['bytes_on_wire']} bytes on the wire"
         )
     lines = [
         took,

@@ -205,8 +205,8 @@ class Hepti:
         told = self.infer(answer.model, **{**request, "want": "plan"})
         if told.plan["id"] != answer.plan["id"]:
             return answer
-        keys = ("forecast", "predicted_ms", "predicted_bytes", "plan")
-        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys}})
+        keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
+        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
 
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
         """Send a request with the arguments of `infer` and return its future; cancelling it stops the waiting.

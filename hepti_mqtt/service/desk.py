@@ -187,7 +187,8 @@ class Desk:
         for stats in command.stats:
             if stats.requests > 1:
                 self._forecasts.met(stats)
-        plan = command.plan
+        plan, reading_s = command.plan, self._reading_s(command, ticket)
+        expected_s = sum(f.seconds * s.learned for f, s in zip(forecasts, command.stats, strict=True))
         told = {
             "plan": {
                 "id": str(plan.epoch),
@@ -208,7 +209,8 @@ class Desk:
             "batched_with": sum(s.requests - 1 for s in command.stats),
             **_counted(command.stats),
             "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
-            "predicted_ms": (self._reading_s(command, ticket) + sum(f.seconds for f in forecasts)) * 1e3,
+            "predicted_ms": (reading_s + sum(f.seconds for f in forecasts)) * 1e3,
+            "expected_ms": (reading_s + expected_s) * 1e3,
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
             "latency_ms": (now - ticket.received_s) * 1e3,
         }

@@ -99,6 +99,14 @@ def test_predictions_are_judged_by_method(tmp_path):
     assert "row | met | median 3.0%, most 3.0% of 1 |" in row
 
 
+def test_predictions_stand_beside_what_runs_have_taught(tmp_path):
+    turns = [(SINGLE, answer(200.0)), (ROW, answer(100.0, predicted_ms=80.0, expected_ms=95.0))]
+    with Writer(tmp_path, HEADER, resume=False) as writer:
+        for cell, found in turns:
+            writer.turn(cell, 0, found)
+    assert "| 2 | 2 | 0.95 | 0.80 | 1.10 | 1 | 0.95 | 0.95 | 0.95 |" in report.markdown(read(tmp_path))
+
+
 def test_throughput_is_compared_with_all_hosts_alone_and_with_its_own_prediction(tmp_path):
     loaded = {"requests": 4, "objective": "throughput"}
     cells = [replace(cell, **loaded) for cell in (SINGLE, replace(SINGLE, devices=("b",)), AUTO)]

@@ -50,6 +50,21 @@ def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
     assert site.session.plan("m").devices != plan.devices, "another device is faster now"
 
 
+def test_an_answer_knows_what_runs_before_it_had_taught() -> None:
+    site = Site()
+    site.join("a", "b")
+    plan = site.settle()
+    (model,) = site.session.slots.models()
+    site.submit("r1")
+    for _ in range(8):
+        model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+    site.answer(1)
+    site.submit("r2")
+    site.answer(2)
+    taught = [stats.learned for name in ("r1", "r2") for stats in site.answers[name].stats]
+    assert taught == pytest.approx([1.0, 3.0]), "as it was when each was dispatched"
+
+
 def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -> None:
     site = Site()
     site.join("a", "b")

@@ -189,6 +189,14 @@ def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints
     assert [ms - found[3] for ms in found] == pytest.approx([30.0, 20.0, 20.0, 0.0])
 
 
+def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    answer = foreseen(forecasts, finish(ask(desk, {"text": "hello"}), checkpoint, begun_s=100.02))
+    taught = replace(answer, stats=tuple(replace(stats, learned=1.5) for stats in answer.stats))
+    data = told(desk.answer(taught, now=101.0))
+    assert data["expected_ms"] - 20.0 == pytest.approx(1.5 * (data["predicted_ms"] - 20.0))
+
+
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})

@@ -124,7 +124,7 @@ class Dispatcher:
             if items[0].job.computes:
                 out += self._dispatch(model, plan, items, now)
             else:
-                out += self._foretell(model, model.active, items[0].job)
+                out += self._foretell(model, model.active, items[0].job, now)
         self._held[name] = min(held.values(), default=inf)
         return out
 
@@ -316,6 +316,7 @@ class Dispatcher:
             overdue,
             sent,
             alone=not others,
+            learned=learned,
             expected_s=expected_s,
             doubt_s=doubt,
             until_s=until_s,
@@ -323,10 +324,11 @@ class Dispatcher:
         )
         return [Publish(topic, payload, 1)]
 
-    def _foretell(self, model: ModelState, plan: Plan, job: Job) -> list[CoordinatorCommand]:
+    def _foretell(self, model: ModelState, plan: Plan, job: Job, now: float) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: as if its runs had taken nothing."""
         job.over = True
-        runs = (RunStats(plan, model.cluster(), shape, {}, {}, {}, 0) for shape in job.shapes())
+        learned, cluster = model.learned(now, plan), model.cluster()
+        runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, learned=learned) for shape in job.shapes())
         return [Answer(job, plan, tuple(runs))]
 
     def _complete(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:

@@ -200,7 +200,8 @@ class RunStats:
     """One run as its devices counted it: microseconds and bytes by device, and the planner's own bytes.
 
     cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of. reported:
-    every device has said what it counted. begun_s: when it was dispatched, None if it never was.
+    every device has said what it counted. begun_s: when it was dispatched, None if it never was. learned: how many
+    times as long as predicted such runs took before it.
     """
 
     plan: Plan
@@ -213,17 +214,18 @@ class RunStats:
     requests: int = 1
     reported: bool = True
     begun_s: float | None = None
+    learned: float = 1.0
 
 
 @dataclass(slots=True)
 class Run:
     """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
 
-    expected_s: what it should take. doubt_s: when its devices are asked for a word, probed_s: when they were.
-    overdue_s: when it is issued again. until_s: when it should be over, with what runs before it on its devices. cut:
-    the broker was lost meanwhile, and with it whatever was on its way. early: what was known when the output was there
-    and some devices had not reported; None before, or if they had. place: of the token that was taken then. bag: of
-    tasks that are leased one by one. gone: devices without which it goes on.
+    learned: as in `RunStats`. expected_s: what it should take. doubt_s: when its devices are asked for a word,
+    probed_s: when they were. overdue_s: when it is issued again. until_s: when it should be over, with what runs before
+    it on its devices. cut: the broker was lost meanwhile, and with it whatever was on its way. early: what was known
+    when the output was there and some devices had not reported; None before, or if they had. place: of the token that
+    was taken then. bag: of tasks that are leased one by one. gone: devices without which it goes on.
     """
 
     admission: int
@@ -237,6 +239,7 @@ class Run:
     alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
     done: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    learned: float = 1.0
     expected_s: float = 0.0
     doubt_s: float = inf
     probed_s: float | None = None
@@ -322,6 +325,7 @@ class Run:
             len(self.items),
             reported=self.done.keys() | self.gone >= set(self.plan.devices),
             begun_s=self.begun_s,
+            learned=self.learned,
         )
 
 
