@@ -14,14 +14,14 @@ from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
-from hepti_mqtt.planner.fitting import ALONE, REFINED, Guess, dividing, fitting, improved, priced, reweighted
+from hepti_mqtt.planner.fitting import ALONE, REFINED, Draft, Guess, dividing, fitting, improved, priced, reweighted
 from hepti_mqtt.planner.lanes import lanes_of
 from hepti_mqtt.planner.price import Question, gets_through, memory, plan_packet, price, tile_packet
 from hepti_mqtt.planner.routes import on_route, routes
 from hepti_mqtt.planner.side_by_side import side_by_side
 from hepti_mqtt.planner.subsets import in_line, subsets
 from hepti_mqtt.planner.unit_by_unit import unit_by_unit
-from hepti_mqtt.planner.wires import narrowed, wires
+from hepti_mqtt.planner.wires import EXACT, narrowed, wires
 from hepti_mqtt.planner.words import nothing_fits, reason_of
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.units import pixels
@@ -59,6 +59,10 @@ def decide(question: Question) -> Decision:
     top = _worth_dividing(question, _finals(question, best.values()))
     if not top or not top[0].price.feasible:
         raise PlanError(nothing_fits(question, top))
+    return _decision(question, top, behind)
+
+
+def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
     chosen = top[0]
     reason = reason_of(top, chosen, behind)
     plan = replace(chosen.plan, reason=reason)
@@ -72,12 +76,41 @@ def decide(question: Question) -> Decision:
     )
 
 
-def decide_soon(question: Question) -> Decision:
-    """Return the best device alone, in a fraction of the time of `decide`: for requests that wait and have no plan.
+def decide_soon(question: Question, last: Plan | None = None) -> Decision:
+    """Return a plan in a fraction of the time of `decide`: for requests that wait and have none.
 
-    Raises as `decide` does, if no device can.
+    The best device alone or, if that is faster, the last plan's method on those of its devices that are left, which
+    have most of the weights already. Raises as `decide` does, if neither can be.
     """
-    return decide(replace(question, strategy=ALONE, options={}))
+    left = None if last is None else _on_those_left(question, last)
+    try:
+        alone = decide(replace(question, strategy=ALONE, options={}))
+    except PlanError:
+        if left is None:
+            raise
+        return _decision(question, [left])
+    ranking = _worth_dividing(question, sorted([c for c in (left, alone.chosen) if c is not None], key=_order))
+    return _decision(question, ranking)
+
+
+def _on_those_left(question: Question, last: Plan) -> Candidate | None:
+    """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be."""
+    profiles = question.cluster.devices
+    names = [device for device in last.devices if device in profiles]
+    if len(names) < 2 or last.replicas:
+        return None
+    rows = max(question.shape.size // len(names), 1)
+    speeds = {name: profiles[name].speed(rows) for name in sorted(names, key=lambda n: (-profiles[n].speed(rows), n))}
+    with dividing(question, last.strategy):
+        guess = _guess(question, STRATEGIES[last.strategy], last.options, speeds)
+        # How far a narrow wire moves answers is not worked out here.
+        plan = replace(guess.plan, wire=question.wire if question.accuracy is None else EXACT)
+        if last.route in routes(question, plan.devices):
+            plan = on_route(question, plan, last.route)
+        needs, missing = memory(question, plan)
+        if not missing and gets_through(question, plan):
+            return _in_full(question, Draft(plan, guess.weights, needs, missing))
+    return None
 
 
 def _through_the_broker(question: Question, guesses: Sequence[Guess]) -> Sequence[Guess]:
@@ -258,13 +291,17 @@ def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidat
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
-    full = price(question, c.plan, full=True, known=(c.price.needs, c.price.missing))
-    errors = [question.errors[key] for run in c.plan.runs if (key := narrowed(run)) in question.errors]
+    return _in_full(question, Draft(c.plan, c.weights, c.price.needs, c.price.missing))
+
+
+def _in_full(question: Question, draft: Draft) -> Candidate:
+    full = price(question, draft.plan, full=True, known=(draft.needs, draft.missing))
+    errors = [question.errors[key] for run in draft.plan.runs if (key := narrowed(run)) in question.errors]
     plan = replace(
-        c.plan,
+        draft.plan,
         predicted_s=full.seconds,
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
         wire_error=max(errors, default=None),
     )
-    return replace(c, plan=plan, price=full)
+    return Candidate(plan, full, draft.weights)

@@ -102,7 +102,7 @@ def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
     question, running = command.question, command.running
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(command.model, command.ticket, decide_soon(question), None, hurried=True)
+            return Solved(command.model, command.ticket, decide_soon(question, command.last), None, hurried=True)
     try:
         accuracy = accuracy or Accuracy(question.spec, {})
         decision = decide_within(question, accuracy.known, accuracy.measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 from scripted_site import Site
 from sites import FAMILIES, plan
@@ -83,6 +84,25 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     assert used not in site.session.plan("m").devices
     site.event(events.Solved("m", running.ticket, None, None))
     assert not site.errors, "what the outdated one says changes nothing"
+
+
+def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
+    site = Site(searches=False)
+    site.join("a", "b", "c")
+    site.tick(1.1)
+    first = site.solves[-1]
+    pinned = replace(first.question, strategy="row", options={"variant": "kv"}, devices=("a", "b", "c"))
+    site.event(solve(replace(first, question=pinned)))
+    site.ready()
+    plan = site.session.plan("m")
+    assert len(plan.devices) == 3
+    site.submit("r1")
+    site.leave(plan.devices[1])
+    hurried = site.solves[-1]
+    assert (hurried.hurried, hurried.running, hurried.last.devices) == (True, None, plan.devices)
+    found = solve(hurried).decision
+    assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
+    assert plan.method in {c.name for c in found.ranking}
 
 
 def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_them() -> None:

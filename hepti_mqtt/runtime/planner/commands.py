@@ -21,6 +21,7 @@ class Solve:
     """Search for a plan, and price the running one under the same measurements; report `Solved`.
 
     hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
+    last: the one that was found before; it may have lost devices.
     """
 
     model: str
@@ -28,6 +29,7 @@ class Solve:
     question: Question
     running: Plan | None
     hurried: bool = False
+    last: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
