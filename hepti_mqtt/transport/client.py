@@ -28,9 +28,10 @@ from hepti_mqtt.transport.base import (
 )
 from hepti_mqtt.transport.data_link import DataLink, Unreadable, data_link_possible
 from hepti_mqtt.transport.in_flight import Session
-from hepti_mqtt.transport.link import Body, Link, LinkLost, VersionRefused
+from hepti_mqtt.transport.link import Body, Link, LinkLost
 from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.transport.versions import AnyLink, Versions
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -41,13 +42,11 @@ FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that t
 AWAY_S: Final = 0.3
 LATE_S: Final = 2.0  # beyond what `connect` is given, for the look-up of a name, which nothing interrupts
 RECONNECT_TIMEOUT_S: Final = 5.0
-ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
 SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
-_Link = Link | DataLink
 
 
 class PahoTransport:
@@ -85,7 +84,7 @@ class PahoTransport:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self._hear, self._tell, self._deliver = on_message, on_state, on_delivery
         self._connection = 0  # number of the last one that was tried
-        self._protocols: tuple[int, ...] = (4,) if tensors else (5, 4) if protocol is None else (protocol,)
+        self._versions = Versions((4,) if tensors else (5, 4) if protocol is None else (protocol,))
         self._own_link = tensors and data_link_possible()
         self._sending: DataLink | None = None  # through which other threads may send
         self._will, self._clean = will, clean
@@ -229,25 +228,11 @@ class PahoTransport:
     def _stopping(self) -> bool:
         return self._outbox.stop_at is not None
 
-    def _open(self, timeout_s: float) -> _Link:
-        """Return an open link, of the first version of MQTT that the broker accepts."""
-        until = time.monotonic() + timeout_s
-        for protocol in self._protocols:
-            last = protocol == self._protocols[-1]
-            self._connection += 1
-            link = self._link(protocol)
-            left = max(until - time.monotonic(), 0.1)
-            try:
-                link.open(left if last else min(left, ANSWER_S), self._stopping)
-            except VersionRefused:
-                if last:
-                    raise
-                continue
-            self._protocols = (protocol, *(p for p in self._protocols if p != protocol))
-            return link
-        raise NetworkError("no version of MQTT to try")
+    def _open(self, timeout_s: float) -> AnyLink:
+        return self._versions.open(self._link, timeout_s, self._stopping)
 
-    def _link(self, protocol: int) -> _Link:
+    def _link(self, protocol: int) -> AnyLink:
+        self._connection += 1
         if self._own_link:
             return DataLink(self.url, self.client_id, listener=self, wake=self._wake)
         return Link(
@@ -261,7 +246,7 @@ class PahoTransport:
             wake=self._wake,
         )
 
-    def _serve(self, link: _Link) -> None:
+    def _serve(self, link: AnyLink) -> None:
         """Drive one connection until it is lost or the transport is closed."""
         reason = "closed"
         try:
@@ -287,41 +272,41 @@ class PahoTransport:
         if not self._stopping():
             self._emit(Disconnected(reason))
 
-    def _begin(self, link: _Link) -> None:
+    def _begin(self, link: AnyLink) -> None:
         everything = self._outbox.connected(link.largest_packet_bytes)
         self._session = session = Session(awaited=set(everything))
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
         self._announce(link)
 
-    def _announce(self, link: _Link) -> None:
+    def _announce(self, link: AnyLink) -> None:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
             self._sending = link if isinstance(link, DataLink) else None
             self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local, link.resumed))
 
-    def _end(self, link: _Link) -> None:
+    def _end(self, link: AnyLink) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
         link.close()  # it may stand: the broker only did not acknowledge our filters, or the mistake is ours
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
-    def _drain(self, link: _Link) -> None:
+    def _drain(self, link: AnyLink) -> None:
         while time.monotonic() < (self._outbox.stop_at or 0.0):
             self._feed(link)
             if self._outbox.empty() and not self._session.inflight and not self._session.waiting and not link.busy:
                 return
             link.turn(0.0 if not self._outbox.empty() and not link.busy else 0.1)
 
-    def _feed(self, link: _Link) -> None:
+    def _feed(self, link: AnyLink) -> None:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
         self._announce(link)
         session = self._session
         with link.sending:
             self._feed_on(link, session)
 
-    def _feed_on(self, link: _Link, session: Session) -> None:
+    def _feed_on(self, link: AnyLink, session: Session) -> None:
         for _ in range(BATCH):
             if link.busy:
                 return
@@ -344,7 +329,7 @@ class PahoTransport:
             elif op.filters:
                 session.subscribing[link.subscribe(op.filters)] = (op.token, op.filters)
 
-    def _send(self, link: _Link, op: Message) -> None:
+    def _send(self, link: AnyLink, op: Message) -> None:
         mid = link.publish(op.topic, op.payload, op.qos, op.retain)
         self._outbox.sent(op)
         if op.qos == 0:

@@ -8,7 +8,6 @@ every attempt gets a fresh one, so nothing of a broken connection is left over.
 from __future__ import annotations
 
 import select
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Will
+from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
@@ -121,7 +121,7 @@ class Link:
         client.on_message = self._on_message
         client.on_publish = self._on_publish
         client.on_subscribe = self._on_subscribe
-        client.on_socket_open = _no_delay
+        client.on_socket_open = lambda _client, _data, sock: no_delay(sock)  # paho never does
         # With this callback set, paho queues and never writes on its own.
         client.on_socket_register_write = _nothing
         self._client = client
@@ -148,12 +148,7 @@ class Link:
     @property
     def local(self) -> bool:
         """Return whether the broker is on this machine: no network lies between two ends of one address."""
-        sock: Any = self._client.socket()
-        try:
-            there, here = sock.getpeername()[0], sock.getsockname()[0]
-        except (AttributeError, OSError):
-            return False  # lost meanwhile
-        return bool(there == here)
+        return local(self._client.socket())
 
     @property
     def busy(self) -> bool:
@@ -166,7 +161,7 @@ class Link:
         if sock is None:
             raise LinkLost(self._reason or "the socket is closed")
         self._watch(sock.fileno())
-        wait_s = 0.0 if _buffered(sock) else min(timeout_s, MISC_S)
+        wait_s = 0.0 if buffered(sock) else min(timeout_s, MISC_S)
         woken = readable = writable = False
         for fd, events in self._poll.poll(wait_s * 1000):
             if fd == self._wake.fileno():
@@ -175,7 +170,7 @@ class Link:
             else:
                 readable = bool(events & ~select.POLLOUT)  # hang-ups and errors show when reading
                 writable = bool(events & select.POLLOUT)
-        if readable or _buffered(sock):
+        if readable or buffered(sock):
             self._read()
         if writable:
             self.flush()
@@ -222,7 +217,7 @@ class Link:
     def disconnect(self, timeout_s: float) -> None:
         """Say DISCONNECT, so that the broker drops the will, and close the socket."""
         deadline = time.monotonic() + timeout_s
-        self._client.on_socket_close = lambda _client, _data, sock: _linger(sock, deadline)
+        self._client.on_socket_close = lambda _client, _data, sock: linger(sock, deadline)
         self._client.disconnect()
         try:
             while self._client.socket() is not None and time.monotonic() < deadline:
@@ -367,25 +362,5 @@ def refused(url: BrokerUrl, reason: str) -> RefusedError:
     )
 
 
-def _no_delay(_client: Client, _data: Any, sock: Any) -> None:
-    # paho never sets it; Nagle's algorithm then holds small packets back for 40 ms.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _linger(sock: Any, deadline: float) -> None:
-    """Let the broker read our DISCONNECT: closing with unread bytes resets the connection, and the will goes out."""
-    try:
-        sock.settimeout(0.1)
-        sock.shutdown(socket.SHUT_WR)
-        while time.monotonic() < deadline and sock.recv(65_536):
-            continue
-    except OSError:
-        return
-
-
 def _nothing(_client: Client, _data: Any, _sock: Any) -> None:
     return
-
-
-def _buffered(sock: Any) -> bool:
-    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
