@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.transport.backoff import Backoff
 from hepti_mqtt.transport.base import (
     Connected,
     Counts,
@@ -27,17 +27,15 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.data_link import DataLink, Unreadable, data_link_possible
+from hepti_mqtt.transport.hang_ups import HANG_UPS, HangUps
 from hepti_mqtt.transport.in_flight import Session
-from hepti_mqtt.transport.link import Body, Link, LinkLost
+from hepti_mqtt.transport.link import Body, HungUp, Link, LinkLost
 from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.versions import AnyLink, Versions
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
-BACKOFF_S: Final = (0.1, 5.0)
-SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is met within ...
-SOON_DELAY_S: Final = 0.5  # ... so long
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3
 LATE_S: Final = 2.0  # beyond what `connect` is given, for the look-up of a name, which nothing interrupts
@@ -63,7 +61,8 @@ class PahoTransport:
     that is taken when nothing else waits.
 
     A publish at QoS 0 that finds no connection or a full queue is counted as lost. At QoS 1 it waits for the
-    connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once.
+    connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once, unless
+    the broker hangs up on it time after time: that, too, is told as `Refused`.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class PahoTransport:
         self._thread: threading.Thread | None = None
         self._first: Future[None] | None = None  # attempt to connect whose outcome `connect` has not told yet
         self._session = Session()
+        self._hang_ups = HangUps()
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,8 @@ class PahoTransport:
         """Queue a message; the payload must not change afterwards.
 
         taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good; with
-        False if the broker says that nobody was subscribed to its topic (MQTT 5 only).
+        False if the broker says that nobody was subscribed to its topic, or at a later connection that it takes nothing
+        so large (MQTT 5 only).
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
         what the broker says it does not take; TypeError for a payload that is not bytes; ValueError for a topic with a
@@ -199,24 +200,20 @@ class PahoTransport:
             first.set_exception(error)
             return
         first.set_result(None)
-        delay_s, lost_at = BACKOFF_S[0], float("-inf")
+        backoff = Backoff()
         try:
             while True:
                 since = time.monotonic()
                 self._serve(link)
-                if time.monotonic() - since > BACKOFF_S[1]:
-                    # Not sooner: two clients of one name would throw each other out for ever.
-                    delay_s, lost_at = BACKOFF_S[0], time.monotonic()
+                backoff.lost(time.monotonic() - since)
                 while not self._stopping():
-                    # Jitter, so that the devices of a site do not come back all at once.
-                    self._wake.pause(delay_s * random.uniform(0.5, 1.0), self._stopping)
-                    soon = time.monotonic() - lost_at < SOON_S
-                    delay_s = min(2 * delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
+                    self._wake.pause(backoff.pause_s(), self._stopping)
                     try:
                         link = self._open(RECONNECT_TIMEOUT_S)
                         break
                     except (HeptiError, OSError) as error:
                         _log.info("%s: not connected again yet: %s", self.name, error)
+                        self._hang_ups.away()
                 if self._stopping():
                     link.disconnect(AWAY_S)  # of a link that came after all; of the last one there is nothing left
                     return
@@ -248,33 +245,41 @@ class PahoTransport:
 
     def _serve(self, link: AnyLink) -> None:
         """Drive one connection until it is lost or the transport is closed."""
-        reason = "closed"
+        reason, hung_up = "closed", False
         try:
             self._begin(link)
             acknowledged_by = time.monotonic() + SUBACK_S
             while not self._stopping():
-                more = not self._outbox.empty() and not link.busy
-                link.turn(0.0 if more else TURN_S)
+                link.turn(0.0 if self._ready(link) else TURN_S)
                 self._feed(link)
                 if self._session.awaited and time.monotonic() > acknowledged_by:
                     raise LinkLost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
             self._drain(link)
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
-            reason = str(error)
+            reason, hung_up = str(error), isinstance(error, HungUp)
             if isinstance(error, Unreadable):
                 _log.warning("%s: %s; paho carries it from now on", self.name, error)
                 self._own_link = False
         except Exception as error:
             _log.exception("%s: the connection is made again", self.name)
             reason = repr(error)
+        self._hang_ups.lost(self._session.first if hung_up else None)
         self._end(link)
         if not self._stopping():
             self._emit(Disconnected(reason))
 
     def _begin(self, link: AnyLink) -> None:
-        everything = self._outbox.connected(link.largest_packet_bytes)
-        self._session = session = Session(awaited=set(everything))
+        if (unwanted := self._hang_ups.unwanted()) is not None:
+            nbytes = unwanted.packet_bytes
+            what = f"it hung up {HANG_UPS} times on end on these {nbytes} bytes, which may be more than it takes"
+            for message in self._outbox.withdraw(unwanted):
+                self._refuse(message, what)
+        everything, too_large = self._outbox.connected(link.largest_packet_bytes)
+        for message in too_large:
+            what = f"it takes packets of at most {link.largest_packet_bytes} bytes, not {message.packet_bytes}"
+            self._refuse(message, what, heard=False)
+        self._session = session = Session(awaited=set(everything), alone=self._hang_ups.suspect is not None)
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
         self._announce(link)
@@ -297,7 +302,10 @@ class PahoTransport:
             self._feed(link)
             if self._outbox.empty() and not self._session.inflight and not self._session.waiting and not link.busy:
                 return
-            link.turn(0.0 if not self._outbox.empty() and not link.busy else 0.1)
+            link.turn(0.0 if self._ready(link) else 0.1)
+
+    def _ready(self, link: AnyLink) -> bool:
+        return not (self._outbox.empty() or link.busy or self._session.held)
 
     def _feed(self, link: AnyLink) -> None:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
@@ -308,7 +316,7 @@ class PahoTransport:
 
     def _feed_on(self, link: AnyLink, session: Session) -> None:
         for _ in range(BATCH):
-            if link.busy:
+            if link.busy or session.held:
                 return
             session.writing = None
             if session.waiting and len(session.inflight) < link.window:
@@ -354,11 +362,12 @@ class PahoTransport:
         op = self._session.inflight.pop(mid, None)
         if op is None:
             return
+        self._session.alone = False
         self._outbox.acknowledged(op)
-        if (taken := op.taken) is not None:
-            self._call(lambda: taken(heard))
         if refusal is not None:
-            self._emit(Refused(None, (op.topic,), refusal))
+            self._refuse(op, refusal, heard)
+        elif (taken := op.taken) is not None:
+            self._call(lambda: taken(heard))
 
     def on_subscribed(self, mid: int, refusals: tuple[str | None, ...]) -> None:
         """Tell which subscription the broker has acknowledged or refused."""
@@ -371,6 +380,11 @@ class PahoTransport:
         else:
             self._emit(Subscribed(token))
         self._session.awaited.discard(token)
+
+    def _refuse(self, message: Message, why: str, heard: bool = True) -> None:
+        if (taken := message.taken) is not None:
+            self._call(lambda: taken(heard))
+        self._emit(Refused(None, (message.topic,), why))
 
     def _emit(self, state: State) -> None:
         self._call(lambda: self._tell(state))

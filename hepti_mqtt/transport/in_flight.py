@@ -17,4 +17,15 @@ class Session:
     subscribing: dict[int, tuple[int, Filters]] = field(default_factory=dict)  # by packet id
     awaited: set[int] = field(default_factory=set)  # tokens whose SUBACK comes before Connected
     writing: Message | None = None
+    alone: bool = False  # the first message of QoS 1 goes alone, until it is acknowledged
     announced: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Return whether nothing more may be sent now."""
+        return self.alone and bool(self.awaited or self.inflight)
+
+    @property
+    def first(self) -> Message | None:
+        """Return the message of QoS 1 that has waited longest for its acknowledgement."""
+        return next(iter(self.inflight.values()), None)

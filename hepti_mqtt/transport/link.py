@@ -37,12 +37,17 @@ Body = bytes | memoryview
 _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _WRONG_VERSION: Final = 132
 _UNAVAILABLE: Final = frozenset({136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
+_LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
 _FAILURE: Final = 128
 _NOBODY: Final = 16  # no matching subscribers
 
 
 class LinkLost(Exception):
     """The connection ended; the text says why."""
+
+
+class HungUp(LinkLost):
+    """The broker, or what lies between, closed the connection, and does not say that it has to."""
 
 
 class VersionRefused(NetworkError):
@@ -94,7 +99,7 @@ class Link:
         self.window = MAX_INFLIGHT  # QoS 1 messages that may wait for their acknowledgement
         self._url, self._clean, self._listener, self._wake = url, clean, listener, wake
         self._connack: tuple[ReasonCode, Properties | None] | None = None
-        self._reason = ""
+        self._reason, self._leaving = "", False
         self._reading = False
         self._misc_at = 0.0
         self._poll = select.poll()
@@ -177,7 +182,7 @@ class Link:
         now = time.monotonic()
         if now - self._misc_at >= MISC_S:
             self._misc_at = now
-            self._guarded(self._client.loop_misc)
+            self._guarded(self._client.loop_misc, LinkLost)
         return woken
 
     def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
@@ -279,7 +284,7 @@ class Link:
         finally:
             self._reading = False
 
-    def _guarded(self, step: Callable[[], MQTTErrorCode]) -> None:
+    def _guarded(self, step: Callable[[], MQTTErrorCode], lost: type[LinkLost] = HungUp) -> None:
         try:
             code = step()
         except Exception as error:  # paho raises struct.error, IndexError, ... on malformed packets
@@ -287,7 +292,8 @@ class Link:
             raise LinkLost(f"the broker sent what paho cannot read: {error!r}") from error
         if code != MQTTErrorCode.MQTT_ERR_SUCCESS or self._client.socket() is None:
             self.close()
-            raise LinkLost(self._reason or f"the connection was lost ({MQTTErrorCode(code).name})")
+            lost = LinkLost if self._leaving else lost
+            raise lost(self._reason or f"the connection was lost ({MQTTErrorCode(code).name})")
 
     def _on_connect(
         self, _client: Client, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
@@ -300,6 +306,7 @@ class Link:
     ) -> None:
         if flags.is_disconnect_packet_from_server:
             self._reason = f"the broker closed the connection: {reason}"
+            self._leaving = reason.value in _LEAVING
 
     def _on_message(self, _client: Client, _data: Any, message: MQTTMessage) -> None:
         try:
