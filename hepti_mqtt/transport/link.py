@@ -23,11 +23,13 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Will
+from hepti_mqtt.transport.flow import Flow, kept_bytes
 from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
 KEEPALIVE_S: Final = 10
+STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
 MISC_S: Final = 1.0
 SESSION_EXPIRY_S: Final = 3600
 MAX_INFLIGHT: Final = 20
@@ -102,6 +104,7 @@ class Link:
         self._reason, self._leaving = "", False
         self._reading = False
         self._misc_at = 0.0
+        self._flow = Flow(time.monotonic())
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
         self._polled: tuple[int, int] | None = None
@@ -178,11 +181,9 @@ class Link:
         if readable or buffered(sock):
             self._read()
         if writable:
+            self._flow.wrote()
             self.flush()
-        now = time.monotonic()
-        if now - self._misc_at >= MISC_S:
-            self._misc_at = now
-            self._guarded(self._client.loop_misc, LinkLost)
+        self._keep_alive(time.monotonic())
         return woken
 
     def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
@@ -276,6 +277,21 @@ class Link:
             self._poll.unregister(self._polled[0])
         self._poll.register(fd, events)
         self._polled = (fd, events)
+
+    def _keep_alive(self, now: float) -> None:
+        """Now and then let paho ping the broker, or give it up."""
+        if now - self._misc_at < MISC_S:
+            return
+        self._misc_at = now
+        self._flow.look(now, self.busy, kept_bytes(self._client.socket()))
+        still_s = now - self._flow.moved_at
+        if self.busy and still_s >= STALLED_S:
+            self.close()
+            raise LinkLost(f"the broker has taken nothing for {STALLED_S} s")
+        # A PINGREQ would wait behind what is on its way, for longer than paho waits for the answer, and paho takes a
+        # packet for sent only when all of it is.
+        if not self._flow.waiting or (still_s >= KEEPALIVE_S and not self.busy):
+            self._guarded(self._client.loop_misc, LinkLost)
 
     def _read(self) -> None:
         self._reading = True
