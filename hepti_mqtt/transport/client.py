@@ -228,7 +228,7 @@ class PahoTransport:
     def _open(self, timeout_s: float) -> AnyLink:
         return self._versions.open(self._link, timeout_s, self._stopping)
 
-    def _link(self, protocol: int) -> AnyLink:
+    def _link(self, protocol: int, answer_s: float) -> AnyLink:
         self._connection += 1
         if self._own_link:
             return DataLink(self.url, self.client_id, listener=self, wake=self._wake)
@@ -239,6 +239,7 @@ class PahoTransport:
             will=self._will,
             clean=self._clean,
             manual=self._deliver is not None,
+            answer_s=answer_s,
             listener=self,
             wake=self._wake,
         )

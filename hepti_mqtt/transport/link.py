@@ -56,6 +56,10 @@ class VersionRefused(NetworkError):
     """The broker does not speak this version of MQTT: it says so, or it closes or keeps silent on our CONNECT."""
 
 
+class Unanswered(VersionRefused):
+    """The broker keeps silent on our CONNECT: it cannot read it, or is slow."""
+
+
 class Listener(Protocol):
     """Who hears what arrives; called on the thread that drives the link."""
 
@@ -79,7 +83,8 @@ class Listener(Protocol):
 class Link:
     """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread.
 
-    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`.
+    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`. answer_s: wait no longer for the CONNACK once
+    there is a connection, however long `open` may take.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Link:
         listener: Listener,
         wake: Wake,
         manual: bool = False,
+        answer_s: float = float("inf"),
     ) -> None:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None
@@ -103,7 +109,7 @@ class Link:
         self._connack: tuple[ReasonCode, Properties | None] | None = None
         self._reason, self._leaving = "", False
         self._reading = False
-        self._misc_at = 0.0
+        self._answer_s, self._misc_at = answer_s, 0.0
         self._flow = Flow(time.monotonic())
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
@@ -141,11 +147,12 @@ class Link:
         """
         deadline = time.monotonic() + timeout_s
         self._connect(timeout_s)
+        deadline = min(deadline, time.monotonic() + self._answer_s)
         while self._connack is None:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 self.close()
-                raise silent(self._url, self.protocol, timeout_s)
+                raise silent(self._url, self.protocol, min(timeout_s, self._answer_s))
             try:
                 self.turn(left)
             except LinkLost as error:
@@ -362,9 +369,9 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     )
 
 
-def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
+def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> Unanswered:
     """Return the error for a broker that does not answer our CONNECT."""
-    return VersionRefused(
+    return Unanswered(
         f"{url.place} accepts connections but does not answer as a broker of MQTT "
         f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
     )

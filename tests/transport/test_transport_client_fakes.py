@@ -11,6 +11,7 @@ import pytest
 
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused
+from hepti_mqtt.transport.link import Link
 
 PATIENCE_S = 20.0
 
@@ -29,8 +30,8 @@ CONNACK = b"\x20\x02\0\0"
 
 @pytest.mark.parametrize(
     "answer",
-    [b"\x20\x02\0\x01", b"\x20\x03\0\x84\0", None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-    ids=["3.1.1 code", "5 code", "closes", "silent", "http"],
+    [b"\x20\x02\0\x01", b"\x20\x03\0\x84\0", None],
+    ids=["3.1.1 code", "5 code", "closes"],
 )
 def test_a_broker_of_the_old_version_is_spoken_to_in_the_old_version(fake, answer):
     broker = fake({5: answer, 4: CONNACK})
@@ -42,6 +43,37 @@ def test_a_broker_of_the_old_version_is_spoken_to_in_the_old_version(fake, answe
     assert isinstance(states.get(timeout=PATIENCE_S), Disconnected)
     assert isinstance(states.get(timeout=PATIENCE_S), Connected)
     assert [broker.levels.get(timeout=PATIENCE_S) for _ in range(3)] == [5, 4, 4]
+    transport.close(timeout_s=0.1)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "half a packet"])
+def test_a_broker_that_did_not_answer_once_is_spoken_to_in_the_new_version_again(fake, answer):
+    """It may only have been slow."""
+    answers = iter([answer])
+    broker = fake({5: lambda: next(answers, b"\x20\x03\0\0\0"), 4: CONNACK})
+    states = queue.SimpleQueue()
+    transport = transport_to(broker.port, on_state=states.put)
+    transport.connect(PATIENCE_S)
+    assert states.get(timeout=PATIENCE_S) == Connected(4, None, local=True)
+    broker.socks[-1].shutdown(socket.SHUT_RDWR)
+    assert isinstance(states.get(timeout=PATIENCE_S), Disconnected)
+    assert states.get(timeout=PATIENCE_S) == Connected(5, None, local=True)
+    transport.close(timeout_s=0.1)
+
+
+def test_a_network_that_is_slow_has_all_the_time_and_the_answer_its_own(fake, monkeypatch):
+    """To another version it would be no faster."""
+    broker, given = fake({5: b"", 4: CONNACK}), []
+    honest = Link._connect
+
+    def connect(link, timeout_s):
+        given.append((link.protocol, timeout_s > 0.9 * PATIENCE_S))
+        honest(link, timeout_s)
+
+    monkeypatch.setattr(Link, "_connect", connect)
+    transport = transport_to(broker.port)
+    transport.connect(PATIENCE_S)
+    assert given == [(5, True), (4, True)]
     transport.close(timeout_s=0.1)
 
 
