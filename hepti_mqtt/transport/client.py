@@ -249,11 +249,10 @@ class PahoTransport:
         reason, hung_up = "closed", False
         try:
             self._begin(link)
-            acknowledged_by = time.monotonic() + SUBACK_S
             while not self._stopping():
                 link.turn(0.0 if self._ready(link) else TURN_S)
                 self._feed(link)
-                if self._session.awaited and time.monotonic() > acknowledged_by:
+                if self._session.awaited and self._session.silent_s(link) > SUBACK_S:
                     raise LinkLost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
             self._drain(link)
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))

@@ -104,6 +104,7 @@ class Link:
         self.largest_packet_bytes: int | None = None
         self.sending = nullcontext()  # no other thread sends through paho
         self.resumed = False  # the broker knew our session
+        self.heard_at = float("-inf")  # when bytes came last
         self.window = MAX_INFLIGHT  # QoS 1 messages that may wait for their acknowledgement
         self._url, self._clean, self._listener, self._wake = url, clean, listener, wake
         self._connack: tuple[ReasonCode, Properties | None] | None = None
@@ -301,7 +302,7 @@ class Link:
             self._guarded(self._client.loop_misc, LinkLost)
 
     def _read(self) -> None:
-        self._reading = True
+        self._reading, self.heard_at = True, time.monotonic()
         try:
             self._guarded(self._client.loop_read)
         finally:

@@ -9,6 +9,7 @@ import pytest
 
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.flow import Flow, kept_bytes
+from hepti_mqtt.transport.in_flight import Session
 from hepti_mqtt.transport.link import KEEPALIVE_S, STALLED_S, Link, LinkLost
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
@@ -95,6 +96,19 @@ def test_a_broker_that_does_not_answer_is_given_up_though_we_send_a_little(open_
 
     with pytest.raises(LinkLost):
         send()
+
+
+@pytest.mark.parametrize(("resumed", "silent_s"), [(True, STEP_S), (False, 3 * STEP_S)])
+def test_bytes_of_a_session_that_the_broker_kept_put_off_when_it_must_have_acknowledged(open_link, resumed, silent_s):
+    """It sends what it kept before it reads our SUBSCRIBE; without a session it may have forgotten that one."""
+    link, there, now = open_link
+    link.resumed, session = resumed, Session(begun_at=now[0])
+    for piece in (b"\x32\x7f", b"\0\1t"):
+        now[0] += STEP_S
+        there.sendall(piece)
+        link.turn(PATIENCE_S)
+    now[0] += STEP_S
+    assert session.silent_s(link) == pytest.approx(silent_s)
 
 
 def test_bytes_move_when_they_leave_either_queue_and_not_when_more_of_them_come():
