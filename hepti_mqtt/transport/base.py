@@ -37,7 +37,10 @@ class Subscribed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The broker refused filters of a `subscribe`, or (MQTT 5 only, token None) a publish."""
+    """The broker refused filters of a `subscribe`, or (token None) a publish of QoS 1.
+
+    It refuses a publish in words of MQTT 5, or by hanging up on it time after time.
+    """
 
     token: int | None
     topics: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.transport.backoff import Backoff
 from hepti_mqtt.transport.base import (
     Connected,
     Counts,
@@ -27,27 +27,24 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.data_link import DataLink, Unreadable, data_link_possible
+from hepti_mqtt.transport.hang_ups import HANG_UPS, HangUps
 from hepti_mqtt.transport.in_flight import Session
-from hepti_mqtt.transport.link import Body, Link, LinkLost, VersionRefused
+from hepti_mqtt.transport.link import Body, HungUp, Link, LinkLost
 from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Message, Outbox, Unsubscription
 from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.transport.versions import AnyLink, Versions
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
-BACKOFF_S: Final = (0.1, 5.0)
-SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is met within ...
-SOON_DELAY_S: Final = 0.5  # ... so long
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3
 LATE_S: Final = 2.0  # beyond what `connect` is given, for the look-up of a name, which nothing interrupts
 RECONNECT_TIMEOUT_S: Final = 5.0
-ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 TURN_S: Final = 1.0
 SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
 BATCH: Final = 64  # queued messages handed over before the socket is read again
 
 _log = logging.getLogger(__name__)
-_Link = Link | DataLink
 
 
 class PahoTransport:
@@ -64,7 +61,8 @@ class PahoTransport:
     that is taken when nothing else waits.
 
     A publish at QoS 0 that finds no connection or a full queue is counted as lost. At QoS 1 it waits for the
-    connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once.
+    connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once, unless
+    the broker hangs up on it time after time: that, too, is told as `Refused`.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class PahoTransport:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self._hear, self._tell, self._deliver = on_message, on_state, on_delivery
         self._connection = 0  # number of the last one that was tried
-        self._protocols: tuple[int, ...] = (4,) if tensors else (5, 4) if protocol is None else (protocol,)
+        self._versions = Versions((4,) if tensors else (5, 4) if protocol is None else (protocol,))
         self._own_link = tensors and data_link_possible()
         self._sending: DataLink | None = None  # through which other threads may send
         self._will, self._clean = will, clean
@@ -95,6 +93,7 @@ class PahoTransport:
         self._thread: threading.Thread | None = None
         self._first: Future[None] | None = None  # attempt to connect whose outcome `connect` has not told yet
         self._session = Session()
+        self._hang_ups = HangUps()
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
@@ -127,7 +126,8 @@ class PahoTransport:
         """Queue a message; the payload must not change afterwards.
 
         taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good; with
-        False if the broker says that nobody was subscribed to its topic (MQTT 5 only).
+        False if the broker says that nobody was subscribed to its topic, or at a later connection that it takes nothing
+        so large (MQTT 5 only).
 
         Raises NetworkError if the transport is closed, or at QoS 1 and 2 if the queue is full; PacketLimitError for
         what the broker says it does not take; TypeError for a payload that is not bytes; ValueError for a topic with a
@@ -200,24 +200,20 @@ class PahoTransport:
             first.set_exception(error)
             return
         first.set_result(None)
-        delay_s, lost_at = BACKOFF_S[0], float("-inf")
+        backoff = Backoff()
         try:
             while True:
                 since = time.monotonic()
                 self._serve(link)
-                if time.monotonic() - since > BACKOFF_S[1]:
-                    # Not sooner: two clients of one name would throw each other out for ever.
-                    delay_s, lost_at = BACKOFF_S[0], time.monotonic()
+                backoff.lost(time.monotonic() - since)
                 while not self._stopping():
-                    # Jitter, so that the devices of a site do not come back all at once.
-                    self._wake.pause(delay_s * random.uniform(0.5, 1.0), self._stopping)
-                    soon = time.monotonic() - lost_at < SOON_S
-                    delay_s = min(2 * delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
+                    self._wake.pause(backoff.pause_s(), self._stopping)
                     try:
                         link = self._open(RECONNECT_TIMEOUT_S)
                         break
                     except (HeptiError, OSError) as error:
                         _log.info("%s: not connected again yet: %s", self.name, error)
+                        self._hang_ups.away()
                 if self._stopping():
                     link.disconnect(AWAY_S)  # of a link that came after all; of the last one there is nothing left
                     return
@@ -229,25 +225,11 @@ class PahoTransport:
     def _stopping(self) -> bool:
         return self._outbox.stop_at is not None
 
-    def _open(self, timeout_s: float) -> _Link:
-        """Return an open link, of the first version of MQTT that the broker accepts."""
-        until = time.monotonic() + timeout_s
-        for protocol in self._protocols:
-            last = protocol == self._protocols[-1]
-            self._connection += 1
-            link = self._link(protocol)
-            left = max(until - time.monotonic(), 0.1)
-            try:
-                link.open(left if last else min(left, ANSWER_S), self._stopping)
-            except VersionRefused:
-                if last:
-                    raise
-                continue
-            self._protocols = (protocol, *(p for p in self._protocols if p != protocol))
-            return link
-        raise NetworkError("no version of MQTT to try")
+    def _open(self, timeout_s: float) -> AnyLink:
+        return self._versions.open(self._link, timeout_s, self._stopping)
 
-    def _link(self, protocol: int) -> _Link:
+    def _link(self, protocol: int, answer_s: float) -> AnyLink:
+        self._connection += 1
         if self._own_link:
             return DataLink(self.url, self.client_id, listener=self, wake=self._wake)
         return Link(
@@ -257,73 +239,84 @@ class PahoTransport:
             will=self._will,
             clean=self._clean,
             manual=self._deliver is not None,
+            answer_s=answer_s,
             listener=self,
             wake=self._wake,
         )
 
-    def _serve(self, link: _Link) -> None:
+    def _serve(self, link: AnyLink) -> None:
         """Drive one connection until it is lost or the transport is closed."""
-        reason = "closed"
+        reason, hung_up = "closed", False
         try:
             self._begin(link)
-            acknowledged_by = time.monotonic() + SUBACK_S
             while not self._stopping():
-                more = not self._outbox.empty() and not link.busy
-                link.turn(0.0 if more else TURN_S)
+                link.turn(0.0 if self._ready(link) else TURN_S)
                 self._feed(link)
-                if self._session.awaited and time.monotonic() > acknowledged_by:
+                if self._session.awaited and self._session.silent_s(link) > SUBACK_S:
                     raise LinkLost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
             self._drain(link)
             link.disconnect(max((self._outbox.stop_at or 0.0) - time.monotonic(), 0.2))
         except LinkLost as error:
-            reason = str(error)
+            reason, hung_up = str(error), isinstance(error, HungUp)
             if isinstance(error, Unreadable):
                 _log.warning("%s: %s; paho carries it from now on", self.name, error)
                 self._own_link = False
         except Exception as error:
             _log.exception("%s: the connection is made again", self.name)
             reason = repr(error)
+        self._hang_ups.lost(self._session.first if hung_up else None)
         self._end(link)
         if not self._stopping():
             self._emit(Disconnected(reason))
 
-    def _begin(self, link: _Link) -> None:
-        everything = self._outbox.connected(link.largest_packet_bytes)
-        self._session = session = Session(awaited=set(everything))
+    def _begin(self, link: AnyLink) -> None:
+        if (unwanted := self._hang_ups.unwanted()) is not None:
+            nbytes = unwanted.packet_bytes
+            what = f"it hung up {HANG_UPS} times on end on these {nbytes} bytes, which may be more than it takes"
+            for message in self._outbox.withdraw(unwanted):
+                self._refuse(message, what)
+        everything, too_large = self._outbox.connected(link.largest_packet_bytes)
+        for message in too_large:
+            what = f"it takes packets of at most {link.largest_packet_bytes} bytes, not {message.packet_bytes}"
+            self._refuse(message, what, heard=False)
+        self._session = session = Session(awaited=set(everything), alone=self._hang_ups.suspect is not None)
         for token, filters in everything.items():
             session.subscribing[link.subscribe(filters)] = (token, filters)
         self._announce(link)
 
-    def _announce(self, link: _Link) -> None:
+    def _announce(self, link: AnyLink) -> None:
         if not self._session.awaited and not self._session.announced:
             self._session.announced = True
             self._sending = link if isinstance(link, DataLink) else None
             self._emit(Connected(link.protocol, link.largest_packet_bytes, link.local, link.resumed))
 
-    def _end(self, link: _Link) -> None:
+    def _end(self, link: AnyLink) -> None:
         """Count what is lost with the connection, and queue again what the broker has not acknowledged."""
         self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
         link.close()  # it may stand: the broker only did not acknowledge our filters, or the mistake is ours
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
-    def _drain(self, link: _Link) -> None:
+    def _drain(self, link: AnyLink) -> None:
         while time.monotonic() < (self._outbox.stop_at or 0.0):
             self._feed(link)
             if self._outbox.empty() and not self._session.inflight and not self._session.waiting and not link.busy:
                 return
-            link.turn(0.0 if not self._outbox.empty() and not link.busy else 0.1)
+            link.turn(0.0 if self._ready(link) else 0.1)
 
-    def _feed(self, link: _Link) -> None:
+    def _ready(self, link: AnyLink) -> bool:
+        return not (self._outbox.empty() or link.busy or self._session.held)
+
+    def _feed(self, link: AnyLink) -> None:
         """Hand queued operations to the link while it writes them at once; what does not fit stays in our own queue."""
         self._announce(link)
         session = self._session
         with link.sending:
             self._feed_on(link, session)
 
-    def _feed_on(self, link: _Link, session: Session) -> None:
+    def _feed_on(self, link: AnyLink, session: Session) -> None:
         for _ in range(BATCH):
-            if link.busy:
+            if link.busy or session.held:
                 return
             session.writing = None
             if session.waiting and len(session.inflight) < link.window:
@@ -344,7 +337,7 @@ class PahoTransport:
             elif op.filters:
                 session.subscribing[link.subscribe(op.filters)] = (op.token, op.filters)
 
-    def _send(self, link: _Link, op: Message) -> None:
+    def _send(self, link: AnyLink, op: Message) -> None:
         mid = link.publish(op.topic, op.payload, op.qos, op.retain)
         self._outbox.sent(op)
         if op.qos == 0:
@@ -369,11 +362,12 @@ class PahoTransport:
         op = self._session.inflight.pop(mid, None)
         if op is None:
             return
+        self._session.alone = False
         self._outbox.acknowledged(op)
-        if (taken := op.taken) is not None:
-            self._call(lambda: taken(heard))
         if refusal is not None:
-            self._emit(Refused(None, (op.topic,), refusal))
+            self._refuse(op, refusal, heard)
+        elif (taken := op.taken) is not None:
+            self._call(lambda: taken(heard))
 
     def on_subscribed(self, mid: int, refusals: tuple[str | None, ...]) -> None:
         """Tell which subscription the broker has acknowledged or refused."""
@@ -386,6 +380,11 @@ class PahoTransport:
         else:
             self._emit(Subscribed(token))
         self._session.awaited.discard(token)
+
+    def _refuse(self, message: Message, why: str, heard: bool = True) -> None:
+        if (taken := message.taken) is not None:
+            self._call(lambda: taken(heard))
+        self._emit(Refused(None, (message.topic,), why))
 
     def _emit(self, state: State) -> None:
         self._call(lambda: self._tell(state))

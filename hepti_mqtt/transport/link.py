@@ -8,7 +8,6 @@ every attempt gets a fresh one, so nothing of a broken connection is left over.
 from __future__ import annotations
 
 import select
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -24,10 +23,13 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Will
+from hepti_mqtt.transport.flow import Flow, kept_bytes
+from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
 KEEPALIVE_S: Final = 10
+STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
 MISC_S: Final = 1.0
 SESSION_EXPIRY_S: Final = 3600
 MAX_INFLIGHT: Final = 20
@@ -37,6 +39,7 @@ Body = bytes | memoryview
 _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _WRONG_VERSION: Final = 132
 _UNAVAILABLE: Final = frozenset({136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
+_LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
 _FAILURE: Final = 128
 _NOBODY: Final = 16  # no matching subscribers
 
@@ -45,8 +48,16 @@ class LinkLost(Exception):
     """The connection ended; the text says why."""
 
 
+class HungUp(LinkLost):
+    """The broker, or what lies between, closed the connection, and does not say that it has to."""
+
+
 class VersionRefused(NetworkError):
     """The broker does not speak this version of MQTT: it says so, or it closes or keeps silent on our CONNECT."""
+
+
+class Unanswered(VersionRefused):
+    """The broker keeps silent on our CONNECT: it cannot read it, or is slow."""
 
 
 class Listener(Protocol):
@@ -72,7 +83,8 @@ class Listener(Protocol):
 class Link:
     """One connection. `open` it, then `turn` until `LinkLost`; all methods on one thread.
 
-    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`.
+    manual: what arrives at QoS 1 is not acknowledged until `acknowledge`. answer_s: wait no longer for the CONNACK once
+    there is a connection, however long `open` may take.
     """
 
     def __init__(
@@ -86,17 +98,20 @@ class Link:
         listener: Listener,
         wake: Wake,
         manual: bool = False,
+        answer_s: float = float("inf"),
     ) -> None:
         self.protocol = protocol
         self.largest_packet_bytes: int | None = None
         self.sending = nullcontext()  # no other thread sends through paho
         self.resumed = False  # the broker knew our session
+        self.heard_at = float("-inf")  # when bytes came last
         self.window = MAX_INFLIGHT  # QoS 1 messages that may wait for their acknowledgement
         self._url, self._clean, self._listener, self._wake = url, clean, listener, wake
         self._connack: tuple[ReasonCode, Properties | None] | None = None
-        self._reason = ""
+        self._reason, self._leaving = "", False
         self._reading = False
-        self._misc_at = 0.0
+        self._answer_s, self._misc_at = answer_s, 0.0
+        self._flow = Flow(time.monotonic())
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
         self._polled: tuple[int, int] | None = None
@@ -121,7 +136,7 @@ class Link:
         client.on_message = self._on_message
         client.on_publish = self._on_publish
         client.on_subscribe = self._on_subscribe
-        client.on_socket_open = _no_delay
+        client.on_socket_open = lambda _client, _data, sock: no_delay(sock)  # paho never does
         # With this callback set, paho queues and never writes on its own.
         client.on_socket_register_write = _nothing
         self._client = client
@@ -133,11 +148,12 @@ class Link:
         """
         deadline = time.monotonic() + timeout_s
         self._connect(timeout_s)
+        deadline = min(deadline, time.monotonic() + self._answer_s)
         while self._connack is None:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 self.close()
-                raise silent(self._url, self.protocol, timeout_s)
+                raise silent(self._url, self.protocol, min(timeout_s, self._answer_s))
             try:
                 self.turn(left)
             except LinkLost as error:
@@ -148,12 +164,7 @@ class Link:
     @property
     def local(self) -> bool:
         """Return whether the broker is on this machine: no network lies between two ends of one address."""
-        sock: Any = self._client.socket()
-        try:
-            there, here = sock.getpeername()[0], sock.getsockname()[0]
-        except (AttributeError, OSError):
-            return False  # lost meanwhile
-        return bool(there == here)
+        return local(self._client.socket())
 
     @property
     def busy(self) -> bool:
@@ -166,7 +177,7 @@ class Link:
         if sock is None:
             raise LinkLost(self._reason or "the socket is closed")
         self._watch(sock.fileno())
-        wait_s = 0.0 if _buffered(sock) else min(timeout_s, MISC_S)
+        wait_s = 0.0 if buffered(sock) else min(timeout_s, MISC_S)
         woken = readable = writable = False
         for fd, events in self._poll.poll(wait_s * 1000):
             if fd == self._wake.fileno():
@@ -175,14 +186,12 @@ class Link:
             else:
                 readable = bool(events & ~select.POLLOUT)  # hang-ups and errors show when reading
                 writable = bool(events & select.POLLOUT)
-        if readable or _buffered(sock):
+        if readable or buffered(sock):
             self._read()
         if writable:
+            self._flow.wrote()
             self.flush()
-        now = time.monotonic()
-        if now - self._misc_at >= MISC_S:
-            self._misc_at = now
-            self._guarded(self._client.loop_misc)
+        self._keep_alive(time.monotonic())
         return woken
 
     def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
@@ -222,7 +231,7 @@ class Link:
     def disconnect(self, timeout_s: float) -> None:
         """Say DISCONNECT, so that the broker drops the will, and close the socket."""
         deadline = time.monotonic() + timeout_s
-        self._client.on_socket_close = lambda _client, _data, sock: _linger(sock, deadline)
+        self._client.on_socket_close = lambda _client, _data, sock: linger(sock, deadline)
         self._client.disconnect()
         try:
             while self._client.socket() is not None and time.monotonic() < deadline:
@@ -277,14 +286,29 @@ class Link:
         self._poll.register(fd, events)
         self._polled = (fd, events)
 
+    def _keep_alive(self, now: float) -> None:
+        """Now and then let paho ping the broker, or give it up."""
+        if now - self._misc_at < MISC_S:
+            return
+        self._misc_at = now
+        self._flow.look(now, self.busy, kept_bytes(self._client.socket()))
+        still_s = now - self._flow.moved_at
+        if self.busy and still_s >= STALLED_S:
+            self.close()
+            raise LinkLost(f"the broker has taken nothing for {STALLED_S} s")
+        # A PINGREQ would wait behind what is on its way, for longer than paho waits for the answer, and paho takes a
+        # packet for sent only when all of it is.
+        if not self._flow.waiting or (still_s >= KEEPALIVE_S and not self.busy):
+            self._guarded(self._client.loop_misc, LinkLost)
+
     def _read(self) -> None:
-        self._reading = True
+        self._reading, self.heard_at = True, time.monotonic()
         try:
             self._guarded(self._client.loop_read)
         finally:
             self._reading = False
 
-    def _guarded(self, step: Callable[[], MQTTErrorCode]) -> None:
+    def _guarded(self, step: Callable[[], MQTTErrorCode], lost: type[LinkLost] = HungUp) -> None:
         try:
             code = step()
         except Exception as error:  # paho raises struct.error, IndexError, ... on malformed packets
@@ -292,7 +316,8 @@ class Link:
             raise LinkLost(f"the broker sent what paho cannot read: {error!r}") from error
         if code != MQTTErrorCode.MQTT_ERR_SUCCESS or self._client.socket() is None:
             self.close()
-            raise LinkLost(self._reason or f"the connection was lost ({MQTTErrorCode(code).name})")
+            lost = LinkLost if self._leaving else lost
+            raise lost(self._reason or f"the connection was lost ({MQTTErrorCode(code).name})")
 
     def _on_connect(
         self, _client: Client, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
@@ -305,6 +330,7 @@ class Link:
     ) -> None:
         if flags.is_disconnect_packet_from_server:
             self._reason = f"the broker closed the connection: {reason}"
+            self._leaving = reason.value in _LEAVING
 
     def _on_message(self, _client: Client, _data: Any, message: MQTTMessage) -> None:
         try:
@@ -344,9 +370,9 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     )
 
 
-def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
+def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> Unanswered:
     """Return the error for a broker that does not answer our CONNECT."""
-    return VersionRefused(
+    return Unanswered(
         f"{url.place} accepts connections but does not answer as a broker of MQTT "
         f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
     )
@@ -367,25 +393,5 @@ def refused(url: BrokerUrl, reason: str) -> RefusedError:
     )
 
 
-def _no_delay(_client: Client, _data: Any, sock: Any) -> None:
-    # paho never sets it; Nagle's algorithm then holds small packets back for 40 ms.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _linger(sock: Any, deadline: float) -> None:
-    """Let the broker read our DISCONNECT: closing with unread bytes resets the connection, and the will goes out."""
-    try:
-        sock.settimeout(0.1)
-        sock.shutdown(socket.SHUT_WR)
-        while time.monotonic() < deadline and sock.recv(65_536):
-            continue
-    except OSError:
-        return
-
-
 def _nothing(_client: Client, _data: Any, _sock: Any) -> None:
     return
-
-
-def _buffered(sock: Any) -> bool:
-    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0

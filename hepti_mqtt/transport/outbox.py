@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -155,11 +155,27 @@ class Outbox:
             op = self._queue.popleft()
             return Subscription(op.token, self._filters.get(op.token, ())) if isinstance(op, Subscription) else op
 
-    def connected(self, largest_bytes: int | None) -> dict[int, Filters]:
-        """A connection stands, to a broker that takes packets so large; return all filters by token."""
+    def connected(self, largest_bytes: int | None) -> tuple[dict[int, Filters], list[Message]]:
+        """A connection stands, to a broker that takes packets so large; return all filters and what is too large.
+
+        That was published while the broker took more, or before it said how much. It is no longer queued.
+        """
         with self._lock:
             self.up, self._largest_bytes = True, largest_bytes
-            return dict(self._filters)
+            limit = float("inf") if largest_bytes is None else largest_bytes
+            return dict(self._filters), self._take_out(lambda message: message.packet_bytes > limit)
+
+    def withdraw(self, message: Message) -> list[Message]:
+        """Give up a message; return it, and copies of it that were published since it began to wait."""
+        with self._lock:
+            return self._take_out(lambda other: other.topic == message.topic and other.payload == message.payload)
+
+    def _take_out(self, unwanted: Callable[[Message], bool]) -> list[Message]:
+        gone = [op for op in self._queue if isinstance(op, Message) and unwanted(op)]
+        if gone:
+            self._queue = deque(op for op in self._queue if not (isinstance(op, Message) and unwanted(op)))
+            self._queued_bytes -= sum(op.packet_bytes for op in gone)
+        return gone
 
     def disconnected(self, unacknowledged: Sequence[Message], unfinished: bool) -> None:
         """The connection is lost: queue again what the broker has not acknowledged, and count the rest as lost.

@@ -76,8 +76,11 @@ class BrokerUrl:
             parts = urlsplit(text.strip())
             port = parts.port
             query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
-        except ValueError as error:
-            raise ConfigError(f"the broker's URL cannot be read ({error}); write it as {FORM}") from None
+        except ValueError:  # its text repeats parts of the URL
+            raise ConfigError(
+                f"the broker's URL cannot be read; write it as {FORM}, and percent-encode what is no ASCII letter or "
+                "digit in user and password (%2F for /, %23 for #, %3F for ?, %40 for @)"
+            ) from None
         if parts.scheme not in DEFAULT_PORTS:
             raise ConfigError(f"the broker's URL must begin with mqtt:// or mqtts://; write it as {FORM}")
         if not parts.hostname or port == 0:
@@ -124,7 +127,7 @@ class BrokerUrl:
                 context.load_verify_locations(self.ca)
             else:
                 context.load_default_certs()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no path has a null character
             raise ConfigError(f"the certificate authority's file {self.ca!r} cannot be used: {error}") from error
         return context
 

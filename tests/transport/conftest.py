@@ -158,3 +158,48 @@ def proxy(mosquitto):
     relay = Proxy(mosquitto.port)
     yield relay
     relay.close()
+
+
+class FakeBroker:
+    """Answers a CONNECT of each version with given bytes (None: closes, b"": is silent)."""
+
+    def __init__(self, answers):
+        self.answers, self.levels, self.threads, self.socks = answers, queue.SimpleQueue(), [], []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.accept, daemon=True)
+        self.thread.start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.listener.accept()
+                self.socks.append(sock)
+                level = sock.recv(1024)[8]
+                self.levels.put(level)
+                answer = self.answers[level] if not callable(self.answers[level]) else self.answers[level]()
+                if answer is None:
+                    sock.close()
+                else:
+                    sock.sendall(answer)
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join(PATIENCE_S)
+        for sock in self.socks:
+            sock.close()
+
+
+@pytest.fixture
+def fake():
+    made = []
+
+    def make(answers):
+        made.append(FakeBroker(answers))
+        return made[-1]
+
+    yield make
+    for broker in made:
+        broker.close()

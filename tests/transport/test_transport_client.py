@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import socket
 import threading
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, Subscribed, Will
+from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
 from hepti_mqtt.transport.link import Link
 from hepti_mqtt.transport.wake import Wake
 
@@ -247,180 +245,6 @@ def test_a_filter_that_mqtt_does_not_allow_is_refused(mosquitto, peers, wrong):
 def test_a_payload_that_is_not_bytes_is_refused_to_its_sender(mosquitto, peers):
     with pytest.raises(TypeError, match="not memoryview"):
         peers(mosquitto.url).transport.publish("a", memoryview(b"x"))
-
-
-# -- brokers that are no brokers -------------------------------------------------------------------------------------
-
-
-class FakeBroker:
-    """Answers a CONNECT of each version with given bytes (None: closes, b"": is silent)."""
-
-    def __init__(self, answers):
-        self.answers, self.levels, self.threads, self.socks = answers, queue.SimpleQueue(), [], []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        self.thread = threading.Thread(target=self.accept, daemon=True)
-        self.thread.start()
-
-    def accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self.listener.accept()
-                self.socks.append(sock)
-                level = sock.recv(1024)[8]
-                self.levels.put(level)
-                answer = self.answers[level] if not callable(self.answers[level]) else self.answers[level]()
-                if answer is None:
-                    sock.close()
-                else:
-                    sock.sendall(answer)
-
-    def close(self):
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.thread.join(PATIENCE_S)
-        for sock in self.socks:
-            sock.close()
-
-
-@pytest.fixture
-def fake():
-    made = []
-
-    def make(answers):
-        made.append(FakeBroker(answers))
-        return made[-1]
-
-    yield make
-    for broker in made:
-        broker.close()
-
-
-CONNACK = b"\x20\x02\0\0"
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"\x20\x02\0\x01", b"\x20\x03\0\x84\0", None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-    ids=["3.1.1 code", "5 code", "closes", "silent", "http"],
-)
-def test_a_broker_of_the_old_version_is_spoken_to_in_the_old_version(fake, answer):
-    broker = fake({5: answer, 4: CONNACK})
-    states = queue.SimpleQueue()
-    transport = transport_to(broker.port, on_state=states.put)
-    transport.connect(PATIENCE_S)
-    assert states.get(timeout=PATIENCE_S) == Connected(4, None, local=True)
-    broker.socks[-1].shutdown(socket.SHUT_RDWR)  # it is remembered: the next attempt begins with the old version
-    assert isinstance(states.get(timeout=PATIENCE_S), Disconnected)
-    assert isinstance(states.get(timeout=PATIENCE_S), Connected)
-    assert [broker.levels.get(timeout=PATIENCE_S) for _ in range(3)] == [5, 4, 4]
-    transport.close(timeout_s=0.1)
-
-
-@pytest.mark.parametrize("answer", [None, b"", b"\xff" * 40], ids=["closes", "silent", "noise"])
-def test_what_is_no_broker_is_a_network_error(fake, answer):
-    broker = fake({5: answer, 4: answer})
-    transport = transport_to(broker.port)
-    with pytest.raises(NetworkError, match=f"127.0.0.1:{broker.port}.*check the port"):
-        transport.connect(1.0)
-    transport.close()
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        b"\x30\x02\xff\xff",  # a topic longer than its packet
-        b"\x90\x01\0",  # half a SUBACK
-        b"\x40\x02\x12\x34" + b"\x62\x02\x12\x34",  # acknowledgements of what was never sent
-        b"\x30\xff\xff\xff\xff\xff",  # a length of five bytes
-        b"\x00" * 10,
-        b"\xf0\x00",
-    ],
-)
-def test_malformed_packets_never_end_the_mending(fake, noise):
-    answers = iter([CONNACK + noise])
-    broker = fake({4: lambda: next(answers, CONNACK + b"\x30\x05\0\x02ok!")})
-    heard, states = queue.SimpleQueue(), queue.SimpleQueue()
-    transport = transport_to(broker.port, protocol=4, on_message=lambda *m: heard.put(m), on_state=states.put)
-    transport.connect(PATIENCE_S)
-    assert isinstance(states.get(timeout=PATIENCE_S), Connected)
-    broker.levels.get(timeout=PATIENCE_S)
-    with contextlib.suppress(OSError):
-        broker.socks[0].shutdown(socket.SHUT_RDWR)
-    assert heard.get(timeout=PATIENCE_S) == ("ok", b"!")
-    transport.close(timeout_s=0.1)
-
-
-@pytest.mark.parametrize("tensors", [False, True], ids=["paho", "own"])
-@pytest.mark.parametrize("ours", [False, True], ids=["no SUBACK", "our mistake"])
-def test_a_connection_that_is_given_up_is_closed_before_the_next_is_made(fake, monkeypatch, tensors, ours):
-    """The broker would go on sending to it, and meet two of one name."""
-    broker = fake({4: CONNACK})
-    states, begun, next_one = queue.SimpleQueue(), threading.Event(), threading.Event()
-    transport = transport_to(broker.port, protocol=4, tensors=tensors, on_state=states.put)
-    honest = transport._open
-
-    def once(timeout_s):
-        if begun.is_set():
-            next_one.wait(PATIENCE_S)
-            raise NetworkError("away")
-        begun.set()
-        return honest(timeout_s)
-
-    monkeypatch.setattr(transport, "_open", once)
-    if ours:
-        monkeypatch.setattr(transport, "_feed", lambda _link: _raise(ZeroDivisionError("mine")))
-    else:
-        monkeypatch.setattr("hepti_mqtt.transport.client.SUBACK_S", -1.0)
-        transport.subscribe([("a", 0)])
-    transport.connect(PATIENCE_S)
-    while not isinstance(states.get(timeout=PATIENCE_S), Disconnected):
-        continue
-    sock = broker.socks[0]
-    sock.settimeout(PATIENCE_S)
-    while sock.recv(1024):
-        continue
-    thread = transport._thread
-    transport.close(timeout_s=0.0)
-    next_one.set()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-
-
-def test_a_topic_that_is_not_utf8_is_counted(fake):
-    broker = fake({4: CONNACK + b"\x30\x03\0\x01\xff" + b"\x30\x05\0\x02ok!"})
-    heard = queue.SimpleQueue()
-    transport = transport_to(broker.port, protocol=4, on_message=lambda *m: heard.put(m))
-    transport.connect(PATIENCE_S)
-    assert heard.get(timeout=PATIENCE_S) == ("ok", b"!")
-    assert transport.counts().bad == 1
-    transport.close(timeout_s=0.1)
-
-
-def test_refused_filters_and_publishes_are_told(fake):
-    answers = {
-        # CONNACK, then (before they are asked for) refusals of the first SUBSCRIBE and of the first PUBLISH.
-        5: b"\x20\x03\0\0\0",
-    }
-    broker = fake(answers)
-    states = queue.SimpleQueue()
-    transport = transport_to(broker.port, protocol=5, on_state=states.put)
-    transport.connect(PATIENCE_S)
-    assert isinstance(states.get(timeout=PATIENCE_S), Connected)
-    token = transport.subscribe([("mine", 0), ("yours", 1)])
-    sock = broker.socks[0]
-    sock.settimeout(PATIENCE_S)
-    packet = sock.recv(1024)
-    assert packet[0] == 0x82
-    sock.sendall(b"\x90\x05" + packet[2:4] + b"\0\0\x87")
-    assert states.get(timeout=PATIENCE_S) == Refused(token, ("yours",), "Not authorized")
-    transport.publish("theirs", b"x", 1)
-    packet = sock.recv(1024)
-    assert packet[0] == 0x32
-    sock.sendall(b"\x40\x04" + packet[10:12] + b"\x87\0")
-    assert states.get(timeout=PATIENCE_S) == Refused(None, ("theirs",), "Not authorized")
-    transport.close(timeout_s=0.1)
 
 
 def test_nobody_waits_for_a_connection_attempt_that_nothing_interrupts(mosquitto, peers, monkeypatch):

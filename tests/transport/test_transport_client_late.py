@@ -44,11 +44,12 @@ def test_the_next_connect_waits_for_an_attempt_that_is_late(late):
 
 
 def test_an_attempt_that_is_late_and_fails_is_told_and_the_next_one_begins_anew(late):
-    protocols, late.transport._protocols = late.transport._protocols, ()
+    versions = late.transport._versions
+    order, versions.order = versions.order, ()
     late.found.set()
     with pytest.raises(NetworkError, match="no version"):
         late.transport.connect(PATIENCE_S)
-    late.transport._protocols = protocols
+    versions.order = order
     late.transport.connect(PATIENCE_S)
     assert late.attempts == 2
 

@@ -51,12 +51,29 @@ def test_a_url_is_read(text, url):
         "mqtt://:s3cret@broker",
         "mqtt://u:s3cret@broker/x",
         "mqtt://u:s3cret@broker:x",
+        "mqtt://u:s3cret/more@broker",
+        "mqtt://u:s3cret#more@broker",
+        "mqtt://u:s3cret?more@broker",
+        "mqtt://u:s3cret\u2100@broker",
+        "mqtt://u:s3cret[@broker",
     ],
 )
 def test_a_wrong_url_is_a_config_error_that_shows_no_password(text):
+    """Nor a part of it."""
     with pytest.raises(ConfigError) as caught:
         BrokerUrl.parse(text)
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_url_that_cannot_be_read_may_have_a_password_to_encode():
+    with pytest.raises(ConfigError, match="percent-encode"):
+        BrokerUrl.parse("mqtt://u:s3cret/more@broker")
+
+
+@pytest.mark.parametrize("ca", ["%00", "%2Fnowhere%2Fca.pem"])
+def test_an_authority_that_cannot_be_read_is_a_config_error(ca):
+    with pytest.raises(ConfigError, match="certificate authority's file"):
+        BrokerUrl.parse(f"mqtts://broker?ca={ca}").ssl_context()
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8"), min_size=1))
