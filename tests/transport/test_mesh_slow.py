@@ -5,12 +5,18 @@ from __future__ import annotations
 import socket
 
 import pytest
+from mesh_bytes import publish
+from mesh_nodes import Lost, Node, joined, pump, topic
 from test_mesh_endpoint import Site, is_closed, stuff
+from test_mesh_peer import GRANTED, IN, KEY, OTHER, Clock, Played, join, up
 
+from hepti_mqtt.transport.mesh import Joined
 from hepti_mqtt.transport.mesh.endpoint import STALL_S
 from hepti_mqtt.transport.mesh.lines import unacknowledged
+from hepti_mqtt.transport.mesh.peer import ANSWER_S
 
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way
+ANSWER = b"\x90\x03\0\x02\0"  # to the second SUBSCRIBE
 
 
 @pytest.fixture
@@ -48,3 +54,65 @@ def test_a_reader_on_a_slow_link_stays_while_its_kernel_takes_something(site):
     assert site.drops == []
     site.move(1.0)
     assert is_closed(client), "it has taken nothing for as long as it may"
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def node(clock):
+    made = Node("b", clock=clock)
+    yield made
+    made.mesh.close()
+
+
+@pytest.fixture
+def played():
+    made = Played()
+    yield made
+    made.close()
+
+
+def asked(node, played):
+    """Let a second key ask on a connection that stands."""
+    up(node, played)
+    join(node, played, OTHER, names=["x/own"])
+    assert played.sock.recv(4096)
+
+
+def test_an_answer_may_take_as_long_as_what_was_sent_before_it(node, played, clock):
+    asked(node, played)
+    for _ in range(4):
+        clock.now += ANSWER_S - 1
+        played.say(node, publish(topic("a"), b"before"))
+    clock.now += ANSWER_S - 1
+    played.say(node, ANSWER)
+    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
+
+
+def test_who_falls_silent_before_it_answers_is_left(node, played, clock):
+    asked(node, played)
+    clock.now += ANSWER_S - 1
+    played.say(node, publish(topic("a"), b"before"))
+    clock.now += ANSWER_S
+    node.mesh.wait(0)
+    assert node.told(Lost) == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
+
+
+def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us(node, played, clock):
+    up(node, played)
+    played.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    whole = publish(topic("a"), bytes(100_000))
+    played.say(node, whole[:10_000])
+    join(node, played, OTHER, names=["x/own"])
+    assert played.sock.recv(4096)
+    for start in range(10_000, 90_000, 10_000):
+        played.sock.sendall(whole[start : start + 10_000])
+        clock.now += ANSWER_S
+        node.mesh.wait(0)
+    played.sock.sendall(whole[90_000:] + ANSWER)
+    pump((node,), joined(node, 2))
+    assert node.told(Lost) == []
+    assert node.messages == [("a", topic("a"), bytes(100_000))]
