@@ -116,3 +116,23 @@ def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us
     pump((node,), joined(node, 2))
     assert node.told(Lost) == []
     assert node.messages == [("a", topic("a"), bytes(100_000))]
+
+
+def test_what_came_while_the_thread_was_away_is_read_before_anything_is_late(node, played, clock):
+    asked(node, played)
+    played.sock.sendall(ANSWER)
+    clock.now += 2 * ANSWER_S
+    node.mesh.wait(0)
+    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
+
+
+def test_a_device_whose_every_op_takes_long_joins_all_the_same(node, played, clock):
+    join(node, played)
+    played.sock, _ = played.listener.accept()
+    clock.now += 2 * ANSWER_S
+    node.mesh.wait(0)
+    assert played.sock.recv(4096)
+    played.sock.sendall(IN + GRANTED)
+    clock.now += 2 * ANSWER_S
+    node.mesh.wait(0)
+    assert node.events == [Joined("a", KEY)]

@@ -233,6 +233,7 @@ class Peer:
             self._state = _State.SECURING
             if self._around.secure is not None:
                 self._line = self._secured = self._around.secure(self._sock, self._place.fingerprint)
+        self._heard()
         if self._secured is not None:
             self._secured.shake()
         tokens = [join.token for join in reversed(self._joins.values())]
