@@ -90,6 +90,7 @@ class DataLink:
         self._ping_at = self._answer_by = float("inf")
         self._written = 0  # bytes that the kernel has taken
         self._ping_end = self._gone = 0  # where PINGREQ ends among them, and how far the broker's kernel was at a look
+        self.cut = False  # whether a message was only half out when the socket was closed
         self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
 
     def open(self, timeout_s: float, stop: Callable[[], bool]) -> None:
@@ -220,6 +221,7 @@ class DataLink:
             elif self._sock is not None:
                 self._sock.close()
             self._sock = self._line = self._secured = None
+            self.cut = self.cut or self.busy
             self._out.clear()
 
     # -- the connection ----------------------------------------------------------------------------------------------

@@ -161,6 +161,17 @@ def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(link, pro
     assert sender.transport.counts().lost == 0
 
 
+def test_a_message_that_is_half_out_when_the_connection_is_lost_is_counted(proxy, topic, peers):
+    peer = peers(proxy.url, tensors=True)
+    proxy.flowing.clear()
+    peer.transport.send(topic, bytes(30_000_000))
+    assert peer.transport.counts().published == 1, "its beginning is out"
+    proxy.cut()
+    proxy.flowing.set()
+    peer.await_state(Connected)
+    assert peer.transport.counts().lost == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"\x20\x02\0\x05", RefusedError), (b"\x20\x02\0\x03", NetworkError), (b"", NetworkError)]
 )
