@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from device_agent.complaints import Complaints
 from device_agent.peer_probes import ANSWER, PeerProbes
@@ -18,10 +18,13 @@ from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.arrivals import Arrival, Exchanges
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.wire.topics import MAX_TOPIC_BYTES, Topics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# The largest frame there is, behind the longest topic: a plan's requests may be of any size.
+LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
 
 LinkEvent = Arrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
 
@@ -84,7 +87,7 @@ class MeshLinks:
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, peer.device, self._device)
             place = Place(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
-            self.mesh.join(peer.device, key, place, peer.token_out, filters)
+            self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def part(self, command: Part) -> None:
         """End what an epoch was admitted and joined for."""

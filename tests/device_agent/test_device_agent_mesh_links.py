@@ -126,6 +126,18 @@ def test_the_next_frame_of_an_exchange_comes_as_an_arrival_with_the_same_values_
     assert (came.frames_in, came.bytes_in) == pair.b.links.tensors
 
 
+def test_a_tensor_of_any_size_that_a_frame_can_have_comes(pair: Pair) -> None:
+    pair.introduce()
+    array = np.arange(9_000_000, dtype=np.float32)
+    head, body = frames.encode_parts(
+        Frame("tensor", "m", EPOCH, 7, layer=2, node=3, source="a", dtype="f32", shape=array.shape, body=array)
+    )
+    pair.a.links.publish(Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body))
+    pair.until(lambda: pair.frames(pair.b), "the frame has come")
+    np.testing.assert_array_equal(pair.frames(pair.b)[0].array(), array)
+    assert not any(isinstance(event, PeerLost) for event in pair.b.events)
+
+
 @pytest.mark.parametrize(
     ("source", "topic"),
     [("c", TOPICS.activation("m", 2, "a", "b")), ("a", TOPICS.activation("m", 1, "a", "b"))],

@@ -19,7 +19,7 @@ from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
 from hepti_mqtt.transport.mesh.tls import MeshTls
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
-PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless the plan says less
+PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
 TICK_S: Final = 1.0
 _MAX_EDGES: Final = 1024
 

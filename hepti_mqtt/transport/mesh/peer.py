@@ -167,8 +167,8 @@ class Peer:
                 self._greet()
         except BlockingIOError:
             pass
-        except (Malformed, OSError) as error:
-            self._give_up(str(error))
+        except (Malformed, OSError, MemoryError) as error:
+            self._give_up(str(error) or repr(error))
 
     def timer(self) -> None:
         """Do what is due."""
