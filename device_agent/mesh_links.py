@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from device_agent.complaints import Complaints
 from device_agent.peer_probes import ANSWER, PeerProbes
@@ -17,11 +17,14 @@ from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Pl
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.arrivals import Arrival, Exchanges
 from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.peers import MAX_TROUBLE, Edge
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.wire.peers import MAX_PEERS, MAX_TROUBLE, Edge
+from hepti_mqtt.wire.topics import MAX_TOPIC_BYTES, Topics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# The largest frame there is, behind the longest topic: a plan's requests may be of any size.
+LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
 
 LinkEvent = Arrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
 
@@ -45,8 +48,8 @@ class MeshLinks:
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
         self._exchanges = Exchanges()
-        self._admitted: dict[tuple[str, Epoch], set[str]] = {}
-        self._joined: dict[tuple[str, Epoch], set[str]] = {}
+        self._admitted: dict[tuple[str, Epoch], frozenset[str]] = {}
+        self._joined: dict[tuple[str, Epoch], frozenset[str]] = {}
         self.tensors = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
         self.mesh = make(self._message, self._event)
 
@@ -75,16 +78,16 @@ class MeshLinks:
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, self._device, peer.device)
             self.mesh.admit(peer.device, key, peer.token_in, filters)
-        self._admitted.setdefault(key, set()).update(peer.device for peer in command.peers)
+        self._admitted[key] = self._admitted.get(key, frozenset()).union(peer.device for peer in command.peers)
 
     def join(self, command: Join) -> None:
         """Hear peers."""
         key = (command.model, command.epoch)
-        self._joined.setdefault(key, set()).update(peer.device for peer in command.peers)
+        self._joined[key] = self._joined.get(key, frozenset()).union(peer.device for peer in command.peers)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, peer.device, self._device)
             place = Place(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
-            self.mesh.join(peer.device, key, place, peer.token_out, filters)
+            self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def part(self, command: Part) -> None:
         """End what an epoch was admitted and joined for."""
@@ -112,14 +115,20 @@ class MeshLinks:
 
     def _both_ways(self) -> Mapping[str, str]:
         """Return the peers that this device hears and that hear it, with a model of which they do."""
-        return {peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, set())}
+        return {
+            peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, frozenset())
+        }
 
     def _send_probes(self, model: str, peer: str, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
             self.mesh.publish(self._topics.activation(model, 0, self._device, peer), payload)
 
     def edges(self) -> Mapping[str, Edge]:
-        """Return what went to and came from each peer; from any thread."""
+        """Return what went to and came from each peer, of as many as a heartbeat takes; from any thread."""
+        found = self.mesh.edges()
+        now = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
+        newest = list(found)[::-1]
+        told = [*(name for name in newest if name in now), *(name for name in newest if name not in now)]
         return {
             name: Edge(
                 e.frames_in,
@@ -132,7 +141,7 @@ class MeshLinks:
                 int(e.joined),
                 e.trouble[:MAX_TROUBLE],
             )
-            for name, e in self.mesh.edges().items()
+            for name, e in ((name, found[name]) for name in told[:MAX_PEERS])
         }
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ from hepti_mqtt.wire.arrivals import Arrival
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 HEAR_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
+PAUSE_S: Final = 0.1  # after a mistake that nobody foresaw
+
 
 class Shell:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
@@ -124,6 +126,19 @@ class Shell:
 
     def run(self) -> None:
         """Work until a `Stop`; raises its error."""
+        stop: Stop | None = None
+        while stop is None:
+            try:
+                stop = self._work()
+            except Exception as exc:
+                self._complaints.add("session_errors", f"the session goes on after {exc!r}", exc)
+                time.sleep(PAUSE_S)  # what fails for ever, as a broken socket does, would take the whole core
+        self.farewell = stop.farewell
+        if stop.error is not None:
+            raise stop.error
+
+    def _work(self) -> Stop:
+        """Take events and run ops until a `Stop`, and return it."""
         inbox, session, clock = self._inbox, self._session, time.perf_counter
         links, heard = self._links, 0.0
         while True:
@@ -135,10 +150,7 @@ class Shell:
                     continue
                 event = inbox.get()
                 if isinstance(event, Stop):
-                    self.farewell = event.farewell
-                    if event.error is not None:
-                        raise event.error
-                    return
+                    return event
                 self.take(event)
                 continue
             self.stepped_s = clock()

@@ -295,6 +295,7 @@ class PahoTransport:
         self._sending, session = None, self._session
         unfinished = session.writing is not None and link.busy
         link.close()  # it may stand: the broker only did not acknowledge our filters, or the mistake is ours
+        unfinished = link.cut if isinstance(link, DataLink) else unfinished
         self._outbox.disconnected([*session.inflight.values(), *session.waiting], unfinished)
 
     def _drain(self, link: AnyLink) -> None:

@@ -31,7 +31,7 @@ from hepti_mqtt.transport.link import (
 from hepti_mqtt.transport.link import silent as silent_broker
 from hepti_mqtt.transport.mesh.buffers import Buffers
 from hepti_mqtt.transport.mesh.intake import Intake
-from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender
+from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender, unacknowledged
 from hepti_mqtt.transport.mesh.packets import (
     CONNACK,
     CONNECT,
@@ -88,6 +88,9 @@ class DataLink:
         self._poll.register(wake.fileno(), select.POLLIN)
         self._events, self._low, self._id = 0, 1, 0
         self._ping_at = self._answer_by = float("inf")
+        self._written = 0  # bytes that the kernel has taken
+        self._ping_end = self._gone = 0  # where PINGREQ ends among them, and how far the broker's kernel was at a look
+        self.cut = False  # whether a message was only half out when the socket was closed
         self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
 
     def open(self, timeout_s: float, stop: Callable[[], bool]) -> None:
@@ -218,6 +221,7 @@ class DataLink:
             elif self._sock is not None:
                 self._sock.close()
             self._sock = self._line = self._secured = None
+            self.cut = self.cut or self.busy
             self._out.clear()
 
     # -- the connection ----------------------------------------------------------------------------------------------
@@ -270,6 +274,7 @@ class DataLink:
         assert self._line is not None
         while self._out:
             sent = self._line.sendmsg(self._out[:64])
+            self._written += sent
             while self._out and sent >= self._out[0].nbytes:
                 sent -= self._out.pop(0).nbytes
             if sent:
@@ -277,7 +282,7 @@ class DataLink:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        if self._flowed and self._answer_by < float("inf"):
+        if self._answer_by < float("inf") and (self._goes_out() or self._flowed):
             # PINGREQ waits behind what we send, and PINGRESP behind what the broker has for us: both may take long.
             self._answer_by = now + KEEPALIVE_S
         self._flowed = False
@@ -286,8 +291,27 @@ class DataLink:
             raise LinkLost(f"the broker has not answered for {KEEPALIVE_S} s")
         if now >= self._ping_at:
             self._ping_at = now + KEEPALIVE_S / 2
-            self._answer_by = min(self._answer_by, now + KEEPALIVE_S)
+            self._ping(now)
+
+    def _ping(self, now: float) -> None:
+        with self.sending:
             self._say(packet(PINGREQ))
+            if self._answer_by == float("inf"):
+                self._answer_by = now + KEEPALIVE_S
+                self._ping_end = self._written + sum(part.nbytes for part in self._out)
+        self._goes_out()
+
+    def _goes_out(self) -> bool:
+        """Return whether the broker's kernel has taken more of what ends with PINGREQ since the last look.
+
+        It may lie behind megabytes in our own, which asks for nothing more meanwhile. What is sent after it proves
+        nothing: kernels take that for long after a broker has stopped.
+        """
+        left = None if self._line is None else unacknowledged(self._line)
+        if left is None:
+            return False
+        before, self._gone = self._gone, min(self._written - left, self._ping_end)
+        return self._gone > before
 
     # -- what comes --------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,11 @@ def text(value: Any) -> str:
     return whole(value)
 
 
+def sendable(value: str) -> str:
+    """Return a text of whatever origin as `text` takes it: cut, and "?" for what cannot be written."""
+    return value[:MAX_TEXT].encode(errors="replace").decode()
+
+
 def whole(value: str) -> str:
     """Return a text that can be written; JSON can spell half a character (a lone surrogate), which cannot."""
     try:

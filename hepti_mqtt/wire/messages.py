@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -263,6 +263,8 @@ def encode(message: Message) -> bytes:
     code = _CODE_OF.get(type(message))
     if code is None:
         raise WireError(f"{type(message).__name__} is not a control message")
+    if isinstance(message, Failed | RequestFailed):  # whatever an error says, it must be told
+        message = replace(message, text=checks.sendable(message.text))
     return _pack(message, [code])
 
 

@@ -24,8 +24,10 @@ from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.mesh import Mesh, mesh_possible
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.arrivals import Arrival
+from hepti_mqtt.wire.described import Heartbeat
 from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.peers import Endpoint, Peer
+from hepti_mqtt.wire.messages import encode_heartbeat
+from hepti_mqtt.wire.peers import MAX_PEERS, Endpoint, Peer
 from hepti_mqtt.wire.topics import Topics
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
@@ -126,6 +128,18 @@ def test_the_next_frame_of_an_exchange_comes_as_an_arrival_with_the_same_values_
     assert (came.frames_in, came.bytes_in) == pair.b.links.tensors
 
 
+def test_a_tensor_of_any_size_that_a_frame_can_have_comes(pair: Pair) -> None:
+    pair.introduce()
+    array = np.arange(9_000_000, dtype=np.float32)
+    head, body = frames.encode_parts(
+        Frame("tensor", "m", EPOCH, 7, layer=2, node=3, source="a", dtype="f32", shape=array.shape, body=array)
+    )
+    pair.a.links.publish(Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body))
+    pair.until(lambda: pair.frames(pair.b), "the frame has come")
+    np.testing.assert_array_equal(pair.frames(pair.b)[0].array(), array)
+    assert not any(isinstance(event, PeerLost) for event in pair.b.events)
+
+
 @pytest.mark.parametrize(
     ("source", "topic"),
     [("c", TOPICS.activation("m", 2, "a", "b")), ("a", TOPICS.activation("m", 1, "a", "b"))],
@@ -170,6 +184,17 @@ def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
     pair.a.links.part(Part("m", EPOCH))
     pair.a.links.probe(time.perf_counter(), busy=False)
     assert not pair.a.links.probes.reports()
+
+
+def test_a_heartbeat_tells_of_no_more_peers_than_it_can_and_first_of_those_that_are_there(pair: Pair) -> None:
+    links, place = pair.a.links, Endpoint("127.0.0.1", pair.b.links.mesh.port)
+    for n in range(MAX_PEERS + 6):
+        links.join(Join("m", Epoch(1, n), (Peer(f"d{n}", place, "1", ""),)))
+        if n not in (0, 1):
+            links.part(Part("m", Epoch(1, n)))
+    told = links.edges()
+    assert set(told) == {"d0", "d1", *(f"d{n}" for n in range(8, MAX_PEERS + 6))}
+    encode_heartbeat(Heartbeat(1, 1, 0.0, 1, None, None, None, 1.0, 1, {}, {}, told))
 
 
 def test_probes_take_turns() -> None:

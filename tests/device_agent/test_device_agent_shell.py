@@ -1,22 +1,35 @@
 """The session thread over list transports: events go in, what was published is looked at."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import sites
 from shell_support import PLAN, SPEC, TENSORS, TOPICS, TWO, devices, request
 
 from device_agent import meter as metering
-from device_agent.events import FiltersRefused, LinkDown, LinkUp
+from device_agent.events import FiltersRefused, LinkDown, LinkUp, Stop
 from device_agent.loader_thread import AskAgain
 from hepti_mqtt import models
-from hepti_mqtt.errors import RefusedError
+from hepti_mqtt.errors import RefusedError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.runtime.device.commands import Complain, Unload
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
+from hepti_mqtt.runtime.device.executor import Step
 from hepti_mqtt.wire import frames, messages
 from hepti_mqtt.wire.arrivals import Exchanges
+
+
+def raising(error):
+    """Return what raises an error, whatever it is called with."""
+
+    def call(*_):
+        raise error
+
+    return call
 
 
 @pytest.fixture
@@ -155,6 +168,38 @@ def test_a_mistake_in_the_session_is_survived(device, monkeypatch):
     assert [m.admission for m in d.ups(messages.RequestFailed)] == [1]
     d.run(request(2)[2])
     assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+
+
+def test_an_error_whose_text_cannot_be_written_is_told_all_the_same(device, monkeypatch):
+    d = device()
+    d.ready()
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", raising(RuntimeError("half a character: \ud800" + 100_000 * "x")))
+        d.run(request(1)[2])
+    (failed,) = d.ups(messages.RequestFailed)
+    assert "half a character: ?" in failed.text
+    d.run(request(2)[2])
+    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), WireError("a mistake")])
+def test_a_mistake_anywhere_on_the_session_thread_is_survived_and_does_not_take_the_core(device, monkeypatch, error):
+    d, pauses = device(), []
+    d.ready()
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 5:
+            d.inbox.post(Stop())
+
+    monkeypatch.setattr("device_agent.shell.time", SimpleNamespace(perf_counter=time.perf_counter, sleep=pause))
+    with monkeypatch.context() as patch:
+        patch.setattr(d.shell, "_links", SimpleNamespace(wait=raising(error), open=False))
+        d.shell.run()
+    assert d.complaints.counters["session_errors"] == len(pauses) == 5
+    assert min(pauses) > 0
+    d.run(request()[2])
+    assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
 
 
 def test_a_message_over_the_brokers_limit_ends_its_request_with_the_settings_name(device):

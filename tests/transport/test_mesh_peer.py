@@ -365,6 +365,17 @@ def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
     assert node.messages == [("a", topic("a"), b"2")]
 
 
+def test_a_payload_that_there_is_no_memory_for_is_a_lost_connection(node, played, monkeypatch):
+    up(node, played)
+
+    def full(nbytes):
+        raise MemoryError(f"no {nbytes} bytes")
+
+    monkeypatch.setattr(node.mesh._around.buffers, "take", full)
+    played.say(node, publish(topic("a"), bytes(10)))
+    assert node.told(Lost) == [Lost("a", "no 10 bytes")]
+
+
 def test_an_endpoint_that_does_not_listen_is_left(node, played):
     up(node, played)
     with contextlib.suppress(BlockingIOError):

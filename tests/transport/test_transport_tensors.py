@@ -15,6 +15,7 @@ from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport
 from hepti_mqtt.transport.data_link import DataLink, data_link_possible
 from hepti_mqtt.transport.link import KEEPALIVE_S, LinkLost
+from hepti_mqtt.transport.mesh.lines import unacknowledged
 from hepti_mqtt.transport.mesh.packets import publish_head
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -160,6 +161,17 @@ def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(link, pro
     assert sender.transport.counts().lost == 0
 
 
+def test_a_message_that_is_half_out_when_the_connection_is_lost_is_counted(proxy, topic, peers):
+    peer = peers(proxy.url, tensors=True)
+    proxy.flowing.clear()
+    peer.transport.send(topic, bytes(30_000_000))
+    assert peer.transport.counts().published == 1, "its beginning is out"
+    proxy.cut()
+    proxy.flowing.set()
+    peer.await_state(Connected)
+    assert peer.transport.counts().lost == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"\x20\x02\0\x05", RefusedError), (b"\x20\x02\0\x03", NetworkError), (b"", NetworkError)]
 )
@@ -243,6 +255,7 @@ def test_a_broker_that_has_fallen_silent_is_given_up(open_link):
     now[0] += KEEPALIVE_S / 2
     link.turn(0.0)
     assert there.recv(1000) == b"\xc0\0"
+    link.turn(0.0)
     now[0] += KEEPALIVE_S + 0.1
     with pytest.raises(LinkLost, match="has not answered"):
         link.turn(0.0)
@@ -265,6 +278,30 @@ def test_a_broker_that_reads_slowly_is_not_silent(open_link):
     while left:
         left -= len(there.recv(min(left, 100_000)))
     assert there.recv(2) == b"\xc0\0"
+    link.turn(0.0)
+    now[0] += KEEPALIVE_S + 0.1
+    with pytest.raises(LinkLost, match="has not answered"):
+        link.turn(0.0)
+
+
+@pytest.mark.parametrize("open_link", ["TCP"], indirect=True)
+def test_a_broker_that_reads_slowly_is_not_silent_where_the_kernel_has_taken_everything(open_link):
+    """PINGREQ lies in the kernel, which asks for nothing more."""
+    link, there, now = open_link
+    there.settimeout(PATIENCE_S)
+    link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2_000_000)
+    payload = bytes(2_000_000)
+    link.publish("t", payload, 0, False)
+    link.flush()
+    assert not link.busy
+    left = publish_bytes("t", len(payload), 0)
+    while left > 1_000_000:
+        before = unacknowledged(link._sock)
+        while unacknowledged(link._sock) >= before:
+            left -= len(there.recv(10_000))
+        now[0] += 0.4 * KEEPALIVE_S
+        link.turn(0.0)
+    assert now[0] > 2 * KEEPALIVE_S
     now[0] += KEEPALIVE_S + 0.1
     with pytest.raises(LinkLost, match="has not answered"):
         link.turn(0.0)

@@ -15,6 +15,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
 from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.wire import messages
+from hepti_mqtt.wire.checks import MAX_TEXT
 from hepti_mqtt.wire.described import Caps, Heartbeat, Status
 from hepti_mqtt.wire.frames import Frame
 from hepti_mqtt.wire.frames import encode as encode_frame
@@ -307,6 +308,12 @@ def test_a_field_too_many_or_too_few_is_a_wire_error(message):
 def test_encode_refuses_what_decode_would(changes):
     with pytest.raises(WireError):
         encode(replace(Prepare(1, {}, {}, bytes(32), 2), **changes))
+
+
+def test_whatever_an_error_says_can_be_told():
+    for text, told in (("half a character: \ud800", "half a character: ?"), (70_000 * "\u00e4", MAX_TEXT * "\u00e4")):
+        message = RequestFailed("m", Epoch(1, 1), 7, "device", text)
+        assert decode(encode(message)) == replace(message, text=told)
 
 
 def test_encode_refuses_what_is_no_message():

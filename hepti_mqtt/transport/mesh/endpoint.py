@@ -16,7 +16,7 @@ from hepti_mqtt.transport.mesh.events import Edge
 from hepti_mqtt.transport.mesh.filters import matches
 from hepti_mqtt.transport.mesh.grants import Grants
 from hepti_mqtt.transport.mesh.guest import MAX_ASKED, Guest
-from hepti_mqtt.transport.mesh.lines import Buffer, Line, listen, tune_sender
+from hepti_mqtt.transport.mesh.lines import Buffer, Line, listen, tune_sender, unacknowledged
 from hepti_mqtt.transport.mesh.packets import Malformed, publish_head
 
 MAX_GUESTS: Final = 64
@@ -39,6 +39,7 @@ class _Subscriber:
     limit_bytes: int = 0
     out: deque[memoryview] = field(default_factory=deque)
     out_bytes: int = 0
+    left_bytes: int | None = None  # that the kernel had not delivered at the last look
 
 
 class _Way(NamedTuple):
@@ -120,6 +121,9 @@ class Endpoint:
     def tick(self, now: float) -> None:
         """Send away who does not introduce itself, takes nothing or is silent."""
         with self._lock:
+            for reader in self._subscribers.values():
+                if reader.out:
+                    self._look(reader, now)
             for subscriber in [s for s in self._subscribers.values() if s.deadline < now]:
                 self._offend(subscriber)
             if self._full:
@@ -262,6 +266,12 @@ class Endpoint:
         if not reader.out:
             reader.deadline = self._clock() + reader.guest.silence_s
             self._epoll.modify(reader.line, IN)
+
+    def _look(self, reader: _Subscriber, now: float) -> None:
+        """Give time to who takes something: over a slow link the kernel asks for more only after many seconds."""
+        before, reader.left_bytes = reader.left_bytes, unacknowledged(reader.line)
+        if before is not None and reader.left_bytes is not None and reader.left_bytes < before:
+            reader.deadline = now + STALL_S
 
     def _hear(self, subscriber: _Subscriber) -> None:
         data, guest, here = subscriber.line.recv(MAX_ASKED), subscriber.guest, bool(subscriber.guest.version)

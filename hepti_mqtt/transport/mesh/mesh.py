@@ -19,7 +19,7 @@ from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
 from hepti_mqtt.transport.mesh.tls import MeshTls
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
-PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless the plan says less
+PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
 TICK_S: Final = 1.0
 _MAX_EDGES: Final = 1024
 
@@ -127,7 +127,7 @@ class Mesh:
         """Wait until something has come, `wake` was called or the time is over; tell what has come."""
         if self._told or self._eager:
             timeout_s = 0.0
-        if self._due < NEVER:
+        elif self._due < NEVER:
             timeout_s = self._until(timeout_s)
         found = self._epoll.poll(timeout_s)
         self.woke_s = time.perf_counter()
@@ -141,6 +141,8 @@ class Mesh:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
                 peer.ready()
+        if self._due < NEVER:  # after what came: this thread may have been away for longer than an answer may take
+            self._act()
         told = self._told
         while told:
             each = told.popleft()
@@ -185,15 +187,15 @@ class Mesh:
         self._due = min((peer.due for peer in self._peers.values()), default=NEVER)
 
     def _until(self, timeout_s: float | None) -> float:
-        """Run the timers that are due, and return how long to wait for the next one."""
-        now = self._clock()
-        if self._due <= now:
+        """Return how long to wait, at most until the first timer."""
+        left = max(self._due - self._clock(), 0.0)
+        return left if timeout_s is None else min(left, timeout_s)
+
+    def _act(self) -> None:
+        """Run the timers that are due."""
+        if self._due <= self._clock():
             for peer in self._peers.values():
                 peer.timer()
-        if self._told:
-            return 0.0
-        left = max(self._due - now, 0.0)
-        return left if timeout_s is None else min(left, timeout_s)
 
     def _watch(self, fd: int, events: int, peer: Peer) -> None:
         if not events:

@@ -167,13 +167,18 @@ class Peer:
                 self._greet()
         except BlockingIOError:
             pass
-        except (Malformed, OSError) as error:
-            self._give_up(str(error))
+        except (Malformed, OSError, MemoryError) as error:
+            self._give_up(str(error) or repr(error))
 
     def timer(self) -> None:
         """Do what is due."""
-        if self._clock() >= self.due:
+        if self._late() and self._state is _State.UP and not self.edge.joined:
+            self.ready()  # something may have come, only less than wakes us
+        if self._late():
             self._try(self._act)
+
+    def _late(self) -> bool:
+        return self._clock() >= self.due
 
     def _act(self) -> None:
         if self._state is _State.IDLE:
@@ -228,6 +233,7 @@ class Peer:
             self._state = _State.SECURING
             if self._around.secure is not None:
                 self._line = self._secured = self._around.secure(self._sock, self._place.fingerprint)
+        self._heard()
         if self._secured is not None:
             self._secured.shake()
         tokens = [join.token for join in reversed(self._joins.values())]
@@ -275,6 +281,16 @@ class Peer:
         join, packet_id = self._joins[key], self._next_id()
         join.state, join.due, join.packet_id = _Asked.WAITING, self._clock() + ANSWER_S, packet_id
         return subscribe(packet_id, join.filters)
+
+    def _heard(self) -> None:
+        """Give more time to whoever sends: its answer comes after what it sent before."""
+        late = self._clock() + ANSWER_S
+        if self._state is not _State.UP:
+            self._deadline = late
+        for join in self._joins.values():
+            if join.state is _Asked.WAITING:
+                join.due = late
+        self._schedule()
 
     def _next_id(self) -> int:
         self._ids = self._ids % 65_535 + 1
@@ -335,6 +351,8 @@ class Peer:
                 nbytes = line.recv_into(room)
                 if not nbytes:
                     raise Malformed("it hung up")
+                if not self.edge.joined:
+                    self._heard()
                 intake.took(nbytes)
                 if secured is not None:
                     if not intake.missing and not secured.pending():
