@@ -74,6 +74,11 @@ class Device:
         payload = frames.encode_work(*key, self.admission, *request(SPEC, (3,)))
         return self(FrameIn(frames.decode(payload)))
 
+    def run(self) -> None:
+        """Compute what is ready."""
+        while (step := self.session.next()) is not None:
+            self.session.done(step, step.run(), 0.0, self.now)
+
     def reach(self, key: tuple[str, Epoch], state: str) -> None:
         """Bring a new epoch into a state."""
         self.tell(prepare(key))
@@ -157,6 +162,18 @@ def test_a_model_is_left_with_its_last_epoch() -> None:
     assert not [c for c in device.tell(messages.Release(9, *ONE)) if isinstance(c, Unsubscribe)]
     (left,) = (c for c in device.tell(messages.Release(9, *TWO)) if isinstance(c, Unsubscribe))
     assert left.works == (WORK,)
+
+
+def test_what_runs_have_left_is_kept_for_the_next_one_and_goes_with_the_epoch() -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    device.request(ONE)
+    device.run()
+    assert device.session.runs.idle
+    executor = device.session.runs._executor
+    assert executor.held_bytes() > 0
+    device.tell(messages.Release(9, *ONE))
+    assert executor.held_bytes() == 0
 
 
 @pytest.mark.parametrize("state", ["asked", "loading", "subscribing"])
