@@ -220,7 +220,7 @@ def pushed_out() -> Device:
     device.session.memory_bytes = device.session.epochs.needed_bytes()
     device(Doubt("the control connection was lost"))
     out = device.tell(prepare(OTHER))
-    assert [type(c) for c in out[:3]] == [Complain, Unload, Unsubscribe]
+    assert [type(c) for c in out[:4]] == [Complain, Publish, Unload, Unsubscribe]
     assert [(c.model, c.epoch) for c in out if isinstance(c, Load)] == [OTHER]
     assert list(device.session.epochs) == [OTHER]
     return device
@@ -232,6 +232,20 @@ def test_an_epoch_in_doubt_goes_when_a_newer_one_of_its_model_is_activated() -> 
 
 def test_an_epoch_in_doubt_goes_when_its_memory_is_needed() -> None:
     pushed_out()
+
+
+@pytest.mark.parametrize("event", ["memory", "outlived"])
+def test_the_planner_hears_of_an_epoch_that_goes_in_doubt(event: str) -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    if event == "memory":
+        device.session.memory_bytes = device.session.epochs.needed_bytes()
+    else:
+        device.reach(TWO, "ready")
+    device(Doubt("test"))
+    said = ups(device.tell(prepare(OTHER) if event == "memory" else messages.Activate(2, *TWO)))
+    assert [(m.model, m.epoch, m.code) for m in said] == [(*ONE, "forgotten")]
+    assert not ups(device.tell(messages.Release(9, *TWO))), "not of one that it was told to give up"
 
 
 @pytest.mark.parametrize("proof", ["request", "activate"])
