@@ -368,7 +368,6 @@ def _line(
 
     A small one that takes no less was held up, and would make bytes cost nothing and frames cost too much.
     """
-    small = large = 0.0
     rounds = [partial(act, np.zeros(size, np.uint8)) for size in sizes]
     for _ in range(TRIES):
         small, large = (_seconds(each, before=forget) / 2 for each in rounds)
