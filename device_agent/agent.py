@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import threading
 from collections import Counter
@@ -35,6 +34,7 @@ from device_agent.own_endpoint import OwnEndpoint
 from device_agent.packet_limit import PacketLimit
 from device_agent.probe import Prober
 from device_agent.shell import Shell
+from device_agent.signals import Signals
 from device_agent.starting import Starting, prepare_kernels
 from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
@@ -69,56 +69,21 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     jit.check_settings()
     return_large_blocks()
     places = directories(config.cache_dir, config.site, config.device_id)
-    with device_lock(places.state), _Signals() as signals:
-        # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
-        boot = next_boot(places.state, make_room=lambda: TileCache(places.tiles, config.cache_bytes or 1, Counter()))
-        agent = _Agent(config, places, boot)
+    with device_lock(places.state), Signals() as signals:
+        agent: _Agent | None = None
         try:
+            # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
+            room = partial(TileCache, places.tiles, config.cache_bytes or 1, Counter())
+            agent = _Agent(config, places, next_boot(places.state, make_room=room))
             with _watching(stop, agent.inbox):
                 agent.run(signals, stop or threading.Event())
         except KeyboardInterrupt:
+            signals.ending()
             config.log.info("stopped before the device was online")
         finally:
-            agent.close()
-
-
-class _Signals:
-    """SIGTERM and SIGINT: an event for the session thread once it runs, an interrupt before.
-
-    An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
-    """
-
-    def __init__(self) -> None:
-        self._inbox: Inbox[AgentEvent] | None = None
-        self._asked = False
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def deliver_to(self, inbox: Inbox[AgentEvent]) -> None:
-        """From now on the session thread ends in its own time."""
-        self._inbox = inbox
-        if self._asked:
-            inbox.post(Stop())
-
-    def check(self) -> None:
-        """Interrupt again if the device was told to end before the session thread runs."""
-        if self._asked:
-            raise KeyboardInterrupt
-
-    def _handle(self, *_: object) -> None:
-        self._asked = True
-        if self._inbox is None:
-            raise KeyboardInterrupt
-        self._inbox.post(Stop())
+            signals.ending()
+            if agent is not None:
+                agent.close()
 
 
 @contextmanager
@@ -177,7 +142,7 @@ class _Agent:
         self._reached = False  # whether the site has been told that the device is starting
         self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
 
-    def run(self, signals: _Signals, stop: threading.Event) -> None:
+    def run(self, signals: Signals, stop: threading.Event) -> None:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         waiting = self._connect(PLANES)  # first of all, so that a wrong password is told at once
@@ -280,7 +245,7 @@ class _Agent:
                 return planes[place:]
         return ()
 
-    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: _Signals, stop: threading.Event) -> None:
+    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: Signals, stop: threading.Event) -> None:
         delay_s = BACKOFF_S[0]
         while waiting and not stop.wait(delay_s * random.uniform(0.5, 1.0)):
             signals.check()

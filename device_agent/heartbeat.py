@@ -77,6 +77,9 @@ class HeartbeatThread:
 
     def beat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
+        slowdown = self._meter.slowdown(
+            now
+        )  # else it stays what it was last, and is doubted, for as long as we are away
         if not self._network.stands():
             return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()
@@ -90,7 +93,7 @@ class HeartbeatThread:
             temperature_c=health.temperature_c,
             round_trip_s=self._prober.round_trip_s(),
             bandwidth_bytes_per_s=self._prober.bandwidth_bytes_per_s(),
-            slowdown=self._meter.slowdown(now),
+            slowdown=slowdown,
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
             peers={} if self._peers is None else self._peers.reports(),

@@ -19,10 +19,12 @@ class Job:
 
     places: where each tile goes. order: of the tiles in the weights; in_order: those of them that are taken nearly in
     this order. on_disk, to_ask, asked: where the missing ones come from. set_aside: came by air, and wait on disk.
-    total_bytes: of the tiles; until the manifest says them, of the weights.
+    total_bytes: of the tiles; until the manifest says them, of the weights. early: the manifest's bytes, come while
+    another load was under way.
     """
 
     load: Load
+    early: bytes | None = None
     manifest: Manifest | None = None
     buffers: dict[WeightRef, WeightBuffer] = field(default_factory=dict)
     left: dict[WeightRef, int] = field(default_factory=dict)

@@ -108,12 +108,10 @@ class WeightLoader:
             self._counters["tiles_unneeded"] += 1
             return
         job, digest = self._jobs[0], tile_hash(body)
+        waiting = [other for other in self._jobs if other is not job and other.load.manifest == digest]
         if digest in job.missing or (job.manifest is None and digest == job.load.manifest):
-            if digest not in self._cache:  # else it is on disk, and was sent to everybody for somebody else
-                self._counters["tiles_received"] += 1
-                self._counters["tile_bytes_received"] += len(body)
             self._moved_s = now
-            self._cache.put(digest, body, job.keep)
+            self._receive(digest, body, job)
             if digest in job.missing and not job.may_take(digest):  # sent to another device: from disk, in its turn
                 if digest not in job.set_aside:
                     job.set_aside.add(digest)
@@ -121,10 +119,20 @@ class WeightLoader:
                 self._tell(now)
                 return
             self._guarded(job, lambda: self._take(job, digest, body, now), now)
+        elif waiting:  # the answer took longer than a turn
+            self._receive(digest, body, job)
+            for other in waiting:
+                other.early = bytes(body)
         elif mine and digest not in self._ever_asked:
             self._mismatch(job, now)
         else:
             self._counters["tiles_unneeded"] += 1
+
+    def _receive(self, digest: bytes, body: bytes | memoryview, job: Job) -> None:
+        if digest not in self._cache:  # else it is on disk, and was sent to everybody for somebody else
+            self._counters["tiles_received"] += 1
+            self._counters["tile_bytes_received"] += len(body)
+        self._cache.put(digest, body, job.keep)
 
     def again(self, now: float) -> None:
         """Ask anew for everything that is outstanding: the connection or the planner is back."""
@@ -181,7 +189,7 @@ class WeightLoader:
     def _begin(self, now: float) -> None:
         job = self._jobs[0]
         digest = job.load.manifest
-        data = self._cache.get(digest)
+        data = job.early or self._cache.get(digest)
         if data is None:
             self._ask_for(job, (digest,), now)
         else:

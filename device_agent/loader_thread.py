@@ -84,9 +84,17 @@ class LoaderThread:
             try:
                 busy = self._turn(item)
             except Exception as exc:
-                self._log.exception("the weight loader failed")
-                error = ModelError(f"the weight loader failed: {exc!r}; see the agent's log")
-                self._loader.abandon(error, time.monotonic())
+                self._abandon(exc)
+                busy = True  # the next load may be on disk, and then nothing else wakes this thread
+
+    def _abandon(self, cause: Exception) -> None:
+        """Give up the load that is under way, whatever comes of that: this thread must not end."""
+        try:
+            self._log.exception("the weight loader failed")
+            error = ModelError(f"the weight loader failed: {cause!r}; see the agent's log")
+            self._loader.abandon(error, time.monotonic())
+        except Exception:
+            self._log.exception("the load that failed could not be given up")
 
     def _turn(self, item: Load | Unload | TileIn | AskAgain | None) -> bool:
         now = time.monotonic()

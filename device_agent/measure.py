@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -18,8 +19,9 @@ from device_agent.caches import last_level_bytes
 from device_agent.limits import capacities, cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
-from hepti_mqtt.cluster import RATES, profile_from_caps
+from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import KERNELS, TILING, Weight, Workers, allocate, isa, twin, weight_bytes
 from hepti_mqtt.kernels.machine.isa import cpu_model
@@ -43,6 +45,7 @@ CHAIN: Final = 64
 FRAME_SIZES: Final = (256, 1 << 20)
 MESH_SIZES: Final = (256, 1 << 18)
 MOST_COLD: Final = 64 << 20  # of weights, however large the caches are: making them takes time
+TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -119,7 +122,20 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
+    Raises HeptiError where it comes out twice as what no device can be.
     """
+    with suppress(ValueError):  # as after a stall of seconds
+        return _measured(workers, memory_bytes, narrow)
+    try:
+        return _measured(workers, memory_bytes, narrow)
+    except ValueError as error:
+        raise HeptiError(
+            f"this device cannot measure itself: {error}; start it again when nothing else keeps the machine busy"
+        ) from error
+
+
+def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
+    """Return what `measure` does; raises ValueError for what no device can be."""
     linear: list[Curves] = []
     begin = time.perf_counter()
     for k, n in SHAPES:
@@ -251,23 +267,24 @@ def _arrays(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Any], list[Any
 
 
 def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
-    """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
+    """Return the time of a run, the median within a window without the first; threads: that a run keeps busy.
 
     Where the system gives less than that, time is processor time over the share of the cores: what a clock on the wall
-    shows depends on where in the quota's period a run begins. before: called before each run, in no time.
+    shows depends on where in the quota's period a run begins. before: called before each run, in no time. The median:
+    one run that the system holds up, as one that swaps or is stopped does, would be most of a mean.
     """
     share = cores()
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
     act()
-    runs, spent, start = 0, 0.0, time.perf_counter()
-    while time.perf_counter() - start < WINDOW_S or runs < REPEATS:
+    spent: list[float] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < WINDOW_S or len(spent) < REPEATS:
         if before is not None:
             before()
         begin = clock()
         act()
-        spent += clock() - begin
-        runs += 1
-    return max(spent / runs / part, 1e-9)
+        spent.append(clock() - begin)
+    return max(median(spent) / part, 1e-9)
 
 
 def _attention(workers: Workers) -> float:
@@ -340,10 +357,23 @@ def _frames(forget: Callable[[], None]) -> Curves:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
-            rounds = (partial(_round, np.zeros(size, np.uint8), near, far) for size in FRAME_SIZES)
-            small, large = (_seconds(act, before=forget) / 2 for act in rounds)
-    extra_s = max(large - small, 1e-9)
-    return {"frame_s": small, "copy_bytes_per_s": (FRAME_SIZES[1] - FRAME_SIZES[0]) / extra_s}
+            frame_s, rate = _line(lambda body: _round(body, near, far), FRAME_SIZES, forget)
+    return {"frame_s": frame_s, "copy_bytes_per_s": rate}
+
+
+def _line(
+    act: Callable[[np.ndarray[Any, np.dtype[np.uint8]]], object], sizes: tuple[int, int], forget: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the fixed time and the rate of a frame from rounds of a small and a large one, of a half each.
+
+    A small one that takes no less was held up, and would make bytes cost nothing and frames cost too much.
+    """
+    rounds = [partial(act, np.zeros(size, np.uint8)) for size in sizes]
+    for _ in range(TRIES):
+        small, large = (_seconds(each, before=forget) / 2 for each in rounds)
+        if large > small:
+            break
+    return min(small, large), (sizes[1] - sizes[0]) / max(large - small, 1e-9)
 
 
 def _round(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, far: socket.socket) -> object:
@@ -364,10 +394,7 @@ def _mesh_frames(forget: Callable[[], None]) -> Curves:
         return {}
     try:
         with OwnMesh() as mesh:
-            bodies = [np.zeros(size, np.uint8) for size in MESH_SIZES]
-            rounds = (partial(mesh.round, body) for body in bodies)
-            small, large = (_seconds(act, before=forget) / 2 for act in rounds)
+            frame_s, rate = _line(mesh.round, MESH_SIZES, forget)
     except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
         return {}
-    rate = (MESH_SIZES[1] - MESH_SIZES[0]) / max(large - small, 1e-9)
-    return {"mesh_frame_s": small, "mesh_copy_bytes_per_s": min(rate, RATES[1])}
+    return {"mesh_frame_s": frame_s, "mesh_copy_bytes_per_s": rate}

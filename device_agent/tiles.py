@@ -63,10 +63,11 @@ class TileCache:
         path = self._path(digest)
         try:
             data = path.read_bytes()
-            os.utime(path)
         except OSError:
             self._forget(digest)
             return None
+        with suppress(OSError):  # of somebody else's file: then it is only not known to be in use
+            os.utime(path)
         if hashlib.sha256(data).digest() != digest:
             self._counters["cache_corrupt"] += 1
             self._remove(digest)

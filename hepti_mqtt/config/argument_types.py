@@ -34,10 +34,11 @@ def names(text: str) -> tuple[str, ...]:
 
 def natural_range(text: str) -> range:
     """Return the numbers of N, or of A:B without B."""
-    first, sep, stop = text.partition(":")
-    if not first.isdigit() or (sep and not stop.isdigit()):
+    begin, sep, end = text.partition(":")
+    first, stop = _whole(begin), _whole(end)
+    if first is None or (sep and stop is None):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a range A:B")
-    numbers = range(int(first), int(stop) if sep else int(first) + 1)
+    numbers = range(first, first + 1 if stop is None else stop)
     if not numbers:
         raise argparse.ArgumentTypeError(f"the range {text!r} is empty")
     return numbers
@@ -45,23 +46,24 @@ def natural_range(text: str) -> range:
 
 def positive(text: str) -> int:
     """Return a whole number above zero."""
-    if not text.isdigit() or not int(text):
+    if not (number := _whole(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
+    return number
 
 
 def natural(text: str) -> int:
     """Return a whole number from zero."""
-    if not text.isdigit():
+    if (number := _whole(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
-    return int(text)
+    return number
 
 
 def port(text: str) -> int:
     """Return the number of a TCP port."""
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    number = _whole(text)
+    if number is None or not 0 < number < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
+    return number
 
 
 def seconds(text: str) -> float:
@@ -91,6 +93,11 @@ def accuracy(text: str) -> float:
 def mbit(text: str) -> float:
     """Return a rate above zero."""
     return _above_zero(text, "Mbit/s")
+
+
+def _whole(text: str) -> int | None:
+    """Return the number that digits say, None for all else and for more digits than any number here has."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 def _above_zero(text: str, unit: str) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.config.argument_types import accuracy, delay_ms, mbit, named_directory, names, positive, size
+from hepti_mqtt.config.argument_types import accuracy, delay_ms, mbit, named_directory, names, port, positive, size
 from hepti_mqtt.config.settings import Settings
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
@@ -116,7 +116,7 @@ _AGENT: Final = (
             "help": "where peers reach this device directly (default: its own address on the way to the broker)",
         },
     ),
-    _Option("mesh_port", "--mesh-port", {"type": positive, "help": "the port there (default: any that is free)"}),
+    _Option("mesh_port", "--mesh-port", {"type": port, "help": "the port there (default: any that is free)"}),
     _Option(
         "mesh_tls",
         "--mesh-tls",

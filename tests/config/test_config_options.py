@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.cli.parser import build
 from hepti_mqtt.config import Settings
+from hepti_mqtt.config.argument_types import natural, natural_range, port, positive
 from hepti_mqtt.config.options import (
     AgentOptions,
     PinOptions,
@@ -106,6 +107,33 @@ def test_pins_are_those_that_the_planner_takes():
     assert pins.objective == "latency"
     asked = PinOptions("replicas", "groups=2", objective="throughput").pins()
     assert (asked.options, asked.objective) == ({"groups": "2"}, "throughput")
+
+
+def test_a_port_for_peers_is_one():
+    assert parsed(AgentOptions, ["--mesh-port", "7801"]).mesh_port == 7801
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    AgentOptions.add(parser)
+    for text in ("0", "70000"):
+        with pytest.raises(argparse.ArgumentError, match=f"'{text}' is not a port from 1 to 65535"):
+            parser.parse_args(["--mesh-port", text])
+
+
+@pytest.mark.parametrize("kind", [natural, natural_range, port, positive])
+@pytest.mark.parametrize("text", ["²", "٣", "-1", "+1", "1_0", " 1", "", "9" * 5000])
+def test_numbers_are_plain_digits(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is n"):
+        kind(text)
+
+
+def test_numbers_come_as_they_are_written():
+    assert (natural("0"), positive("007"), port("65535"), natural_range("2")) == (0, 7, 65535, range(2, 3))
+    assert natural_range("0:3") == range(3)
+    for text in ("3:3", "4:3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is empty"):
+            natural_range(text)
+    for text in ("1:", ":2", "1:²"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is neither"):
+            natural_range(text)
 
 
 def test_a_model_that_is_named_twice_is_refused():

@@ -24,7 +24,7 @@ def test_sizes(text, value):
     assert parse_size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1TiBs", "1e3"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1TiBs", "1e3", "²", "٣", "9" * 19, "9" * 400, "9" * 5000])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="size"):
         parse_size(text)

@@ -8,9 +8,10 @@ from device_agent_support import ListTransport
 from device_agent.complaints import Complaints
 from device_agent.health import Health
 from device_agent.heartbeat import HeartbeatThread
-from device_agent.meter import Meter
+from device_agent.meter import IDLE_S, Meter
 from device_agent.network import Network
 from device_agent.probe import LARGE_BYTES, Prober
+from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 from hepti_mqtt.transport import Inbox
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
@@ -75,6 +76,18 @@ def test_a_beat_says_how_the_device_is(device):
     topic, _, qos, retain = device.planes["control"].published[0]
     assert (topic, qos, retain) == (TOPICS.heartbeat("d1"), 0, False)
     assert {topic for topic, _, _, _ in device.planes["data"].published} == {TOPICS.probe("d1")}
+
+
+def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(device):
+    meter = device.thread._meter
+    op = Compute("linear", (0,), (1,), (WeightRef("w", (0, 64), (0, 64)),), {"bias": False})
+    meter.samples.append((op, (SlotSpec((128, 64)), SlotSpec((128, 64))), 1.0))
+    device.thread.beat(10.0)
+    assert meter.slowdown_now > 2
+    device.planes["data"].connected = False
+    device.thread.beat(10.0 + 2 * IDLE_S)
+    assert meter.slowdown_now == 1.0
+    assert len(device.beats()) == 1
 
 
 def test_no_large_probe_while_ops_run(device):

@@ -248,6 +248,28 @@ def test_a_load_that_nobody_has_holds_no_other_up(device):
     assert set(device.asks) == {forged.manifest}, "it is asked for once more"
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_two_loads_end_where_every_answer_takes_longer_than_a_turn(tmp_path, limit):
+    device, other = Device(tmp_path, limit), Model(seed=1)
+    blobs = {**MODEL.blobs, **other.blobs}
+    for number, model in ((1, MODEL), (2, other)):
+        device.loader.load(model.load(number), device.now)
+    for _ in range(20):
+        late = list(device.asks)
+        device.asks.clear()
+        device.now = device.loader.deadline() or device.now
+        device.loader.tick(device.now)
+        for digest in late:
+            device.loader.tile(blobs[digest], True, device.now)
+        device.settle()
+        if len(device.of(Loaded)) == 2:
+            break
+    for loaded in device.of(Loaded):
+        check_weights(MODEL if loaded.epoch == Epoch(1, 1) else other, loaded.weights)
+    assert len(device.of(Loaded)) == 2
+    assert not device.of(LoadFailed)
+
+
 def test_while_tiles_come_nothing_is_repeated(device):
     refs = (WeightRef("up", (0, 1500), (0, 1500)),)
     device.loader.load(BIG.load(refs=refs), device.now)

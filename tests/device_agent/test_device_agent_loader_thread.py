@@ -1,7 +1,7 @@
 """The loader on its own thread: it answers, survives a mistake and holds a bounded queue."""
 
-import threading
 from collections import Counter
+from queue import SimpleQueue
 
 from device_agent_support import LOG, Model, check_weights
 
@@ -19,7 +19,7 @@ class Served:
     """A loader thread with a planner that answers at once."""
 
     def __init__(self, directory, model):
-        self.events, self.done = [], threading.Event()
+        self.events, self.ends = [], SimpleQueue()
         self.counters = Counter()
         loader = WeightLoader(TileCache(directory, 1 << 30, self.counters), self.emit, self.ask, self.counters)
         self.thread = LoaderThread(loader, self.counters, LOG)
@@ -29,15 +29,17 @@ class Served:
     def emit(self, event):
         self.events.append(event)
         if not isinstance(event, LoadProgress):
-            self.done.set()
+            self.ends.put(event)
 
     def ask(self, _, hashes):
         for digest in hashes:
-            self.thread.post(TileIn(self.model.blobs[digest], True))
+            self.answer(digest)
+
+    def answer(self, digest):
+        self.thread.post(TileIn(self.model.blobs[digest], True))
 
     def wait(self):
-        assert self.done.wait(30)
-        self.done.clear()
+        return self.ends.get(timeout=30)
 
 
 def test_the_thread_loads_and_ends(tmp_path):
@@ -67,6 +69,49 @@ def test_the_thread_survives_a_mistake(tmp_path, monkeypatch):
     served.thread.post(MODEL.load(2))
     served.wait()
     check_weights(MODEL, served.events[-1].weights)
+    served.thread.close()
+
+
+def test_after_a_mistake_the_next_load_comes_from_disk_without_a_further_word(tmp_path, monkeypatch):
+    other = Model(seed=1)
+    before = Served(tmp_path, other)
+    before.thread.post(other.load())
+    before.wait()
+    before.thread.close()
+    served, asked = Served(tmp_path, MODEL), SimpleQueue()
+    served.answer = asked.put
+    served.thread.post(MODEL.load(1))
+    served.thread.post(other.load(2))
+    served.thread.post(TileIn(MODEL.blobs[asked.get(timeout=30)], True))
+    tile = MODEL.blobs[asked.get(timeout=30)]
+
+    def broken(*_):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(TileCache, "put", broken)
+    served.thread.post(TileIn(tile, True))
+    assert "a mistake" in str(served.wait().error)
+    check_weights(other, served.wait().weights)
+    served.thread.close()
+
+
+def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkeypatch):
+    served = Served(tmp_path, MODEL)
+    tried = SimpleQueue()
+
+    def broken(*what):
+        tried.put(what)
+        raise RuntimeError("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightLoader, "_plan", broken)
+        patch.setattr(WeightLoader, "abandon", broken)
+        served.thread.post(MODEL.load(1))
+        for _ in range(2):
+            tried.get(timeout=30)
+    served.thread.post(Unload("m", Epoch(1, 1)))
+    served.thread.post(MODEL.load(2))
+    check_weights(MODEL, served.wait().weights)
     served.thread.close()
 
 

@@ -7,6 +7,7 @@ from device_agent import measure as measuring
 from device_agent.caches import UNKNOWN_BYTES, last_level_bytes
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
 from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up, weight_bytes
 from hepti_mqtt.transport.mesh import mesh_possible
 from hepti_mqtt.wire.described import Caps
@@ -280,3 +281,39 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
     monkeypatch.setattr(measuring, "time", Clocks)
     monkeypatch.setattr(measuring, "cores", lambda: cores)
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
+
+
+def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
+    now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
+
+    def act():
+        now[0] += next(runs)
+
+    assert measuring._seconds(act) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("which", ["_frames", "_mesh_frames"])
+def test_a_small_frame_that_was_held_up_is_measured_again(monkeypatch, which):
+    if which == "_mesh_frames" and not mesh_possible():
+        pytest.skip("no mesh here")
+    told = iter([0.4, 3e-3, 1e-4, 3e-3])
+    monkeypatch.setattr(measuring, "_seconds", lambda *_, **__: next(told))
+    (_, frame_s), (_, rate) = getattr(measuring, which)(lambda: None).items()
+    assert frame_s == pytest.approx(0.5e-4)
+    assert 1e8 < rate < 1e9
+
+
+def test_frames_are_not_measured_for_ever(monkeypatch):
+    monkeypatch.setattr(measuring, "_seconds", lambda *_, **__: 1e-3)
+    assert measuring._frames(lambda: None)["frame_s"] == pytest.approx(5e-4)
+
+
+def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, monkeypatch):
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    told = iter([3.0, 1e-5, 3.0, 3.0])
+    monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))
+    assert measure(workers, 1, narrow=False)["op_overhead_s"] == 1e-5
+    with pytest.raises(HeptiError, match="cannot measure itself: op_overhead_s"):
+        measure(workers, 1, narrow=False)

@@ -107,7 +107,7 @@ def test_plans_from_before_a_reconnection_go_when_memory_is_needed(device, doubt
     d.prepare(BLOCK)
     failed = d.ups(messages.Failed)
     if doubted:
-        assert failed == []
+        assert [(m.epoch, m.code) for m in failed] == [(PLAN.epoch, "forgotten")]
         assert unloaded(d) == [(PLAN.model, PLAN.epoch)]
         assert [load.epoch for load in d.loader.loads()] == [PLAN.epoch, BLOCK.epoch]
     else:

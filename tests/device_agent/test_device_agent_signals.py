@@ -7,8 +7,11 @@ import weakref
 
 import pytest
 
-from device_agent.agent import _Signals
+from device_agent.agent import _Agent, run_agent
+from device_agent.config import AgentConfig
 from device_agent.events import AgentEvent, Stop
+from device_agent.signals import Signals
+from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.inbox import Inbox
 
 
@@ -26,7 +29,7 @@ def tell_in_a_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_comes_again():
-    with _Signals() as signals:
+    with Signals() as signals:
         signals.check()
         tell_in_a_callback()
         with pytest.raises(KeyboardInterrupt):
@@ -36,7 +39,7 @@ def test_an_interrupt_that_was_lost_comes_again():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_ends_the_session_thread():
     inbox: Inbox[AgentEvent] = Inbox()
-    with _Signals() as signals:
+    with Signals() as signals:
         tell_in_a_callback()
         signals.deliver_to(inbox)
     assert isinstance(inbox.get(0.0), Stop)
@@ -44,9 +47,33 @@ def test_an_interrupt_that_was_lost_ends_the_session_thread():
 
 def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then():
     inbox: Inbox[AgentEvent] = Inbox()
-    with _Signals() as signals, pytest.raises(KeyboardInterrupt):
+    with Signals() as signals, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-    with _Signals() as signals:
+    with Signals() as signals:
         signals.deliver_to(inbox)
         signal.raise_signal(signal.SIGTERM)
     assert isinstance(inbox.get(0.0), Stop)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AgentConfig(BrokerUrl.parse("mqtt://127.0.0.1:1"), "home", "a", cache_dir=tmp_path)
+
+
+def test_a_second_signal_does_not_keep_an_agent_from_closing_all(config, monkeypatch):
+    closed, close = [], _Agent.close
+
+    def close_told_again(agent):
+        signal.raise_signal(signal.SIGTERM)
+        close(agent)
+        closed.append(agent)
+
+    monkeypatch.setattr(_Agent, "run", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(_Agent, "close", close_told_again)
+    run_agent(config)
+    assert closed
+
+
+def test_a_signal_while_an_agent_is_put_together_ends_it_without_a_traceback(config, monkeypatch):
+    monkeypatch.setattr(_Agent, "__init__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    run_agent(config)

@@ -56,6 +56,17 @@ def test_a_file_that_somebody_removed_is_missing(tmp_path, counters):
     assert cache.bytes == 0
 
 
+def test_a_file_whose_time_cannot_be_set_is_a_tile_all_the_same(tmp_path, counters, monkeypatch):
+    def refused(path):
+        raise PermissionError
+
+    cache = TileCache(tmp_path, 1000, counters)
+    cache.put(sha(b"tile"), b"tile")
+    monkeypatch.setattr("device_agent.tiles.os.utime", refused)
+    assert cache.get(sha(b"tile")) == b"tile"
+    assert sha(b"tile") in cache
+
+
 def test_least_recently_used_goes_first(tmp_path, counters):
     cache = TileCache(tmp_path, 300, counters)
     tiles = [blob(i) for i in range(4)]

@@ -302,6 +302,36 @@ def test_a_device_that_is_missing_for_a_moment_refuses_no_request() -> None:
     assert isinstance(site.errors["r2"], PlanError), "but not for ever"
 
 
+def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_and_its_runs_are_issued_again() -> None:
+    site = Site()
+    site.join("a")
+    first = site.settle()
+    site.submit("r1")
+    gone = messages.Failed(0, "m", first.epoch, "forgotten", "a has given it up", 0)
+    for _ in range(2):
+        site.event(events.UpMessage("a", gone))
+    site.submit("r2")
+    assert list(site.work) == [1], "nothing more goes to a plan that is not there"
+    site.ready()
+    assert [frame.epoch > first.epoch for frame in site.work.values()] == [False, True, True]
+    site.answer(2)
+    site.answer(3)
+    assert set(site.answers) == {"r1", "r2"}
+
+
+def test_a_device_that_gives_up_a_plan_that_is_not_in_use_changes_nothing() -> None:
+    site = Site()
+    site.join("a")
+    plan = site.settle()
+    site.submit("r1")
+    other = plan.epoch._replace(number=plan.epoch.number + 1)
+    for model, epoch in (("m", other), ("n", plan.epoch)):
+        site.event(events.UpMessage("a", messages.Failed(0, model, epoch, "forgotten", "gone", 0)))
+    assert site.session.plan("m") == plan
+    site.answer(1)
+    assert set(site.answers) == {"r1"}
+
+
 def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")

@@ -74,6 +74,11 @@ class Device:
         payload = frames.encode_work(*key, self.admission, *request(SPEC, (3,)))
         return self(FrameIn(frames.decode(payload)))
 
+    def run(self) -> None:
+        """Compute what is ready."""
+        while (step := self.session.next()) is not None:
+            self.session.done(step, step.run(), 0.0, self.now)
+
     def reach(self, key: tuple[str, Epoch], state: str) -> None:
         """Bring a new epoch into a state."""
         self.tell(prepare(key))
@@ -159,6 +164,18 @@ def test_a_model_is_left_with_its_last_epoch() -> None:
     assert left.works == (WORK,)
 
 
+def test_what_runs_have_left_is_kept_for_the_next_one_and_goes_with_the_epoch() -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    device.request(ONE)
+    device.run()
+    assert device.session.runs.idle
+    executor = device.session.runs._executor
+    assert executor.held_bytes() > 0
+    device.tell(messages.Release(9, *ONE))
+    assert executor.held_bytes() == 0
+
+
 @pytest.mark.parametrize("state", ["asked", "loading", "subscribing"])
 def test_no_request_runs_before_its_epoch_is_ready(state: str) -> None:
     device = Device()
@@ -203,7 +220,7 @@ def pushed_out() -> Device:
     device.session.memory_bytes = device.session.epochs.needed_bytes()
     device(Doubt("the control connection was lost"))
     out = device.tell(prepare(OTHER))
-    assert [type(c) for c in out[:3]] == [Complain, Unload, Unsubscribe]
+    assert [type(c) for c in out[:4]] == [Complain, Publish, Unload, Unsubscribe]
     assert [(c.model, c.epoch) for c in out if isinstance(c, Load)] == [OTHER]
     assert list(device.session.epochs) == [OTHER]
     return device
@@ -215,6 +232,20 @@ def test_an_epoch_in_doubt_goes_when_a_newer_one_of_its_model_is_activated() -> 
 
 def test_an_epoch_in_doubt_goes_when_its_memory_is_needed() -> None:
     pushed_out()
+
+
+@pytest.mark.parametrize("event", ["memory", "outlived"])
+def test_the_planner_hears_of_an_epoch_that_goes_in_doubt(event: str) -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    if event == "memory":
+        device.session.memory_bytes = device.session.epochs.needed_bytes()
+    else:
+        device.reach(TWO, "ready")
+    device(Doubt("test"))
+    said = ups(device.tell(prepare(OTHER) if event == "memory" else messages.Activate(2, *TWO)))
+    assert [(m.model, m.epoch, m.code) for m in said] == [(*ONE, "forgotten")]
+    assert not ups(device.tell(messages.Release(9, *TWO))), "not of one that it was told to give up"
 
 
 @pytest.mark.parametrize("proof", ["request", "activate"])

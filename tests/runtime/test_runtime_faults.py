@@ -283,6 +283,23 @@ def test_frames_of_dead_epochs_duplicates_and_lies_change_nothing():
     np.testing.assert_allclose(swarm.answers["r"][0][0], expected(shape, inputs), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_at_once(n):
+    """As when another model's plan needs its memory after the broker was restarted."""
+    swarm = site(n=n)
+    settle(swarm)
+    swarm.run(1)
+    first, session = plan_of(swarm).epoch, swarm.hosts["d0"].session
+    session.epochs.doubt(swarm.now, "test")
+    out = session._forget_doubted(session.epochs.doubted(), "memory", swarm.now)
+    swarm._host_commands("d0", swarm.hosts["d0"], out)
+    shape, inputs = request(SPEC, (12,))
+    swarm.submit("r", shape, inputs)
+    swarm.run(dispatcher.DOUBT_LEAST_S, until=lambda: "r" in swarm.answers)
+    np.testing.assert_allclose(swarm.answers["r"][0][0], expected(shape, inputs), atol=TOLERANCE)
+    assert plan_of(swarm).epoch > first
+
+
 def test_early_frames_are_bounded_and_forgotten():
     swarm = site(n=2)
     settle(swarm)

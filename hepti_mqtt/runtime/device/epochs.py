@@ -8,7 +8,7 @@ request, `subscribing` when only acknowledgements of its filters are.
 While the control connection is away the planner may hear our will and release our epochs, which we then never hear; or
 it may hear nothing (a broker that was killed, a switch that was turned off and on) and go on with them. So an epoch
 from before a reconnection stays, `doubted`, until a request or its activation says that it lives, or a newer plan of
-its model is activated, or its memory is needed.
+its model is activated, or its memory is needed. The planner is told of one that goes so, since it may count on it.
 """
 
 from __future__ import annotations

@@ -302,6 +302,11 @@ class Executor:
                 kept.append(array)
         self._trim()
 
+    def give_back(self) -> None:
+        """Drop what is kept for the next request, unless one runs."""
+        if not self._machine.runs:
+            self._free.clear()
+
     def held_bytes(self) -> int:
         """Return the bytes of buffers that the executor owns and keeps for re-use."""
         return sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())

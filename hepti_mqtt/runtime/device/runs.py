@@ -90,11 +90,12 @@ class Runs:
         self._leases.clear()
 
     def forget(self, key: Key) -> None:
-        """Give up the runs and sessions of an epoch, and what is being built for it."""
+        """Give up the runs and sessions of an epoch, what is being built for it, and what the runs have left."""
         self._building.forget(key)
         self._sessions.forget(*key)
         for admission in [a for a, r in self._runs.items() if r.key == key]:
             self.end(admission)
+        self._executor.give_back()
 
     def cancel(self, admission: int) -> None:
         """Give up a request of which somebody else may have lost something."""

@@ -268,8 +268,12 @@ class WorkerSession:
         return out
 
     def _forget_doubted(self, keys: list[Key], event: EndEvent, now: float) -> list[Command]:
-        texts = (f"plan {epoch} of {model} was given up while we were away" for model, epoch in keys)
-        return [*(Complain("epochs_forgotten", text) for text in texts), *self._forget(keys, event, now)]
+        out: list[Command] = []
+        for model, epoch in keys:
+            out.append(Complain("epochs_forgotten", f"plan {epoch} of {model} was given up while we were away"))
+            text = f"{self.device} has given up plan {epoch} of {model}, not knowing whether it is in use"
+            out.append(self._failed(0, (model, epoch), "forgotten", text, 0))
+        return [*out, *self._forget(keys, event, now)]
 
     def _forget(self, keys: Collection[Key], event: EndEvent, now: float, why: str = "") -> list[Command]:
         out = [c for key in keys if self._asked.pop(key, None) is not None for c in self._mesh.part(key)]

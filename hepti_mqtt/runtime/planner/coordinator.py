@@ -325,6 +325,8 @@ class CoordinatorSession:
         if isinstance(message, messages.Failed) and message.code == "mesh":
             self.membership.unheard(device, message.peers, now)
             return self._rollout.unheard(message, now)
+        if isinstance(message, messages.Failed) and message.code == "forgotten":
+            return self._rollout.forgotten(message, now)
         self._rollout.moved(device, message, now)
         model = self.slots.preparing(message.model, message.txn)
         if model is None:

@@ -186,7 +186,15 @@ class Rollout:
 
     def unheard(self, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
         """Give up the plan under which a device cannot hear others directly; the next one relays what they send."""
-        out: list[CoordinatorCommand] = [Note("relayed", f"{message.text}; the broker carries what they send it")]
+        note = Note("relayed", f"{message.text}; the broker carries what they send it")
+        return [note, *self._renew(message, now + SETTLE_S, now)]  # others may say so too
+
+    def forgotten(self, message: messages.Failed, now: float) -> list[CoordinatorCommand]:
+        """Prepare a plan anew of which a device in doubt has given up its part; runs under it have ended there."""
+        return [Note("forgotten", message.text), *self._renew(message, now, now)]
+
+    def _renew(self, message: messages.Failed, due_s: float, now: float) -> list[CoordinatorCommand]:
+        out: list[CoordinatorCommand] = []
         for model in self._slots.of(message.model):
             preparing, active = model.plans.preparing, model.plans.active
             if preparing is not None and message.epoch in preparing.epochs:
@@ -194,11 +202,11 @@ class Rollout:
             elif active is not None and message.epoch in active.epochs:
                 under = next((run for run in active.plan.runs if run.epoch == message.epoch), active.plan)
                 out += self.suspect(model, under, now, message.text)
-                for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
-                    out += self._requests.again(model, run)
             else:
                 continue
-            model.plans.want(now + SETTLE_S, now, message.text, forced=True)  # others may say so too
+            for run in [r for r in model.runs.values() if r.epoch == message.epoch]:
+                out += self._requests.again(model, run)
+            model.plans.want(due_s, now, message.text, forced=True)
         return out
 
     def _activate(self, model: ModelState, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
