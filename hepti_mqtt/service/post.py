@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -19,6 +18,7 @@ from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
 from hepti_mqtt.service.limits_of_broker import warn_of_limits
+from hepti_mqtt.service.unheard import Outgoing, Unheard
 from hepti_mqtt.service.window import Window
 from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, Disconnected, OnState, PahoTransport, Receipt, State
 
@@ -26,15 +26,6 @@ LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
 UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """An answer on its way; taken: what to do when the broker has it. until_s: nobody need have heard it after."""
-
-    reply: Reply
-    taken: Callable[[], None] | None
-    until_s: float
 
 
 class Post:
@@ -71,7 +62,7 @@ class Post:
             name="planner-requests",
         )
         self._journal = Journal(place, self._acknowledge)
-        self._unheard: queue.SimpleQueue[tuple[float, _Answer]] = queue.SimpleQueue()
+        self._unheard = Unheard()
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -163,21 +154,17 @@ class Post:
         if now > self._look_s:
             self._look_s = inf
             threading.Thread(target=self._look, name="planner-room", daemon=True).start()
-        for _ in range(self._unheard.qsize()):
-            due_s, answer = self._unheard.get()
-            if due_s > now:
-                self._unheard.put((due_s, answer))
-            else:
-                self._publish(answer)
+        while (answer := self._unheard.due(now)) is not None:
+            self._publish(answer)
 
     def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
         """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
         self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
 
     def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
-        self._publish(_Answer(reply, taken, time.monotonic() + UNHEARD_S))
+        self._publish(Outgoing(reply, taken, time.monotonic() + UNHEARD_S))
 
-    def _publish(self, answer: _Answer) -> None:
+    def _publish(self, answer: Outgoing) -> None:
         reply = answer.reply
         try:
             self._answers.publish(
@@ -189,11 +176,11 @@ class Post:
             self._decoder.counters["unpublished"] += 1
             self._log.warning("not published to %s: %s", reply.topic, error)
 
-    def _taken(self, answer: _Answer, heard: bool) -> None:
+    def _taken(self, answer: Outgoing, heard: bool) -> None:
         """The broker has an answer, on the network thread."""
         now = time.monotonic()
-        if heard or now > answer.until_s:
+        if heard or now > answer.until_s or not self._unheard.room(answer):
             assert answer.taken is not None
             answer.taken()
         else:
-            self._unheard.put((now + AGAIN_S, answer))
+            self._unheard.put(now + AGAIN_S, answer)

@@ -1,0 +1,122 @@
+"""Requests and their answers, without a broker: what becomes of answers that nobody hears, or that find no room."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.service import post as module
+from hepti_mqtt.service.desk import Reply
+from hepti_mqtt.service.inbox import Asked, Decoder
+from hepti_mqtt.service.post import Post
+from hepti_mqtt.service.unheard import UNHEARD, UNHEARD_BYTES
+from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
+
+TOPIC = "hepti/v1/home/infer/m/req/me"
+
+
+class Answers:
+    """A connection that answers go out on; room: for how many more."""
+
+    def __init__(self):
+        self.room, self.sent = 10_000, []
+
+    def publish(self, topic, payload, qos, taken=None):
+        if not self.room:
+            raise NetworkError("it is full")
+        self.room -= 1
+        self.sent.append((topic, payload, taken))
+
+    def taken(self, heard):
+        """The broker has all that was sent; return the payloads."""
+        sent, self.sent = self.sent, []
+        for _, _, taken in sent:
+            if taken is not None:
+                taken(heard)
+        return [payload for _, payload, _ in sent]
+
+
+class Site:
+    """The post of a planner that is not connected, and what it does. settled: packet ids of acknowledged requests."""
+
+    def __init__(self, place, monkeypatch):
+        self.answers, self.asked, self.settled = Answers(), [], []
+        url, log = BrokerUrl.parse("mqtt://127.0.0.1:1"), logging.getLogger("hepti.planner")
+        decoder, nothing = Decoder("home"), lambda _state: None
+        self.post = Post(url, "p", place, self.answers, None, decoder, self.asked.append, nothing, log)
+        self.counters = decoder.counters
+        monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
+
+    def answer(self, packet, payload=b"{}"):
+        """Answer a request that the broker keeps."""
+        asked = Asked("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        self.post.reply(asked, Reply("res", payload, f"q{packet}"))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    made = Site(tmp_path / "requests", monkeypatch)
+    monkeypatch.setattr(made.post, "_look_s", float("inf"))
+    yield made
+    made.post.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, as the post has it; it stands still until a test moves it."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, clock):
+    site.answer(1)
+    until = clock.now + module.UNHEARD_S
+    while clock.now <= until:
+        assert site.answers.taken(heard=False) == [b"{}"]
+        assert not site.settled
+        clock.now += module.AGAIN_S
+        site.post.again(clock.now)
+    site.answers.taken(heard=False)
+    assert site.settled == [1]
+
+
+def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, clock):
+    for packet in range(UNHEARD):
+        site.answer(packet)
+    site.answers.taken(heard=False)
+    assert not site.settled, "as when a broker has been killed, and all readers are on their way back"
+    for packet in range(UNHEARD, UNHEARD + 100):
+        site.answer(packet)
+    site.answers.taken(heard=False)
+    assert site.settled == list(range(UNHEARD, UNHEARD + 100))
+    clock.now += module.AGAIN_S
+    site.post.again(clock.now)
+    site.answers.taken(heard=True)
+    assert sorted(site.settled) == list(range(UNHEARD + 100)), "one that is heard makes room"
+    del site.settled[:]
+    site.answer(1000)
+    site.answers.taken(heard=False)
+    assert not site.settled
+
+
+def test_answers_that_nobody_hears_fill_no_memory(site, clock):
+    for packet in range(3):
+        site.answer(packet, b"{%d" % packet + b" " * (UNHEARD_BYTES // 2))
+    site.answers.taken(heard=False)
+    assert site.settled == [1, 2]
+    clock.now += module.AGAIN_S
+    site.post.again(clock.now)
+    site.answers.taken(heard=True)
+    site.answer(3, b" " * (2 * UNHEARD_BYTES))
+    site.answers.taken(heard=False)
+    assert site.settled == [1, 2, 0], "one waits, however large"
