@@ -63,6 +63,7 @@ class Post:
         )
         self._journal = Journal(place, self._acknowledge)
         self._unheard = Unheard()
+        self._closed = False
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -71,6 +72,7 @@ class Post:
 
     def close(self) -> None:
         """Take no more requests; the broker keeps those that are not answered, for the next planner."""
+        self._closed = True
         self._requests.close(timeout_s=CLOSED_S)
         self._journal.close()
 
@@ -150,37 +152,49 @@ class Post:
         self._send(repeated(reply) if self._journal.answered(job.key) else reply)
 
     def again(self, now: float) -> None:
-        """Send those answers again that nobody has heard; now: by `time.monotonic`."""
+        """Send those answers again that nobody has heard, or that found no room; now: by `time.monotonic`."""
         if now > self._look_s:
             self._look_s = inf
             threading.Thread(target=self._look, name="planner-room", daemon=True).start()
-        while (answer := self._unheard.due(now)) is not None:
-            self._publish(answer)
+        while (answer := self._unheard.due(now)) is not None and self._publish(answer):
+            continue
 
     def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
         """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
         self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
 
     def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
-        self._publish(Outgoing(reply, taken, time.monotonic() + UNHEARD_S))
+        self._publish(Outgoing(reply, taken))
 
-    def _publish(self, answer: Outgoing) -> None:
+    def _publish(self, answer: Outgoing) -> bool:
+        """Send an answer, or keep it until there is room; return whether there was."""
         reply = answer.reply
         try:
             self._answers.publish(
                 reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
             )
         except PacketLimitError as error:
-            self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
+            return self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
         except NetworkError as error:
-            self._decoder.counters["unpublished"] += 1
-            self._log.warning("not published to %s: %s", reply.topic, error)
+            self._no_room(answer, error)
+            return False
+        return True
+
+    def _no_room(self, answer: Outgoing, error: NetworkError) -> None:
+        """Keep an answer for later, unless we are closed; of a part the whole answer tells."""
+        if answer.taken is not None and not self._closed:
+            self._unheard.put(time.monotonic() + AGAIN_S, answer)
+        self._decoder.counters["unpublished"] += 1
+        count = self._decoder.counters["unpublished"]
+        if count & (count - 1) == 0:  # each is tried again, so that the log would be full of it
+            self._log.warning("not published to %s: %s (%d so far)", answer.reply.topic, error, count)
 
     def _taken(self, answer: Outgoing, heard: bool) -> None:
         """The broker has an answer, on the network thread."""
         now = time.monotonic()
-        if heard or now > answer.until_s or not self._unheard.room(answer):
+        until_s = now + UNHEARD_S if answer.until_s is None else answer.until_s
+        if heard or now > until_s or not self._unheard.room(answer):
             assert answer.taken is not None
             answer.taken()
         else:
-            self._unheard.put(now + AGAIN_S, answer)
+            self._unheard.put(now + AGAIN_S, replace(answer, until_s=until_s))

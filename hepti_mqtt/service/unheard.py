@@ -1,4 +1,4 @@
-"""Answers that go out again: the broker had them, but nobody was subscribed."""
+"""Answers that go out again: nobody was subscribed to them, or there was no room for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ UNHEARD_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """An answer on its way; taken: what to do when the broker has it. until_s: nobody need have heard it after."""
+    """An answer on its way; taken: what to do when the broker has it, None for a part of one.
+
+    until_s: nobody need have heard it after; None until the broker has said for the first time that nobody did.
+    """
 
     reply: Reply
     taken: Callable[[], None] | None
-    until_s: float
+    until_s: float | None = None
 
     @property
     def nbytes(self) -> int:

@@ -120,3 +120,50 @@ def test_answers_that_nobody_hears_fill_no_memory(site, clock):
     site.answer(3, b" " * (2 * UNHEARD_BYTES))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2, 0], "one waits, however large"
+
+
+def test_an_answer_that_finds_no_room_goes_out_when_there_is_some(site, clock, caplog):
+    site.answers.room = 1
+    for packet in range(4):
+        site.answer(packet, b"%d" % packet)
+    assert site.answers.taken(heard=True) == [b"0"]
+    clock.now += module.AGAIN_S
+    site.post.again(clock.now)
+    assert site.counters["unpublished"] == 4, "who finds no room is the last that is tried"
+    site.answers.room = 10
+    while len(site.settled) < 4:
+        clock.now += module.AGAIN_S
+        site.post.again(clock.now)
+        site.answers.taken(heard=True)
+    assert sorted(site.settled) == [0, 1, 2, 3]
+    assert "it is full" in caplog.text
+    assert len(caplog.records) == 3, "the 1st, the 2nd and the 4th"
+
+
+def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, clock):
+    site.answers.room = 0
+    site.answer(1)
+    clock.now += 2 * module.UNHEARD_S
+    site.answers.room = 10
+    site.post.again(clock.now)
+    assert site.answers.taken(heard=False) == [b"{}"]
+    assert not site.settled
+
+
+def test_a_part_that_finds_no_room_is_not_kept(site, clock):
+    site.answers.room = 0
+    site.post._send(Reply("res", b"{}", "q1"))
+    site.answers.room = 10
+    clock.now += module.AGAIN_S
+    site.post.again(clock.now)
+    assert not site.answers.sent, "the answer has all of them"
+
+
+def test_what_is_answered_after_the_end_is_not_kept(site, clock):
+    site.post.close()
+    site.answers.room = 0
+    site.answer(1)
+    site.answers.room = 10
+    clock.now += module.AGAIN_S
+    site.post.again(clock.now)
+    assert not site.answers.sent
