@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +41,7 @@ def encode_record(
         "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
         "pinned": [plan.to_dict() for plan in shown.pinned],
         "spec": spec.to_dict(),
-        "directory": str(directory),
+        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,
         "unused": dict(unused),
         "candidates": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,3 +105,9 @@ def test_record_tells_the_story_in_unix_time():
         {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},
         {"time": 1004.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"},
     ]
+
+
+def test_record_tells_a_directory_whose_name_is_not_utf_8():
+    directory = Path(os.fsdecode(b"/models/tiny\xff"))
+    record = msgpack.unpackb(encode_record((SPEC, directory), 9, ShowPlan("m", None, None, None)))
+    assert record["directory"] == "/models/tiny\ufffd"
