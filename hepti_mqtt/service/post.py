@@ -26,6 +26,7 @@ LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
 UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
+RETAINED: Final = 64  # topics with retained requests that are told of
 
 
 class Post:
@@ -64,6 +65,7 @@ class Post:
         self._journal = Journal(place, self._acknowledge)
         self._unheard = Unheard()
         self._closed = False
+        self._told: set[str] = set()  # topics with retained requests
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -78,13 +80,28 @@ class Post:
 
     def delivered(self, delivery: Delivery) -> None:
         """Take a request from the broker, on the network thread."""
-        asked = self._decoder.decode(delivery.topic, delivery.payload)
+        asked = None if delivery.retained else self._decoder.decode(delivery.topic, delivery.payload)
+        if delivery.retained:
+            self._retained(delivery.topic)
         if delivery.receipt is not None:
             self._window.opened(delivery.receipt)
         if isinstance(asked, Asked):
             self._asked(replace(asked, delivery=delivery))
         elif delivery.receipt is not None:
             self._acknowledge(delivery.receipt)
+
+    def _retained(self, topic: str) -> None:
+        """A request is not taken that comes anew with every connection; tell once of its topic, of so many of them."""
+        self._decoder.counters["retained"] += 1
+        if topic in self._told or len(self._told) >= RETAINED:
+            return
+        self._told.add(topic)
+        self._log.warning(
+            "not computed: a request that the broker retains on %s, which would come again with every connection; send "
+            "requests without retain, and clear this one: mosquitto_pub -r -n -t %s",
+            topic,
+            topic,
+        )
 
     def _changed(self, state: State) -> None:
         """Hand on what happened to the connection, and say what a broker without our session has lost."""

@@ -78,6 +78,29 @@ def clock(monkeypatch):
     return made
 
 
+def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site, caplog):
+    """It would be computed again at every start and reconnection."""
+    other = f"{TOPIC}2"
+    for packet, topic in enumerate((TOPIC, TOPIC, other)):
+        site.post.delivered(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
+    assert (site.asked, site.settled) == ([], [0, 1, 2])
+    assert site.counters["retained"] == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "once of each topic"
+    assert f"mosquitto_pub -r -n -t {TOPIC}" in said[0]
+    assert f"mosquitto_pub -r -n -t {other}" in said[1]
+    site.post.delivered(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
+    assert len(site.asked) == 1
+    assert site.settled == [0, 1, 2]
+
+
+def test_retained_requests_do_not_fill_the_log(site, caplog):
+    for n in range(module.RETAINED + 10):
+        site.post.delivered(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
+    assert len(caplog.records) == module.RETAINED
+    assert not site.asked
+
+
 def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, clock):
     site.answer(1)
     until = clock.now + module.UNHEARD_S
