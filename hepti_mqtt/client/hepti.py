@@ -198,11 +198,14 @@ class Hepti:
         """Return an answer with what the simulator predicts for it, where it came before its forecast was made.
 
         request: what `infer` was given, without the model; not want="hidden". It is sent once more for its forecast
-        alone, which computes nothing. If another plan is up by then, the answer stays as it is.
+        alone, which computes nothing. If that fails, or another plan is up by then, the answer stays as it is.
         """
         if answer.raw.get("forecast") != "estimated":
             return answer
-        told = self.infer(answer.model, **{**request, "want": "plan"})
+        try:
+            told = self.infer(answer.model, **{**request, "want": "plan"})
+        except HeptiError:  # the answer is there
+            return answer
         if told.plan["id"] != answer.plan["id"]:
             return answer
         keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")

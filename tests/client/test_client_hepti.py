@@ -144,6 +144,16 @@ def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, plan
     assert hepti.foretold(found) is found
 
 
+def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner):
+    future = hepti.submit("m", text="hello")
+    planner.answer(planner.next(), plan={"id": "1.1"}, forecast="estimated")
+    estimated = future.result(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(hepti.foretold, estimated, text="hello", timeout_s=PATIENCE_S)
+        planner.answer(planner.next(), ok=False, error={"code": "overloaded", "message": "later"})
+        assert kept.result(PATIENCE_S) is estimated
+
+
 def test_an_error_is_raised_by_its_class(hepti, planner):
     future = hepti.submit("m", text="x")
     planner.answer(planner.next(), ok=False, error={"code": "overloaded", "message": "later"})
