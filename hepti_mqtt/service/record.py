@@ -30,7 +30,7 @@ def encode_record(
     chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in all] of the weights
     of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the
     session's clock was zero. in_flight: requests that run at once. unused: why devices that are online are used for no
-    plan, by name.
+    plan, by name. `wire/told.py` names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
