@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.check import random_input, reference
 from hepti_mqtt.config.options import variant_options
@@ -36,7 +36,8 @@ def infer(args: argparse.Namespace) -> int:
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
     with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
         shown = _record(hepti, args)
-        spec = spec_from_dict(shown["spec"])
+        with read_here("the model"):
+            spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
         tokens = args.max_new_tokens is not None and args.want != "hidden" and not args.plan_only
         if tokens and not args.json and args.repeat == 1:

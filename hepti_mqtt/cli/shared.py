@@ -15,6 +15,7 @@ import psutil
 
 from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
 from hepti_mqtt.config.options import settings_of
+from hepti_mqtt.wire.told import other_version
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
 
@@ -22,6 +23,15 @@ PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this lo
 def require_broker(args: argparse.Namespace) -> str:
     """Return the broker's URL; raises ConfigError if none was given."""
     return settings_of(args).require_broker()
+
+
+@contextlib.contextmanager
+def read_here(what: str) -> Iterator[None]:
+    """Say of what a planner tells in words that it is of another version, where reading it here fails."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise other_version(f"{what} cannot be read here ({error!r})") from error
 
 
 class Processes:

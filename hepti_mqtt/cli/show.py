@@ -12,7 +12,7 @@ from typing import Any
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.instead import instead
 from hepti_mqtt.cli.objectives import print_candidates, search_again
-from hepti_mqtt.cli.shared import PLANNER_S, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described, credible, unusable, usable
 from hepti_mqtt.cluster import Cluster
@@ -39,6 +39,8 @@ from hepti_mqtt.simulate import (
     under_load,
 )
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.wire.told import other_version
 
 
 def devices(args: argparse.Namespace) -> int:
@@ -183,7 +185,10 @@ def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
     """Return the model, its active plan and the request for which that was made; None if no plan is active."""
     if not shown["active"]:
         return None
-    active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
+    with read_here("the plan"):
+        active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
+    if unknown := sorted({part.strategy for part in active.runs} - STRATEGIES.keys()):
+        raise other_version(f"the plan's strategy {unknown[0]!r} is not known here")
     return spec, active, shape_for(spec, active.predicted_tokens or 128)
 
 

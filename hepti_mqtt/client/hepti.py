@@ -198,11 +198,14 @@ class Hepti:
         """Return an answer with what the simulator predicts for it, where it came before its forecast was made.
 
         request: what `infer` was given, without the model; not want="hidden". It is sent once more for its forecast
-        alone, which computes nothing. If another plan is up by then, the answer stays as it is.
+        alone, which computes nothing. If that fails, or another plan is up by then, the answer stays as it is.
         """
         if answer.raw.get("forecast") != "estimated":
             return answer
-        told = self.infer(answer.model, **{**request, "want": "plan"})
+        try:
+            told = self.infer(answer.model, **{**request, "want": "plan"})
+        except HeptiError:  # the answer is there
+            return answer
         if told.plan["id"] != answer.plan["id"]:
             return answer
         keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
@@ -263,7 +266,8 @@ class Hepti:
     def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
         """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
-        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model.
+        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if it is
+        of a version whose record this one cannot read.
         """
         self._require_planner(timeout)
         self._until(lambda: self._session.record(model) is not None, GRACE_S)
@@ -283,7 +287,7 @@ class Hepti:
         """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
 
         patience_s: give up when the planner has said for so long that there is no plan; by default the whole timeout.
-        Raises NetworkError without a planner, UnknownModelError, PlanError with the planner's words.
+        Raises as `plan` does, and PlanError with the planner's words.
         """
         until = time.monotonic() + timeout
         hopeless_since: float | None = None
@@ -325,8 +329,7 @@ class Hepti:
     def unused(self) -> dict[str, str]:
         """Return why the planner uses devices that are online for no plan, by name; none where there is no planner."""
         with self._changed:
-            records = map(self._session.record, self._session.models())
-            return {device: why for record in records if record for device, why in record.get("unused", {}).items()}
+            return self._session.unused()
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]

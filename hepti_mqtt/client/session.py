@@ -15,6 +15,7 @@ from hepti_mqtt.client.answer import Answer, error_from
 from hepti_mqtt.errors import HeptiError, IdInUseError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.wire import described, messages
+from hepti_mqtt.wire.told import answer_lacks, other_version, record_lacks
 from hepti_mqtt.wire.topics import Parsed, Topics
 
 
@@ -84,12 +85,13 @@ class Device:
 
 @dataclass(slots=True)
 class ClientSession:
-    """What one client knows. counters: messages dropped, by reason."""
+    """What one client knows. lacking: what records that cannot be read lack. counters: messages dropped, by reason."""
 
     site: str
     client: str
     planner: described.Status | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
     devices: dict[str, Device] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _Pending] = field(default_factory=dict)
@@ -105,14 +107,29 @@ class ClientSession:
         return self.planner is not None and self.planner.state == "online"
 
     def record(self, model: str) -> dict[str, Any] | None:
-        """Return the record of a model's plans, if the planner that is there now published it."""
-        found = self.records.get(model)
-        online = self.planner if self.planner_online else None
-        return found if found is not None and online is not None and found.get("boot") == online.boot else None
+        """Return the record of a model's plans, if the planner that is there now published it.
+
+        Raises WireError for one that this version cannot read.
+        """
+        if not self._served(model):
+            return None
+        if model in self.lacking:
+            raise other_version(f"what is told of model {model} and its plans lacks {self.lacking[model]!r}")
+        return self.records[model]
 
     def models(self) -> list[str]:
         """Return the names of the models that the planner serves."""
-        return sorted(name for name in self.records if self.record(name) is not None)
+        return sorted(filter(self._served, self.records))
+
+    def unused(self) -> dict[str, str]:
+        """Return why the planner uses devices that are online for no plan, as far as its records can be read."""
+        records = [self.records[name] for name in self.models() if name not in self.lacking]
+        return {device: why for record in records for device, why in record["unused"].items()}
+
+    def _served(self, model: str) -> bool:
+        if model not in self.records or self.planner is None or not self.planner_online:
+            return False
+        return bool(self.records[model].get("boot", self.planner.boot) == self.planner.boot)
 
     def begin(self, model: str, request: str, body: Mapping[str, Any], token: object, now: float) -> Publication:
         """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON.
@@ -190,8 +207,11 @@ class ClientSession:
             raise WireError("an answer is a JSON object")
         if data.get("final") is False:
             return [Part(caller.token, data) for caller in pending.callers]
+        error = None if data.get("ok") is True else error_from(data)
+        if error is None and (lacks := answer_lacks(data)) is not None:
+            error = other_version(f"the answer lacks {lacks!r}")
         ended: list[Ended | Part | Publication] = [
-            Ended(token, Answer(data, (now - since_s) * 1e3) if data.get("ok") is True else error_from(data))
+            Ended(token, Answer(data, (now - since_s) * 1e3) if error is None else error)
             for token, since_s in pending.callers
         ]
         del self._pending[topic.model, topic.request]
@@ -200,11 +220,16 @@ class ClientSession:
     def _planned(self, model: str, payload: bytes) -> None:
         if not payload:
             self.records.pop(model, None)
+            self.lacking.pop(model, None)
             return
         record = msgpack.unpackb(payload)
         if not isinstance(record, dict):
             raise WireError("a plan's record is a map")
         self.records[model] = record
+        if (lacks := record_lacks(record)) is None:
+            self.lacking.pop(model, None)
+        else:
+            self.lacking[model] = lacks
 
     def _device(self, topic: Parsed, payload: bytes) -> None:
         if not payload:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -19,6 +18,7 @@ from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
 from hepti_mqtt.service.limits_of_broker import warn_of_limits
+from hepti_mqtt.service.unheard import Outgoing, Unheard
 from hepti_mqtt.service.window import Window
 from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, Disconnected, OnState, PahoTransport, Receipt, State
 
@@ -26,15 +26,7 @@ LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
 UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """An answer on its way; taken: what to do when the broker has it. until_s: nobody need have heard it after."""
-
-    reply: Reply
-    taken: Callable[[], None] | None
-    until_s: float
+RETAINED: Final = 64  # topics with retained requests that are told of
 
 
 class Post:
@@ -71,7 +63,9 @@ class Post:
             name="planner-requests",
         )
         self._journal = Journal(place, self._acknowledge)
-        self._unheard: queue.SimpleQueue[tuple[float, _Answer]] = queue.SimpleQueue()
+        self._unheard = Unheard()
+        self._closed = False
+        self._told: set[str] = set()  # topics with retained requests
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -80,18 +74,34 @@ class Post:
 
     def close(self) -> None:
         """Take no more requests; the broker keeps those that are not answered, for the next planner."""
+        self._closed = True
         self._requests.close(timeout_s=CLOSED_S)
         self._journal.close()
 
     def delivered(self, delivery: Delivery) -> None:
         """Take a request from the broker, on the network thread."""
-        asked = self._decoder.decode(delivery.topic, delivery.payload)
+        asked = None if delivery.retained else self._decoder.decode(delivery.topic, delivery.payload)
+        if delivery.retained:
+            self._retained(delivery.topic)
         if delivery.receipt is not None:
             self._window.opened(delivery.receipt)
         if isinstance(asked, Asked):
             self._asked(replace(asked, delivery=delivery))
         elif delivery.receipt is not None:
             self._acknowledge(delivery.receipt)
+
+    def _retained(self, topic: str) -> None:
+        """A request is not taken that comes anew with every connection; tell once of its topic, of so many of them."""
+        self._decoder.counters["retained"] += 1
+        if topic in self._told or len(self._told) >= RETAINED:
+            return
+        self._told.add(topic)
+        self._log.warning(
+            "not computed: a request that the broker retains on %s, which would come again with every connection; send "
+            "requests without retain, and clear this one: mosquitto_pub -r -n -t %s",
+            topic,
+            topic,
+        )
 
     def _changed(self, state: State) -> None:
         """Hand on what happened to the connection, and say what a broker without our session has lost."""
@@ -159,41 +169,49 @@ class Post:
         self._send(repeated(reply) if self._journal.answered(job.key) else reply)
 
     def again(self, now: float) -> None:
-        """Send those answers again that nobody has heard; now: by `time.monotonic`."""
+        """Send those answers again that nobody has heard, or that found no room; now: by `time.monotonic`."""
         if now > self._look_s:
             self._look_s = inf
             threading.Thread(target=self._look, name="planner-room", daemon=True).start()
-        for _ in range(self._unheard.qsize()):
-            due_s, answer = self._unheard.get()
-            if due_s > now:
-                self._unheard.put((due_s, answer))
-            else:
-                self._publish(answer)
+        while (answer := self._unheard.due(now)) is not None and self._publish(answer):
+            continue
 
     def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
         """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
         self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
 
     def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
-        self._publish(_Answer(reply, taken, time.monotonic() + UNHEARD_S))
+        self._publish(Outgoing(reply, taken))
 
-    def _publish(self, answer: _Answer) -> None:
+    def _publish(self, answer: Outgoing) -> bool:
+        """Send an answer, or keep it until there is room; return whether there was."""
         reply = answer.reply
         try:
             self._answers.publish(
                 reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
             )
         except PacketLimitError as error:
-            self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
+            return self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
         except NetworkError as error:
-            self._decoder.counters["unpublished"] += 1
-            self._log.warning("not published to %s: %s", reply.topic, error)
+            self._no_room(answer, error)
+            return False
+        return True
 
-    def _taken(self, answer: _Answer, heard: bool) -> None:
+    def _no_room(self, answer: Outgoing, error: NetworkError) -> None:
+        """Keep an answer for later, unless we are closed; of a part the whole answer tells."""
+        if answer.taken is not None and not self._closed:
+            self._unheard.put(time.monotonic() + AGAIN_S, answer)
+        self._decoder.counters["unpublished"] += 1
+        count = self._decoder.counters["unpublished"]
+        if count & (count - 1) == 0:  # each is tried again, so that the log would be full of it
+            self._log.warning("not published to %s: %s (%d so far)", answer.reply.topic, error, count)
+
+    def _taken(self, answer: Outgoing, heard: bool) -> None:
         """The broker has an answer, on the network thread."""
         now = time.monotonic()
-        if heard or now > answer.until_s:
+        until_s = now + UNHEARD_S if answer.until_s is None else answer.until_s
+        if heard or now > until_s or not self._unheard.room(answer):
             assert answer.taken is not None
             answer.taken()
         else:
-            self._unheard.put((now + AGAIN_S, answer))
+            self._unheard.put(now + AGAIN_S, replace(answer, until_s=until_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,7 @@ def encode_record(
     chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in all] of the weights
     of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the
     session's clock was zero. in_flight: requests that run at once. unused: why devices that are online are used for no
-    plan, by name.
+    plan, by name. `wire/told.py` names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -40,7 +41,7 @@ def encode_record(
         "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
         "pinned": [plan.to_dict() for plan in shown.pinned],
         "spec": spec.to_dict(),
-        "directory": str(directory),
+        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,
         "unused": dict(unused),
         "candidates": [

@@ -58,13 +58,15 @@ class Receipt(NamedTuple):
 class Delivery:
     """A message that the broker keeps until it is acknowledged; it comes again on the next connection otherwise.
 
-    receipt: None for a message of QoS 0, which nobody keeps. repeated: the broker has sent it before.
+    receipt: None for a message of QoS 0, which nobody keeps. repeated: the broker has sent it before. retained: it is
+    old, and comes with every subscription; what is published now has it unset, even if it is to be retained.
     """
 
     topic: str
     payload: bytes
     receipt: Receipt | None
     repeated: bool
+    retained: bool = False
 
 
 State = Connected | Disconnected | Subscribed | Refused

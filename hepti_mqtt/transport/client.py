@@ -349,14 +349,14 @@ class PahoTransport:
 
     # -- what arrives; called by the link on the network thread ------------------------------------------------------
 
-    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool) -> None:
+    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool, retained: bool = False) -> None:
         """Count a message and hand it over."""
         self._outbox.received(publish_bytes(topic, len(payload), qos))
         if (deliver := self._deliver) is None:
             self._call(lambda: self._hear(topic, payload))
             return
         receipt = Receipt(self._connection, mid) if qos else None
-        self._call(lambda: deliver(Delivery(topic, bytes(payload), receipt, repeated)))
+        self._call(lambda: deliver(Delivery(topic, bytes(payload), receipt, repeated, retained)))
 
     def on_acknowledged(self, mid: int, refusal: str | None, heard: bool) -> None:
         """Forget a QoS 1 message that the broker has taken or refused."""

@@ -63,8 +63,8 @@ class Unanswered(VersionRefused):
 class Listener(Protocol):
     """Who hears what arrives; called on the thread that drives the link."""
 
-    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool) -> None:
-        """A message arrived; mid: its packet id. repeated: the broker has sent it before."""
+    def on_message(self, topic: str, payload: Body, qos: int, mid: int, repeated: bool, retained: bool = False) -> None:
+        """A message arrived; mid: its packet id. repeated, retained: see `Delivery`."""
         ...
 
     def on_bad_topic(self) -> None:
@@ -339,9 +339,8 @@ class Link:
             self._client.ack(message.mid, message.qos)  # or it would come again for ever, where we acknowledge
             self._listener.on_bad_topic()
             return
-        self._listener.on_message(
-            topic, bytes(message.payload), message.qos, message.mid, message.dup
-        )  # bytes: no copy
+        payload = bytes(message.payload)  # no copy
+        self._listener.on_message(topic, payload, message.qos, message.mid, message.dup, message.retain)
 
     def _on_publish(
         self, _client: Client, _data: Any, mid: int, reason: ReasonCode, _properties: Properties | None

@@ -12,7 +12,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_edges, print_story
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.errors import ConfigError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 
@@ -169,6 +169,16 @@ def test_what_is_not_believed_of_a_device_is_told(
     assert "not" not in listed(monkeypatch, capsys, curves=CURVES, heartbeat=BEAT)
     said = listed(monkeypatch, capsys, curves=CURVES, heartbeat={**BEAT, "slowdown": 1e12})
     assert "a says what is not believed: slowdown" in said
+
+
+@pytest.mark.parametrize("other", [{"strategy": "magic"}, {"epoch": [1]}, {"future": 1}])
+def test_a_plan_of_another_version_is_told_so(other: dict) -> None:
+    plan = Plan("m", Epoch(1, 1), "single", ("a",), "a", predicted_tokens=8).to_dict()
+    spec = spec_of_kind("tiny-bert").to_dict()
+    assert show._active({"active": plan, "spec": spec}) is not None
+    for record in ({"active": plan | other, "spec": spec}, {"active": plan, "spec": spec | {"family": "new"}}):
+        with pytest.raises(WireError, match="the planner is of another version than this program; update one of them"):
+            show._active(record)
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import msgpack
 import pytest
+from client_support import A_PLAN, a_record, an_answer
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -20,6 +21,7 @@ from hepti_mqtt.errors import (
     PlanError,
     RequestError,
     UnknownModelError,
+    WireError,
 )
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 from hepti_mqtt.wire import described, messages
@@ -69,13 +71,13 @@ class Planner:
         self.say(self.topics.planner_status(), encode_status(Status("online", boot)))
 
     def record(self, model="m", boot=1, active=None, error=None, **more):
-        data = {"boot": boot, "active": active, "error": error, **more}
-        self.say(self.topics.plan(model), msgpack.packb(data))
+        self.say(self.topics.plan(model), msgpack.packb(a_record(boot=boot, active=active, error=error, **more)))
 
     def answer(self, request, **data):
         parsed, body = request
         topic = self.topics.response(parsed.model, parsed.client, body["id"])
-        told = {"id": body["id"], "model": parsed.model, "ok": True, "result": body.get("text"), **data}
+        told = an_answer(body["id"], model=parsed.model, result=body.get("text"))
+        told |= {**data, "plan": told["plan"] | data.get("plan", {})}
         self.say(topic, json.dumps(told).encode(), retain=False)
 
 
@@ -142,6 +144,16 @@ def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, plan
         assert (found.raw["forecast"], found.result) == (forecast, "hello"), "under another plan it says nothing"
     assert (found.raw["predicted_ms"], found.raw["predicted_bytes"]) == (2.0, 20)
     assert hepti.foretold(found) is found
+
+
+def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner):
+    future = hepti.submit("m", text="hello")
+    planner.answer(planner.next(), plan={"id": "1.1"}, forecast="estimated")
+    estimated = future.result(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(hepti.foretold, estimated, text="hello", timeout_s=PATIENCE_S)
+        planner.answer(planner.next(), ok=False, error={"code": "overloaded", "message": "later"})
+        assert kept.result(PATIENCE_S) is estimated
 
 
 def test_an_error_is_raised_by_its_class(hepti, planner):
@@ -237,14 +249,15 @@ def test_models_and_plans(hepti, planner):
 
 def test_wait_ready_waits_for_a_plan_of_the_planner_that_is_there(hepti, planner):
     planner.record(boot=0, active={"left": "behind"})
-    timer = threading.Timer(0.05, lambda: planner.record(active={"epoch": [1, 1]}, candidates=["a"]))
+    timer = threading.Timer(0.05, lambda: planner.record(active=A_PLAN))
     timer.start()
-    assert hepti.wait_ready("m", PATIENCE_S)["active"] == {"epoch": [1, 1]}
+    assert hepti.wait_ready("m", PATIENCE_S)["active"] == A_PLAN
     timer.join()
-    timer = threading.Timer(0.05, lambda: planner.record(active={"epoch": [1, 2]}, candidates=["a", "b"]))
+    second = {**A_PLAN, "epoch": [1, 2]}
+    timer = threading.Timer(0.05, lambda: planner.record(active=second, unused={"b": "put aside"}))
     timer.start()
-    shown = hepti.wait_ready("m", PATIENCE_S, lambda record: "b" in record["candidates"])
-    assert shown["active"] == {"epoch": [1, 2]}
+    shown = hepti.wait_ready("m", PATIENCE_S, lambda record: "b" in record["unused"])
+    assert shown["active"] == second
     timer.join()
 
 
@@ -254,6 +267,15 @@ def test_wait_ready_tells_the_planners_reason(hepti, planner):
         hepti.wait_ready("m", timeout=0.05)
     with pytest.raises(PlanError, match="a lacks 5 MiB"):
         hepti.wait_ready("m", timeout=1000, patience_s=0.0)
+
+
+def test_a_planner_of_another_version_is_told_at_once(hepti, planner):
+    planner.say(planner.topics.plan("m"), msgpack.packb({"boot": 1, "active": None}))
+    for ask in (hepti.plan, hepti.wait_ready):
+        with pytest.raises(WireError, match="the planner is of another version"):
+            ask("m", PATIENCE_S)
+    assert hepti.models() == ["m"]
+    assert hepti.unused() == {}
 
 
 def test_devices(hepti, planner):

@@ -7,6 +7,7 @@ import json
 import msgpack
 import numpy as np
 import pytest
+from client_support import A_PLAN, a_record, an_answer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from hepti_mqtt.cli.output import status_words
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
-from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
 from hepti_mqtt.wire import described, messages
 from hepti_mqtt.wire.described import Status
 from hepti_mqtt.wire.messages import encode_status
@@ -30,15 +31,15 @@ def session():
 
 
 def reply(request="q1", **data):
-    return T.response("m", "me", request), json.dumps({"id": request, "ok": True, **data}).encode()
+    return T.response("m", "me", request), json.dumps({**an_answer(request), **data}).encode()
 
 
 def status(state="online", boot=1):
     return T.planner_status(), encode_status(Status(state, boot))
 
 
-def record(model="m", boot=1):
-    return T.plan(model), msgpack.packb({"boot": boot, "active": None})
+def record(model="m", boot=1, **data):
+    return T.plan(model), msgpack.packb(a_record(boot=boot, **data))
 
 
 def test_a_request_is_published_and_its_answer_shown_once(session):
@@ -148,6 +149,58 @@ def test_records_count_while_their_planner_is_there(session):
     assert session.models() == []
     session.heard(T.planner_status(), b"", 0.0)
     assert not session.planner_online
+
+
+def without(told, key):
+    return {k: v for k, v in told.items() if k != key}
+
+
+STEP = {"time": 1.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost"}
+OLD = {
+    "spec": without(a_record(), "spec"),
+    "unused": a_record(unused=[]),
+    "expected_ms": a_record(candidates=[{"name": "single", "devices": ["a"], "route": "mesh", "wire": "f32",
+        "wire_error": None, "predicted_ms": 1.0, "bytes": 0, "feasible": True, "missing": {}}]),
+    "wire_error": a_record(active=without(A_PLAN, "wire_error")),
+    "relayed": a_record(pinned=[without(A_PLAN, "relayed")]),
+    "cause": a_record(story=[without(STEP, "cause")]),
+    "message": a_record(error={"code": "no_plan"}),
+    "boot": without(a_record(), "boot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lacks", OLD)
+def test_a_record_of_another_version_is_told_so(session, lacks):
+    session.heard(*status(boot=1), now=0.0)
+    session.heard(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
+    assert session.models() == ["m"], "it is served"
+    with pytest.raises(WireError, match=f"lacks '{lacks}': the planner is of another version .* update one of them"):
+        session.record("m")
+    assert session.unused() == {}, "the other models' are told"
+    session.heard(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
+    assert session.record("m") is not None
+    assert session.unused() == {"a": "put aside"}
+    session.heard(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
+    session.heard(T.plan("m"), b"", 0.0)
+    assert session.record("m") is None
+
+
+def test_a_record_of_another_version_that_was_left_behind_counts_for_nothing(session):
+    session.heard(T.plan("m"), msgpack.packb({"boot": 1}), 0.0)
+    session.heard(*status(boot=2), now=0.0)
+    assert session.record("m") is None
+
+
+@pytest.mark.parametrize("lacks", ["result", "compute_ms", "plan", "devices"])
+def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, lacks):
+    session.begin("m", "q1", {}, "token", 0.0)
+    answer = an_answer("q1")
+    old = {**without(answer, lacks), "plan": without(answer["plan"], lacks)}
+    payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
+    ((_, outcome),) = session.heard(T.response("m", "me", "q1"), payload, 1.0)
+    assert isinstance(outcome, WireError)
+    assert f"lacks '{lacks}': the planner is of another version" in str(outcome)
+    assert session.connected() == []
 
 
 def test_devices_are_put_together_from_what_they_say(session):

@@ -26,6 +26,7 @@ from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import PAUSE_S, Forecasts
 from hepti_mqtt.service.limits import Room
 from hepti_mqtt.simulate import Naming, sent_bytes, simulate
+from hepti_mqtt.wire.told import answer_lacks
 from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
@@ -124,6 +125,7 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert reply.topic == TOPICS.response("bert", "me", "q1")
     data = told(reply)
     plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    assert answer_lacks(data) is None
     assert data["ok"] is True
     assert data["id"] == "q1"
     assert data["result"]["results"][0]["embedding"] == [1.0] * 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hepti_mqtt.runtime.states import Story, Transition
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.simulate import Naming
+from hepti_mqtt.wire import told
 
 SPEC = FAMILIES["bert-embedding"]
 
@@ -72,6 +74,24 @@ def test_record_holds_what_people_and_programs_read():
     assert first["predicted_ms"] == first["expected_ms"] == decision.ranking[0].price.seconds * 1e3
 
 
+def test_record_has_the_keys_that_its_readers_look_for():
+    decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
+    plan, error = decision.chosen.plan, PlanError("too small")
+    story = Story("plans of m")
+    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    shown = ShowPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
+    assert set(record) == set(told.RECORD)
+    for part, keys in (
+        (record["candidates"][0], told.CANDIDATE),
+        (record["story"][0], told.STEP),
+        (record["error"], told.ERROR),
+        (plan.to_dict(), told.PLAN),
+    ):
+        assert set(part) == set(keys)
+    assert told.record_lacks(record) is None
+
+
 def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
     asked = question("a", "b")
     slow = {pair: PeerLink(0.1, 1e4) for pair in (("a", "b"), ("b", "a"))}
@@ -104,3 +124,9 @@ def test_record_tells_the_story_in_unix_time():
         {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},
         {"time": 1004.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"},
     ]
+
+
+def test_record_tells_a_directory_whose_name_is_not_utf_8():
+    directory = Path(os.fsdecode(b"/models/tiny\xff"))
+    record = msgpack.unpackb(encode_record((SPEC, directory), 9, ShowPlan("m", None, None, None)))
+    assert record["directory"] == "/models/tiny\ufffd"

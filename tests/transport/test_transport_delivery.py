@@ -94,6 +94,17 @@ def test_a_message_of_qos_0_needs_no_acknowledgement(mosquitto, protocol, topic,
     assert keeper.next().receipt is None
 
 
+def test_a_message_that_was_retained_before_says_so(mosquitto, protocol, topic, peers):
+    sender = peers(mosquitto.url)
+    sender.transport.publish(f"{topic}/old", b"old", 1, True)
+    first = Keeper(peers, mosquitto.url, topic, protocol)
+    old = first.next()
+    first.acknowledge(old)
+    sender.transport.publish(f"{topic}/new", b"new", 1, True)
+    new = first.next()
+    assert [(d.payload, d.retained) for d in (old, new)] == [(b"old", True), (b"new", False)]
+
+
 def test_hundreds_may_wait_and_other_connections_go_on(mosquitto, protocol, topic, peers):
     keeper, sender, other = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url), peers(mosquitto.url)
     token = other.transport.subscribe([(f"{topic}/200", 1)])
