@@ -80,5 +80,5 @@ def broker(args: argparse.Namespace) -> int:
             output.err.print(running.reason, markup=False)
         if args.closed is None and not is_loopback(running.address):
             output.err.print(open_line(f"{running.address}:{running.port}"), markup=False)
-        stop.wait()
+        running.serve(stop)
     return 0

@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _TRIES: Final = 5
 _PORTS: Final = (16_384, 32_768)  # Linux gives outgoing connections ports from 32,768 on, other systems from 49,152 on
 _LOOKS: Final = 64
 _LOOK_S: Final = 0.02
+_WATCH_S: Final = 1.0
 # CONNECT of MQTT 3.1.1: clean session, keep-alive 10 s, client id "hepti-ready".
 _CONNECT: Final = b"\x10\x17\x00\x04MQTT\x04\x02\x00\x0a\x00\x0bhepti-ready"
 _CONNACK: Final = 0x20
@@ -109,6 +111,15 @@ class EmbeddedBroker:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def serve(self, stop: threading.Event) -> None:
+        """Return when `stop` is set; raises NetworkError with the broker's last words if it ends before."""
+        while not stop.wait(_WATCH_S):
+            if not self.running:
+                raise NetworkError(
+                    f"{self.kind} has ended by itself, and with it every connection to {self.url}: "
+                    f"{self.log() or 'it says nothing, so it was killed or has crashed'}; start it again"
+                )
 
     def restart(self) -> None:
         """Stop it and start it on the same port; sessions and retained messages of Mosquitto are there again."""

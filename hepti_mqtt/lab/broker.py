@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with started(address, port) as broker:
             print(json.dumps({"url": broker.url, "kind": broker.kind, "reason": broker.reason}), flush=True)
-            stop.wait()
+            broker.serve(stop)
     except HeptiError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

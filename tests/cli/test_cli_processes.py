@@ -1,0 +1,69 @@
+"""`hepti broker` as a process: how it ends, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from site_processes import PATIENCE_S, ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.broker]
+
+
+class Running:
+    """`hepti broker ARGUMENTS`, which has said that it answers."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hepti_mqtt.cli", "broker", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def broker(self) -> psutil.Process:
+        """Return the broker's own process, below that of its keeper."""
+        (keeper,) = psutil.Process(self.process.pid).children()
+        (broker,) = keeper.children()
+        return broker
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return exit code and stderr."""
+        _, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, err
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """A function that starts `hepti broker ARGUMENTS`, with its temporary files in `tmp_path`."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> Running:
+            running = Running(tmp_path, *arguments)
+            stack.callback(running.close)
+            return running
+
+        yield start
+
+
+def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:
+    running = start()
+    running.broker().kill()
+    code, err = running.end()
+    assert code == 3
+    assert "has ended by itself" in err
+    assert not list(tmp_path.iterdir())
