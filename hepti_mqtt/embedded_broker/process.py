@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import json
 import os
+import pwd
 import random
 import shutil
 import socket
@@ -168,7 +168,7 @@ class EmbeddedBroker:
                 str(port),
                 *([self._private("users", json.dumps(self._users))] if self._users else []),
             ]
-        user, stored = getpass.getuser(), f"{self._directory}/"
+        user, stored = _account(), f"{self._directory}/"
         if self._closed is not None:
             text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
         else:
@@ -204,6 +204,14 @@ class EmbeddedBroker:
             return False  # most likely another process has taken the port meanwhile
         self.stop()
         raise NetworkError(f"{self.kind} does not answer within {START_TIMEOUT_S:g} s: {self.log() or 'no word'}")
+
+
+def _account() -> str:
+    """Return the name of the account that this process runs as, whatever the environment says; "" if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def _free_port(address: str) -> int:
