@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
+from hepti_mqtt.config.ending import stop_event
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
 
 if TYPE_CHECKING:
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
-
-
-def _stop_event() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
 
 
 def agent(args: argparse.Namespace) -> int:
@@ -53,7 +44,7 @@ def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
     from hepti_mqtt.service import PlannerConfig, run_planner
 
-    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), _stop_event())
+    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop_event())
     return 0
 
 
@@ -62,7 +53,7 @@ def broker(args: argparse.Namespace) -> int:
     from hepti_mqtt.embedded_broker import start_broker
     from hepti_mqtt.transport import is_loopback, open_line
 
-    stop = _stop_event()
+    stop = stop_event()
     if args.closed is None:
         starting = partial(start_broker, address=args.bind or LOOPBACK, port=args.port or 0)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             return running
 
         yield start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_broker_that_is_told_to_end_leaves_nothing(
+    start: Callable[..., Running], tmp_path: Path, number: signal.Signals
+) -> None:
+    running = start()
+    running.process.send_signal(number)  # SIGHUP: its terminal is closed
+    assert running.end()[0] == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:
