@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
+_KEEPS_NOTHING: Final = (
+    "requests and answers that wait here are lost when this broker ends; that of a closed site keeps them (hepti site, "
+    "hepti broker --closed)"
+)
 
 
 def agent(args: argparse.Namespace) -> int:
@@ -61,7 +65,11 @@ def broker(args: argparse.Namespace) -> int:
 
         found = SiteFolder.open(args.closed)
         starting = partial(
-            start_broker, address=args.bind or EVERYWHERE, port=args.port or found.port, closed=found.broker
+            start_broker,
+            address=args.bind or EVERYWHERE,
+            port=args.port or found.port,
+            closed=found.broker,
+            stored=found.state,
         )
     with starting(args.kind) as running:
         if args.json:
@@ -69,6 +77,8 @@ def broker(args: argparse.Namespace) -> int:
         else:
             output.print_lines([running.url])
             output.err.print(running.reason, markup=False)
+        if args.closed is None:
+            output.err.print(_KEEPS_NOTHING, markup=False)
         if args.closed is None and not is_loopback(running.address):
             output.err.print(open_line(f"{running.address}:{running.port}"), markup=False)
         running.serve(stop)

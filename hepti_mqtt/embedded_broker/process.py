@@ -44,7 +44,8 @@ class EmbeddedBroker:
     """A running broker, made by `start_broker`; a context manager that closes it.
 
     kind: mosquitto, unpacked (from Debian packages) or amqtt. reason: why this one. closed: the directory of a closed
-    site's broker (passwd, acl, broker.crt, broker.key). It ends with this process, also when that is killed.
+    site's broker (passwd, acl, broker.crt, broker.key). stored: the directory of what it keeps over restarts, made
+    if missing; None for one that `close` deletes. It ends with this process, also when that is killed.
     """
 
     def __init__(
@@ -56,12 +57,16 @@ class EmbeddedBroker:
         max_packet_bytes: int | None,
         address: str = HOST,
         closed: Path | None = None,
+        stored: Path | None = None,
     ) -> None:
+        if stored is not None:
+            _make_writable(stored)
         self.reason, self.address, self._closed = reason, address, closed
         self.port = 0
         self._source, self._users, self._max_packet_bytes = source, users, max_packet_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # readable by us alone
+        self._stored = self._directory if stored is None else stored.resolve()
 
     @property
     def kind(self) -> BrokerKind:
@@ -127,7 +132,7 @@ class EmbeddedBroker:
         self.start()
 
     def close(self) -> None:
-        """End the process and delete its files. A second call does nothing."""
+        """End the process and delete its files, but for what it has `stored`. A second call does nothing."""
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -168,7 +173,7 @@ class EmbeddedBroker:
                 str(port),
                 *([self._private("users", json.dumps(self._users))] if self._users else []),
             ]
-        user, stored = _account(), f"{self._directory}/"
+        user, stored = _account(), f"{self._stored}/"
         if self._closed is not None:
             text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
         else:
@@ -212,6 +217,20 @@ def _account() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return ""
+
+
+def _make_writable(stored: Path) -> None:
+    """Make the directory, for us alone; raises ConfigError if Mosquitto, which runs as we do, could not save there."""
+    try:
+        stored.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (stored, *stored.iterdir()):
+            if not os.access(path, os.R_OK | os.W_OK):
+                raise PermissionError(errno.EACCES, f"{path} belongs to another account")
+    except OSError as error:
+        raise ConfigError(
+            f"the broker cannot keep anything in {stored}: {error.strerror or error}; give it to this account, or "
+            "delete it and what it keeps"
+        ) from error
 
 
 def _free_port(address: str) -> int:

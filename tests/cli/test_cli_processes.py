@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from closed_broker import Someone
 from site_processes import PATIENCE_S, ROOT
+
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.transport import BrokerUrl
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 
@@ -78,3 +85,36 @@ def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_
     assert code == 3
     assert "has ended by itself" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    now = datetime.datetime.now(datetime.UTC)
+    site = SiteFolder.make(tmp_path / "site", "home", ("127.0.0.1",), port, now).add("client", "alice")
+    url = BrokerUrl.parse(str(site.login("alice")))
+    first = start("--closed", str(site.path), "--bind", "127.0.0.1")
+    alice = Someone(url, "alice", clean=False)
+    alice.read("hepti/v1/home/infer/+/res/alice/#")
+    alice.close()
+    planner = Someone(BrokerUrl.parse(str(site.login("planner"))))
+    planner.transport.publish("hepti/v1/home/infer/m/res/alice/1", b"the answer", 1)
+    planner.transport.close(timeout_s=PATIENCE_S)
+    first.process.terminate()
+    code, err = first.end()
+    assert code == 0
+    assert "lost" not in err
+    assert stat.S_IMODE((site.path / "state").stat().st_mode) == 0o700
+    start("--closed", str(site.path), "--bind", "127.0.0.1")
+    alice = Someone(url, "alice", clean=False)
+    assert alice.heard.get(timeout=PATIENCE_S) == ("hepti/v1/home/infer/m/res/alice/1", b"the answer")
+    alice.close()
+
+
+def test_a_broker_that_keeps_nothing_says_so(start: Callable[..., Running]) -> None:
+    running = start()
+    running.process.terminate()
+    assert "lost when this broker ends" in running.end()[1]

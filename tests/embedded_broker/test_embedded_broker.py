@@ -164,6 +164,12 @@ def test_an_account_without_a_name_names_none(written, monkeypatch):
         assert not any(line.startswith("user ") for line in text.splitlines())
 
 
+def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
+    (tmp_path / "state").write_text("no directory")
+    with pytest.raises(ConfigError, match=r"cannot keep anything in .*state"):
+        start_broker("mosquitto", stored=tmp_path / "state")
+
+
 @pytest.mark.broker
 def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
