@@ -158,6 +158,12 @@ def test_a_wrong_field_of_a_listed_node_is_named(wrong, says):
         spec_of("tiny-convnet", nodes=[{**first, **wrong}, *others])
 
 
+@pytest.mark.parametrize("name", ["n0", "image", "pixels", "rows", "answer"])
+def test_a_name_that_is_taken_is_told(name):
+    with pytest.raises(ModelError, match=rf"node '{name}' \(conv\) cannot be computed: its name is taken"):
+        cnn(6, conv(), conv(name=name), conv(inputs=[name]))
+
+
 def test_an_architecture_that_is_not_known_lists_those_that_are():
     with pytest.raises(
         UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"
