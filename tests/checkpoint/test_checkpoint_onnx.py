@@ -122,6 +122,21 @@ def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     np.testing.assert_allclose(output, want, atol=2e-5 * max(1, np.abs(want).max()))
 
 
+def test_the_hidden_state_before_a_flattening_has_the_channels_of_onnx(tmp_path):
+    m = Made()
+    flat = m.put("Flatten", m.put("Relu", m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2])))
+    before = m.save(tmp_path / "flat.onnx", flat)
+    path = m.save(tmp_path / "m.onnx", m.put("Gemm", flat, m.weight(5, 100), transB=1))
+    with Checkpoint.open(path) as checkpoint:
+        spec, shape = checkpoint.spec, Images(1).asking("hidden")
+        inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
+        hidden, _ = models.reference(spec, checkpoint.tensors(), inputs, shape)
+    mean, std = (np.array(v)[:, None, None] for v in (spec.mean, spec.std))
+    want = evaluated(before, ((inputs / 255 - mean) / std).astype(np.float32))
+    assert hidden.shape == (25, 4)
+    np.testing.assert_allclose(hidden.T.reshape(1, -1), want, atol=2e-5 * np.abs(want).max())
+
+
 def test_a_directory_names_labels_and_pictures(tmp_path):
     every_operator(tmp_path / "model.onnx")
     (tmp_path / "config.json").write_text('{"id2label": {"0": "a", "1": "b", "2": "c", "3": "d", "4": "e"}}')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs_run import run_programs
 from sites import TOLERANCE, plan, request, tensors
-from small_cnns import cnn, conv, dense
+from small_cnns import cnn, conv, dense, pool
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
@@ -184,6 +184,15 @@ def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
     assert spec.output_shape(Images(2)) == (2 * 25, 14)
     assert spec_of_kind("tiny-vgg").output_shape(Images(3)) == (3, 7)
+
+
+def test_the_hidden_state_before_a_flattening_is_the_map():
+    spec = cnn(6, conv(), pool(2, 2, 2))
+    held, (shape, inputs) = tensors(spec), request(spec, (1,))
+    shape = shape.asking("hidden")
+    assert spec.output_shape(shape) == (9, 4)
+    got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
+    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
