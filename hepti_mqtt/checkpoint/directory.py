@@ -253,6 +253,8 @@ def _match(stored: Mapping[str, Stored], spec: Spec, path: Path) -> Mapping[Tens
         raise ModelError(f"{path} lacks {_some(missing)}; {_whose(stored, spec)}")
     if wrong:
         raise ModelError(f"{path}: {_some(wrong)}; config.json and the weights must be of the same model")
+    if not found:
+        raise ModelError(f"{path} has no weights, so that nothing in it was learnt; export the model with its weights")
     return found
 
 

@@ -48,12 +48,13 @@ class Reader:
         for x in (x for step in steps for x in step.inputs):
             self._reads[x] = self._reads.get(x, 0) + 1
         for step in steps:
+            _check_inputs(step)
             self._at[step.outputs[0]] = _METHODS[step.op](self, step)
-        last = self._at[self._answer]
-        self.dims = self._shapes[last]
+        last = self._at.get(self._answer)
         found = list(self._nodes.values())
         if not found or found[-1].name != last:
             raise UnsupportedModelError("what is computed last is not the output; export the model without the rest")
+        self.dims = self._shapes[last]
         return [node.to_dict() for node in found]
 
     # -- what methods ask ---------------------------------------------------------------------------------------------
@@ -87,8 +88,8 @@ class Reader:
     def _scalar(self, step: Step, number: int, attribute: str, default: float) -> float:
         if number < len(step.inputs) and step.inputs[number]:
             found = self.constants.get(step.inputs[number])
-            if found is None:
-                raise _wrong(step, f"its input {step.inputs[number]!r} must be constant")
+            if found is None or found.size != 1:
+                raise _wrong(step, f"its input {step.inputs[number]!r} must be one constant number")
             return float(found.reshape(-1)[0])
         return float(step.attributes.get(attribute, default))
 
@@ -231,6 +232,13 @@ def _wrong(step: Step, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{step.op} {step.name or step.outputs[0]!r}: {why}")
 
 
+def _check_inputs(step: Step) -> None:
+    """Raise UnsupportedModelError for a step that lacks what its operator must have."""
+    least = _LEAST.get(step.op, 1)
+    if len(step.inputs) < least or not all(step.inputs[:least]):
+        raise _wrong(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
+
+
 def _window(step: Step, source: Dims, kernel: Sequence[int]) -> dict[str, Any]:
     """Return the window of a step over a map."""
     if len(kernel) != 2 or len(source) != 3:
@@ -281,4 +289,5 @@ _METHODS: Final[Mapping[str, Callable[[Reader, Step], str]]] = {
     "Reshape": Reader.reshape,
     "Softmax": Reader.softmax,
 }
+_LEAST: Final[Mapping[str, int]] = {"Add": 2, "BatchNormalization": 5, "Conv": 2, "Gemm": 2, "MatMul": 2, "Reshape": 2}
 OPERATORS: Final = frozenset(_METHODS)

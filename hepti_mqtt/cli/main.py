@@ -36,6 +36,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hepti`; return its exit code (0 done, 1 failed, 2 usage, 3 broker, 4 no plan, 5 deadline, 6 refused)."""
+    output.bear_any_text()
     args = build().parse_args(argv)
     output.setup_logging(args.verbose)
     module, name = _COMMANDS[args.command]

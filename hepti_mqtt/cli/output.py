@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -33,6 +34,12 @@ def __getattr__(name: str) -> Console:
     if name not in {"out", "err"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _console(name == "err")
+
+
+def bear_any_text() -> None:
+    """Let stdout write what its encoding has no character for as an escape, such as `\\xfc`, as stderr does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_json(data: Any) -> None:

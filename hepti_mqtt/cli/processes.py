@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
+from hepti_mqtt.config.ending import stop_event
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
 
 if TYPE_CHECKING:
@@ -16,14 +15,10 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
-
-
-def _stop_event() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+_KEEPS_NOTHING: Final = (
+    "requests and answers that wait here are lost when this broker ends; that of a closed site keeps them (hepti site, "
+    "hepti broker --closed)"
+)
 
 
 def agent(args: argparse.Namespace) -> int:
@@ -53,7 +48,7 @@ def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
     from hepti_mqtt.service import PlannerConfig, run_planner
 
-    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), _stop_event())
+    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop_event())
     return 0
 
 
@@ -62,7 +57,7 @@ def broker(args: argparse.Namespace) -> int:
     from hepti_mqtt.embedded_broker import start_broker
     from hepti_mqtt.transport import is_loopback, open_line
 
-    stop = _stop_event()
+    stop = stop_event()
     if args.closed is None:
         starting = partial(start_broker, address=args.bind or LOOPBACK, port=args.port or 0)
     else:
@@ -70,7 +65,11 @@ def broker(args: argparse.Namespace) -> int:
 
         found = SiteFolder.open(args.closed)
         starting = partial(
-            start_broker, address=args.bind or EVERYWHERE, port=args.port or found.port, closed=found.broker
+            start_broker,
+            address=args.bind or EVERYWHERE,
+            port=args.port or found.port,
+            closed=found.broker,
+            stored=found.state,
         )
     with starting(args.kind) as running:
         if args.json:
@@ -78,7 +77,9 @@ def broker(args: argparse.Namespace) -> int:
         else:
             output.print_lines([running.url])
             output.err.print(running.reason, markup=False)
+        if args.closed is None:
+            output.err.print(_KEEPS_NOTHING, markup=False)
         if args.closed is None and not is_loopback(running.address):
             output.err.print(open_line(f"{running.address}:{running.port}"), markup=False)
-        stop.wait()
+        running.serve(stop)
     return 0

@@ -115,6 +115,11 @@ class SiteFolder:
         """Return the directory of what the broker needs."""
         return self.path / "broker"
 
+    @property
+    def state(self) -> Path:
+        """Return the directory of what the broker keeps over its restarts where it runs with these files."""
+        return self.path / "state"
+
     def login(self, user: str) -> Path:
         """Return a user's login file: all that its process needs to come in."""
         return self.path / "logins" / f"{user}.login"

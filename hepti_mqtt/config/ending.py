@@ -1,4 +1,4 @@
-"""How a process ends that has made what must not stay behind: through every `finally`, as Ctrl-C ends it."""
+"""How a process ends that has made what must not stay behind: through every `finally`, or when it has said goodbye."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
+
+
+def stop_event() -> threading.Event:
+    """Return an event that SIGTERM, SIGINT and SIGHUP set; SIGHUP stays ignored where `nohup` has said so."""
+    stop = threading.Event()
+    for number in (*_ENDING, signal.SIGINT):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import json
 import os
+import pwd
 import random
 import shutil
 import socket
@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _TRIES: Final = 5
 _PORTS: Final = (16_384, 32_768)  # Linux gives outgoing connections ports from 32,768 on, other systems from 49,152 on
 _LOOKS: Final = 64
 _LOOK_S: Final = 0.02
+_WATCH_S: Final = 1.0
 # CONNECT of MQTT 3.1.1: clean session, keep-alive 10 s, client id "hepti-ready".
 _CONNECT: Final = b"\x10\x17\x00\x04MQTT\x04\x02\x00\x0a\x00\x0bhepti-ready"
 _CONNACK: Final = 0x20
@@ -42,7 +44,8 @@ class EmbeddedBroker:
     """A running broker, made by `start_broker`; a context manager that closes it.
 
     kind: mosquitto, unpacked (from Debian packages) or amqtt. reason: why this one. closed: the directory of a closed
-    site's broker (passwd, acl, broker.crt, broker.key). It ends with this process, also when that is killed.
+    site's broker (passwd, acl, broker.crt, broker.key). stored: the directory of what it keeps over restarts, made
+    if missing; None for one that `close` deletes. It ends with this process, also when that is killed.
     """
 
     def __init__(
@@ -54,12 +57,16 @@ class EmbeddedBroker:
         max_packet_bytes: int | None,
         address: str = HOST,
         closed: Path | None = None,
+        stored: Path | None = None,
     ) -> None:
+        if stored is not None:
+            _make_writable(stored)
         self.reason, self.address, self._closed = reason, address, closed
         self.port = 0
         self._source, self._users, self._max_packet_bytes = source, users, max_packet_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # readable by us alone
+        self._stored = self._directory if stored is None else stored.resolve()
 
     @property
     def kind(self) -> BrokerKind:
@@ -110,13 +117,22 @@ class EmbeddedBroker:
             process.kill()
             process.wait()
 
+    def serve(self, stop: threading.Event) -> None:
+        """Return when `stop` is set; raises NetworkError with the broker's last words if it ends before."""
+        while not stop.wait(_WATCH_S):
+            if not self.running:
+                raise NetworkError(
+                    f"{self.kind} has ended by itself, and with it every connection to {self.url}: "
+                    f"{self.log() or 'it says nothing, so it was killed or has crashed'}; start it again"
+                )
+
     def restart(self) -> None:
         """Stop it and start it on the same port; sessions and retained messages of Mosquitto are there again."""
         self.stop()
         self.start()
 
     def close(self) -> None:
-        """End the process and delete its files. A second call does nothing."""
+        """End the process and delete its files, but for what it has `stored`. A second call does nothing."""
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -157,7 +173,7 @@ class EmbeddedBroker:
                 str(port),
                 *([self._private("users", json.dumps(self._users))] if self._users else []),
             ]
-        user, stored = getpass.getuser(), f"{self._directory}/"
+        user, stored = _account(), f"{self._stored}/"
         if self._closed is not None:
             text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
         else:
@@ -193,6 +209,28 @@ class EmbeddedBroker:
             return False  # most likely another process has taken the port meanwhile
         self.stop()
         raise NetworkError(f"{self.kind} does not answer within {START_TIMEOUT_S:g} s: {self.log() or 'no word'}")
+
+
+def _account() -> str:
+    """Return the name of the account that this process runs as, whatever the environment says; "" if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
+
+
+def _make_writable(stored: Path) -> None:
+    """Make the directory, for us alone; raises ConfigError if Mosquitto, which runs as we do, could not save there."""
+    try:
+        stored.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (stored, *stored.iterdir()):
+            if not os.access(path, os.R_OK | os.W_OK):
+                raise PermissionError(errno.EACCES, f"{path} belongs to another account")
+    except OSError as error:
+        raise ConfigError(
+            f"the broker cannot keep anything in {stored}: {error.strerror or error}; give it to this account, or "
+            "delete it and what it keeps"
+        ) from error
 
 
 def _free_port(address: str) -> int:

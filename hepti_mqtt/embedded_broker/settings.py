@@ -59,10 +59,13 @@ def configuration(
 ) -> str:
     """Return a mosquitto.conf for one listener.
 
-    user: the account to run as (Mosquitto started by root would change to another). stored_in: the directory of what
+    user: the account to run as (Mosquitto started by root would change to another), "" for one without a name, which
+    cannot change. stored_in: the directory of what
     outlives a restart. password_file: None lets everyone in who reaches the address.
     """
-    lines = [f"listener {port} {address}", f"user {user}", "log_dest stderr", "log_type error", "log_type warning"]
+    lines = [f"listener {port} {address}", "log_dest stderr", "log_type error", "log_type warning"]
+    if user:
+        lines.append(f"user {user}")
     lines.append("allow_anonymous true" if password_file is None else "allow_anonymous false")
     if password_file is not None:
         lines.append(f"password_file {password_file}")

@@ -33,6 +33,7 @@ def start_broker(
     address: str = HOST,
     port: int = 0,
     closed: Path | None = None,
+    stored: Path | None = None,
 ) -> EmbeddedBroker:
     """Start the best broker that can be had, or the `only` kind that is wanted, and return it when it answers.
 
@@ -40,7 +41,8 @@ def start_broker(
     (fetched with pip if it is not installed). users: user -> password; None lets everyone in
     who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt knows no limit.
     port: 0 for a free one. closed: the directory of a closed site's broker, instead of users; amqtt knows no access
-    lists and is not tried. Raises `ConfigError` for an `only` that is unknown or cannot do this, or a port that is
+    lists and is not tried. stored: the directory of what Mosquitto keeps over its restarts; None for one that ends with
+    this process. Raises `ConfigError` for an `only` that is unknown or cannot do this, or a port that is
     taken, and `NetworkError` with every reason if none can be had.
     """
     if only is not None and only not in KINDS:
@@ -56,7 +58,13 @@ def start_broker(
         try:
             source = _SOURCES[kind]()
             broker = EmbeddedBroker(
-                source, "", users=users, max_packet_bytes=max_packet_bytes, address=address, closed=closed
+                source,
+                "",
+                users=users,
+                max_packet_bytes=max_packet_bytes,
+                address=address,
+                closed=closed,
+                stored=stored,
             )
             broker.port = port
             broker.start()

@@ -7,13 +7,12 @@ one on its port waits for that.
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Final
 
+from hepti_mqtt.config.ending import stop_event
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 
@@ -33,10 +32,8 @@ def started(address: str, port: int) -> EmbeddedBroker:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a broker until SIGTERM or SIGINT; return the exit code."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    """Run a broker until SIGTERM, SIGINT or SIGHUP; return the exit code."""
+    stop = stop_event()
     try:
         address, port = arguments[0], int(arguments[1])
     except (IndexError, ValueError):
@@ -45,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with started(address, port) as broker:
             print(json.dumps({"url": broker.url, "kind": broker.kind, "reason": broker.reason}), flush=True)
-            stop.wait()
+            broker.serve(stop)
     except HeptiError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

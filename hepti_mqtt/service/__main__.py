@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 from hepti_mqtt.config import logs
+from hepti_mqtt.config.ending import stop_event
 from hepti_mqtt.config.environment import check_environment
 from hepti_mqtt.config.options import PlannerOptions, add_site, settings_of
 from hepti_mqtt.errors import HeptiError
@@ -18,14 +17,12 @@ from hepti_mqtt.service.planner import run_planner
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a planner until SIGTERM or SIGINT; return its exit code."""
+    """Run a planner until SIGTERM, SIGINT or SIGHUP; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m hepti_mqtt.service", description="Plan and coordinate for a site.")
     add_site(parser)
     PlannerOptions.add(parser)
     args = parser.parse_args(arguments)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event()
     logs.setup(logging.StreamHandler(), "%(asctime)s %(name)s: %(message)s")
     try:
         check_environment()

@@ -122,6 +122,21 @@ def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     np.testing.assert_allclose(output, want, atol=2e-5 * max(1, np.abs(want).max()))
 
 
+def test_the_hidden_state_before_a_flattening_has_the_channels_of_onnx(tmp_path):
+    m = Made()
+    flat = m.put("Flatten", m.put("Relu", m.put("Conv", "x", m.weight(4, 3, 5, 5), strides=[2, 2])))
+    before = m.save(tmp_path / "flat.onnx", flat)
+    path = m.save(tmp_path / "m.onnx", m.put("Gemm", flat, m.weight(5, 100), transB=1))
+    with Checkpoint.open(path) as checkpoint:
+        spec, shape = checkpoint.spec, Images(1).asking("hidden")
+        inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
+        hidden, _ = models.reference(spec, checkpoint.tensors(), inputs, shape)
+    mean, std = (np.array(v)[:, None, None] for v in (spec.mean, spec.std))
+    want = evaluated(before, ((inputs / 255 - mean) / std).astype(np.float32))
+    assert hidden.shape == (25, 4)
+    np.testing.assert_allclose(hidden.T.reshape(1, -1), want, atol=2e-5 * np.abs(want).max())
+
+
 def test_a_directory_names_labels_and_pictures(tmp_path):
     every_operator(tmp_path / "model.onnx")
     (tmp_path / "config.json").write_text('{"id2label": {"0": "a", "1": "b", "2": "c", "3": "d", "4": "e"}}')
@@ -187,6 +202,31 @@ def shares_of_pixels(m):
     return m.put("Softmax", m.put("Conv", "x", m.weight(4, 3, 1, 1)), axis=1)
 
 
+def no_matrix(m):
+    return m.put("Gemm", m.put("Flatten", m.put("Conv", "x", m.weight(4, 3, 13, 13))))
+
+
+def half_a_norm(m):
+    return m.put("BatchNormalization", m.put("Conv", "x", m.weight(4, 3, 1, 1)), m.weight(4), "", m.weight(4))
+
+
+def one_summand(m):
+    return m.put("Add", m.put("Conv", "x", m.weight(4, 3, 1, 1)))
+
+
+def no_number(m):
+    return m.put("Clip", m.put("Conv", "x", m.weight(4, 3, 1, 1)), m.constant([]))
+
+
+def no_weights(m):
+    return m.put("MaxPool", "x", kernel_shape=[2, 2])
+
+
+def constant_answer(m):
+    m.put("Conv", "x", m.weight(4, 3, 1, 1))
+    return m.weight(4)
+
+
 def good(m):
     return m.put("Conv", "x", m.weight(4, 3, 1, 1))
 
@@ -208,6 +248,12 @@ def good(m):
             r"Softmax 'the Softmax': it is supported only behind a row of labels; export .*without",
         ),
         (no_groups, None, r"node 'conv_0' \(conv\) cannot be computed: 'groups' must be an integer >= 1, got 0"),
+        (no_matrix, None, r"m\.onnx: Gemm 'the Gemm': it has the inputs \['v1'\], and needs 2"),
+        (half_a_norm, None, r"m\.onnx: BatchNormalization .* it has the inputs \['v0', 'w1', '', 'w2'\], and needs 5"),
+        (one_summand, None, r"m\.onnx: Add 'the Add': it has the inputs \['v0'\], and needs 2"),
+        (no_number, None, r"m\.onnx: Clip 'the Clip': its input 'w1' must be one constant number"),
+        (no_weights, None, r"m\.onnx has no weights, so that nothing in it was learnt"),
+        (constant_answer, None, r"m\.onnx: what is computed last is not the output"),
         (good, (1, 3, "h", "w"), r"the input 'x' is \[1, 3, h, w\], of dynamic size; export it with fixed sizes"),
         (good, (1, 3, 8, 9), r"\[1, 3, 8, 9\]; only square pictures"),
         (good, (4, 3, 9, 9), r"\[4, 3, 9, 9\], of several pictures; export it"),

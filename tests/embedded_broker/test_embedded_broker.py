@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -122,6 +123,51 @@ def test_a_program_that_never_answers_is_given_up(monkeypatch):
         broker.start()
     assert not broker.running
     broker.close()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """What an open and a closed site's Mosquitto is told, in a function that writes it."""
+    (tmp_path / "site").mkdir()
+
+    def written():
+        texts = []
+        for closed in (None, tmp_path / "site"):
+            broker = EmbeddedBroker(
+                Source("mosquitto", ("mosquitto",)), "", users=None, max_packet_bytes=None, closed=closed
+            )
+            try:
+                texts.append(Path(broker._command(1883)[-1]).read_text())
+            finally:
+                broker.close()
+        return texts
+
+    return written
+
+
+def test_it_runs_as_who_owns_its_files_whatever_the_environment_says(written, monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "somebody")  # as after `su` without `-`
+    for text in written():
+        assert f"user {pwd.getpwuid(os.geteuid()).pw_name}" in text.splitlines()
+        assert "somebody" not in text
+
+
+def test_an_account_without_a_name_names_none(written, monkeypatch):
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container that runs as any number
+    for text in written():
+        assert not any(line.startswith("user ") for line in text.splitlines())
+
+
+def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
+    (tmp_path / "state").write_text("no directory")
+    with pytest.raises(ConfigError, match=r"cannot keep anything in .*state"):
+        start_broker("mosquitto", stored=tmp_path / "state")
 
 
 @pytest.mark.broker

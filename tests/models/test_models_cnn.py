@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs_run import run_programs
 from sites import TOLERANCE, plan, request, tensors
-from small_cnns import cnn, conv, dense
+from small_cnns import cnn, conv, dense, pool
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
@@ -158,6 +158,12 @@ def test_a_wrong_field_of_a_listed_node_is_named(wrong, says):
         spec_of("tiny-convnet", nodes=[{**first, **wrong}, *others])
 
 
+@pytest.mark.parametrize("name", ["n0", "image", "pixels", "rows", "answer"])
+def test_a_name_that_is_taken_is_told(name):
+    with pytest.raises(ModelError, match=rf"node '{name}' \(conv\) cannot be computed: its name is taken"):
+        cnn(6, conv(), conv(name=name), conv(inputs=[name]))
+
+
 def test_an_architecture_that_is_not_known_lists_those_that_are():
     with pytest.raises(
         UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"
@@ -178,6 +184,15 @@ def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
     assert spec.output_shape(Images(2)) == (2 * 25, 14)
     assert spec_of_kind("tiny-vgg").output_shape(Images(3)) == (3, 7)
+
+
+def test_the_hidden_state_before_a_flattening_is_the_map():
+    spec = cnn(6, conv(), pool(2, 2, 2))
+    held, (shape, inputs) = tensors(spec), request(spec, (1,))
+    shape = shape.asking("hidden")
+    assert spec.output_shape(shape) == (9, 4)
+    got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
+    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.tensors import BatchNorm
 
 IMAGE: Final = "image"
+_TAKEN: Final = (IMAGE, "pixels", "rows", "answer")  # by what every graph has around a net
 
 Pair = tuple[int, int]
 Pad = tuple[int, int, int, int]
@@ -242,6 +243,8 @@ def more_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, D
     for node in nodes:
         try:
             _check(node)
+            if node.name in found or node.name in _TAKEN:
+                raise ValueError("its name is taken; give it another one")
             found[node.name] = node.shape(*(found[x] for x in node.inputs))
         except KeyError as error:
             raise ModelError(f"node {node.name!r} reads {error}, which no node before it computes") from error

@@ -73,9 +73,16 @@ class CnnSpec:
 
     @cached_property
     def hidden(self) -> str:
-        """Return the tensor that is the hidden state: what the last node reads if that is dense, else its result."""
+        """Return the tensor that is the hidden state: what the last node reads if that is dense, else its result.
+
+        Of a flattened map it is the map: a row of it would have another order than in a checkpoint.
+        """
         last = self.nodes[-1]
-        return last.inputs[0] if isinstance(last, Linear) else last.name
+        name = last.inputs[0] if isinstance(last, Linear) else last.name
+        made_by = {node.name: node for node in self.nodes}
+        while name in self.flattened and isinstance(made_by[name], Flatten):
+            name = made_by[name].inputs[0]
+        return name
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: for each picture a row of logits, or the pixels of a map as rows."""
