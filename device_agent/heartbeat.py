@@ -77,9 +77,7 @@ class HeartbeatThread:
 
     def beat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
-        slowdown = self._meter.slowdown(
-            now
-        )  # else it stays what it was last, and is doubted, for as long as we are away
+        slowdown = self._meter.slowdown(now)  # also while we are away, or it would stay what it was, and be doubted
         if not self._network.stands():
             return  # a device that cannot be reached on every plane cannot do its part
         health = self._health.look()

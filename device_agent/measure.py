@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -46,6 +46,7 @@ FRAME_SIZES: Final = (256, 1 << 20)
 MESH_SIZES: Final = (256, 1 << 18)
 MOST_COLD: Final = 64 << 20  # of weights, however large the caches are: making them takes time
 TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
+HELD_UP: Final = 4.0  # times as long as usual
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -122,16 +123,15 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
-    Raises HeptiError where it comes out twice as what no device can be.
+    Raises HeptiError for what no device can be, twice.
     """
     with suppress(ValueError):  # as after a stall of seconds
         return _measured(workers, memory_bytes, narrow)
     try:
         return _measured(workers, memory_bytes, narrow)
     except ValueError as error:
-        raise HeptiError(
-            f"this device cannot measure itself: {error}; start it again when nothing else keeps the machine busy"
-        ) from error
+        why = f"this device cannot measure itself: {error}; start it again when nothing else keeps the machine busy"
+        raise HeptiError(why) from error
 
 
 def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
@@ -267,11 +267,11 @@ def _arrays(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Any], list[Any
 
 
 def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
-    """Return the time of a run, the median within a window without the first; threads: that a run keeps busy.
+    """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
 
     Where the system gives less than that, time is processor time over the share of the cores: what a clock on the wall
-    shows depends on where in the quota's period a run begins. before: called before each run, in no time. The median:
-    one run that the system holds up, as one that swaps or is stopped does, would be most of a mean.
+    shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that were
+    held up (swapping, a process that was stopped) do not count.
     """
     share = cores()
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
@@ -284,7 +284,8 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
         begin = clock()
         act()
         spent.append(clock() - begin)
-    return max(median(spent) / part, 1e-9)
+    usual = median(spent)
+    return max(fmean(each for each in spent if each <= HELD_UP * usual) / part, 1e-9)
 
 
 def _attention(workers: Workers) -> float:
@@ -361,9 +362,7 @@ def _frames(forget: Callable[[], None]) -> Curves:
     return {"frame_s": frame_s, "copy_bytes_per_s": rate}
 
 
-def _line(
-    act: Callable[[np.ndarray[Any, np.dtype[np.uint8]]], object], sizes: tuple[int, int], forget: Callable[[], None]
-) -> tuple[float, float]:
+def _line(act: Callable[[Any], object], sizes: tuple[int, int], forget: Callable[[], None]) -> tuple[float, float]:
     """Return the fixed time and the rate of a frame from rounds of a small and a large one, of a half each.
 
     A small one that takes no less was held up, and would make bytes cost nothing and frames cost too much.

@@ -31,7 +31,7 @@ from hepti_mqtt.transport.link import (
 from hepti_mqtt.transport.link import silent as silent_broker
 from hepti_mqtt.transport.mesh.buffers import Buffers
 from hepti_mqtt.transport.mesh.intake import Intake
-from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender, unacknowledged
+from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender
 from hepti_mqtt.transport.mesh.packets import (
     CONNACK,
     CONNECT,
@@ -51,6 +51,7 @@ from hepti_mqtt.transport.mesh.packets import (
     unsubscribe,
 )
 from hepti_mqtt.transport.mesh.tls import TlsLine
+from hepti_mqtt.transport.sockets import local, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
@@ -118,10 +119,7 @@ class DataLink:
     @property
     def local(self) -> bool:
         """Return whether the broker is on this machine."""
-        try:
-            return self._sock is not None and self._sock.getpeername()[0] == self._sock.getsockname()[0]
-        except OSError:
-            return False  # lost meanwhile
+        return local(self._sock)
 
     @property
     def busy(self) -> bool:

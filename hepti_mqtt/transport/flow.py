@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import sys
-from contextlib import suppress
-from typing import Any, Final
-
-if sys.platform == "linux":
-    import fcntl
-    import termios
-
-_COUNT: Final = struct.Struct("i")
-
 
 class Flow:
     """Looks now and then whether bytes leave, from our queue to the kernel or from the kernel to the other end.
@@ -37,11 +26,3 @@ class Flow:
         if not self.waiting or self._wrote or kept < self._kept:
             self.moved_at = now
         self._kept, self._wrote = kept, False
-
-
-def kept_bytes(sock: Any) -> int:
-    """Return what the kernel holds until the other end has acknowledged it; 0 where it does not say."""
-    if sys.platform == "linux":
-        with suppress(AttributeError, OSError, ValueError):
-            return int(_COUNT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size)))[0])
-    return 0

@@ -23,8 +23,8 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Will
-from hepti_mqtt.transport.flow import Flow, kept_bytes
-from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay
+from hepti_mqtt.transport.flow import Flow
+from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
@@ -291,7 +291,7 @@ class Link:
         if now - self._misc_at < MISC_S:
             return
         self._misc_at = now
-        self._flow.look(now, self.busy, kept_bytes(self._client.socket()))
+        self._flow.look(now, self.busy, unacknowledged(self._client.socket()) or 0)
         still_s = now - self._flow.moved_at
         if self.busy and still_s >= STALLED_S:
             self.close()

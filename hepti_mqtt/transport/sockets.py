@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 import time
 from typing import Any
 
@@ -35,3 +38,15 @@ def local(sock: Any) -> bool:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except (AttributeError, OSError):
         return False  # lost meanwhile
+
+
+def unacknowledged(sock: Any) -> int | None:
+    """Return how many bytes the kernel has taken and the other side's has not acknowledged; None where nobody tells.
+
+    What falls here flows, also while the kernel takes nothing more of ours, or has taken everything.
+    """
+    try:
+        told = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except (AttributeError, OSError, ValueError):  # no such socket, or closed
+        return None
+    return int.from_bytes(told, sys.byteorder)

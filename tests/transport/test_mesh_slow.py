@@ -12,8 +12,8 @@ from test_mesh_peer import GRANTED, IN, KEY, OTHER, Clock, Played, join, up
 
 from hepti_mqtt.transport.mesh import Joined
 from hepti_mqtt.transport.mesh.endpoint import STALL_S
-from hepti_mqtt.transport.mesh.lines import unacknowledged
 from hepti_mqtt.transport.mesh.peer import ANSWER_S
+from hepti_mqtt.transport.sockets import unacknowledged
 
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way
 ANSWER = b"\x90\x03\0\x02\0"  # to the second SUBSCRIBE

@@ -8,9 +8,10 @@ import socket
 import pytest
 
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.transport.flow import Flow, kept_bytes
+from hepti_mqtt.transport.flow import Flow
 from hepti_mqtt.transport.in_flight import Session
 from hepti_mqtt.transport.link import KEEPALIVE_S, STALLED_S, Link, LinkLost
+from hepti_mqtt.transport.sockets import unacknowledged
 from hepti_mqtt.transport.wake import Wake
 from hepti_mqtt.wire.topics import publish_bytes
 
@@ -66,7 +67,7 @@ def test_a_broker_that_reads_a_large_message_slowly_is_not_given_up(open_link):
         kernel += not link.busy
     assert now[0] - begun > 3 * STALLED_S
     assert kernel * STEP_S > STALLED_S
-    while kept_bytes(link._client.socket()):
+    while unacknowledged(link._client.socket()):
         continue
     later(link, now, 3.0)
     assert there.recv(2) == PINGREQ
@@ -130,4 +131,4 @@ def test_bytes_move_when_they_leave_either_queue_and_not_when_more_of_them_come(
 def test_a_socket_that_is_gone_keeps_nothing():
     with socket.socket() as sock:
         pass
-    assert kept_bytes(sock) == kept_bytes(None) == 0
+    assert unacknowledged(sock) is unacknowledged(None) is None

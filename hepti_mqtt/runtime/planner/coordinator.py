@@ -262,8 +262,7 @@ class CoordinatorSession:
         model.displaced = False
         ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
         plans.search(ticket, question.epoch, now)
-        last = None if model.latest is None else model.latest.chosen.plan
-        return [Solve(model.served.name, ticket, question, model.active, hurried, last)]
+        return [Solve(model.served.name, ticket, question, model.active, hurried, model.last)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)

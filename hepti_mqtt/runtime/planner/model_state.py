@@ -63,6 +63,11 @@ class ModelState:
         return None if record is None else record.plan
 
     @property
+    def last(self) -> Plan | None:
+        """Return the plan that was found last; it may have lost devices."""
+        return None if self.latest is None else self.latest.chosen.plan
+
+    @property
     def able(self) -> tuple[Plan, ...]:
         """Return the plans that a run may be under now: the active one, or its replicas that are not in doubt."""
         record = self.plans.active

@@ -16,8 +16,9 @@ from hepti_mqtt.transport.mesh.events import Edge
 from hepti_mqtt.transport.mesh.filters import matches
 from hepti_mqtt.transport.mesh.grants import Grants
 from hepti_mqtt.transport.mesh.guest import MAX_ASKED, Guest
-from hepti_mqtt.transport.mesh.lines import Buffer, Line, listen, tune_sender, unacknowledged
+from hepti_mqtt.transport.mesh.lines import Buffer, Line, listen, tune_sender
 from hepti_mqtt.transport.mesh.packets import Malformed, publish_head
+from hepti_mqtt.transport.sockets import unacknowledged
 
 MAX_GUESTS: Final = 64
 INTRODUCE_S: Final = 5.0  # who does not introduce itself for so long,

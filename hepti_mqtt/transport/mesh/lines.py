@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
-import sys
-import termios
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -88,18 +85,6 @@ def begin(host: str, port: int) -> socket.socket:
 def low_water(sock: socket.socket, nbytes: int) -> None:
     """Let the socket be readable only once so much is there."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-
-def unacknowledged(line: Line | socket.socket) -> int | None:
-    """Return how many bytes the kernel has taken and the other side's has not acknowledged; None where nobody tells.
-
-    What falls here flows, also while the kernel takes nothing more of ours, or has taken everything.
-    """
-    try:
-        told = fcntl.ioctl(line.fileno(), termios.TIOCOUTQ, bytes(4))
-    except (OSError, ValueError):  # no such socket, or closed
-        return None
-    return int.from_bytes(told, sys.byteorder)
 
 
 def connected(sock: socket.socket) -> None:
