@@ -270,8 +270,8 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
     """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
 
     Where the system gives less than that, time is processor time over the share of the cores: what a clock on the wall
-    shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that were
-    held up (swapping, a process that was stopped) do not count.
+    shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that
+    were held up (swapping, a process that was stopped) do not count.
     """
     share = cores()
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)

@@ -10,6 +10,8 @@ import uuid
 
 import pytest
 from broker_kinds import broker_of
+from mesh_nodes import Node
+from mesh_played import Clock, Played
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
@@ -203,3 +205,22 @@ def fake():
     yield make
     for broker in made:
         broker.close()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def node(clock):
+    made = Node("b", clock=clock)
+    yield made
+    made.mesh.close()
+
+
+@pytest.fixture
+def played():
+    made = Played()
+    yield made
+    made.close()

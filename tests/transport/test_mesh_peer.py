@@ -3,84 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 
 import pytest
 from mesh_bytes import publish
-from mesh_nodes import HOST, PATIENCE_S, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+from mesh_nodes import HOST, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+from mesh_played import GRANTED, IN, KEY, OTHER, TOKEN, join, readable, up
 
 from hepti_mqtt.transport.mesh import Joined, Place
-from hepti_mqtt.transport.mesh.lines import listen
 from hepti_mqtt.transport.mesh.peer import ANSWER_S, BACKOFF_S, LOW_WATER, MAX_TOPICS
-
-KEY, OTHER = ("bert", 1), ("bert", 2)
-IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"
-TOKEN = "secret"
-
-
-class Clock:
-    """Time that only the test moves."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-class Played:
-    """An endpoint whose bytes the test writes itself."""
-
-    def __init__(self):
-        self.listener = listen(HOST, 0)
-        self.place = Place(HOST, self.listener.getsockname()[1])
-        self.sock = None
-
-    def accept(self, node):
-        """Drive the node until it knocks and has introduced itself; return what it said."""
-        pump((node,), lambda: readable(self.listener))
-        self.hang_up()
-        self.sock, _ = self.listener.accept()
-        self.sock.settimeout(PATIENCE_S)
-        pump((node,), lambda: readable(self.sock))
-        return self.sock.recv(4096)
-
-    def say(self, node, data):
-        self.sock.sendall(data)
-        node.mesh.wait(PATIENCE_S)
-
-    def hang_up(self):
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
-
-    def close(self):
-        self.hang_up()
-        self.listener.close()
-
-
-def readable(sock):
-    return bool(select.select([sock], [], [], 0)[0])
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def node(clock):
-    made = Node("b", clock=clock)
-    yield made
-    made.mesh.close()
-
-
-@pytest.fixture
-def played():
-    made = Played()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -95,18 +26,6 @@ def nodes():
     yield make
     for node in made:
         node.mesh.close()
-
-
-def join(node, played, key=KEY, token=TOKEN, names=None):
-    node.mesh.join("a", key, played.place, token, names or filters("a", "b"))
-
-
-def up(node, played):
-    join(node, played)
-    said = played.accept(node)
-    played.say(node, IN + GRANTED)
-    assert node.events == [Joined("a", KEY)]
-    return said
 
 
 def test_connect_and_subscribe_leave_together(node, played):

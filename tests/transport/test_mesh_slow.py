@@ -6,9 +6,9 @@ import socket
 
 import pytest
 from mesh_bytes import publish
-from mesh_nodes import Lost, Node, joined, pump, topic
+from mesh_nodes import Lost, joined, pump, topic
+from mesh_played import GRANTED, IN, KEY, OTHER, join, up
 from test_mesh_endpoint import Site, is_closed, stuff
-from test_mesh_peer import GRANTED, IN, KEY, OTHER, Clock, Played, join, up
 
 from hepti_mqtt.transport.mesh import Joined
 from hepti_mqtt.transport.mesh.endpoint import STALL_S
@@ -54,25 +54,6 @@ def test_a_reader_on_a_slow_link_stays_while_its_kernel_takes_something(site):
     assert site.drops == []
     site.move(1.0)
     assert is_closed(client), "it has taken nothing for as long as it may"
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def node(clock):
-    made = Node("b", clock=clock)
-    yield made
-    made.mesh.close()
-
-
-@pytest.fixture
-def played():
-    made = Played()
-    yield made
-    made.close()
 
 
 def asked(node, played):
