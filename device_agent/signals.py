@@ -6,11 +6,12 @@ import signal
 import threading
 
 from device_agent.events import AgentEvent, Stop
+from hepti_mqtt.config.ending import farewells
 from hepti_mqtt.transport import Inbox
 
 
 class Signals:
-    """SIGTERM and SIGINT: an event for the session thread once it runs, an interrupt before, nothing while all ends.
+    """Signals to end: an event for the session thread once it runs, an interrupt before, nothing while all ends.
 
     An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
     """
@@ -22,7 +23,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in farewells():
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -31,6 +31,7 @@ from hepti_mqtt.errors import (
 )
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, State, Subscribed
+from hepti_mqtt.wire.told import TOKEN
 
 GRACE_S: Final = 1.0  # between a planner's retained status and its plans, at the most
 PAUSE_S: Final = 0.2  # between retained records that come together
@@ -184,7 +185,7 @@ class Hepti:
             while (part := future.parts.get(timeout=timeout_s)) is not None:
                 if part.get("index") == shown:
                     shown += 1
-                    yield {key: part[key] for key in ("index", "token", "text")}
+                    yield {key: part[key] for key in TOKEN}
         except queue.Empty:
             raise self._why(timeout_s) from None
         finally:

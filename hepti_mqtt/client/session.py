@@ -15,7 +15,7 @@ from hepti_mqtt.client.answer import Answer, error_from
 from hepti_mqtt.errors import HeptiError, IdInUseError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.wire import described, messages
-from hepti_mqtt.wire.told import answer_lacks, other_version, record_lacks
+from hepti_mqtt.wire.told import TOKEN, answer_lacks, other_version, record_lacks
 from hepti_mqtt.wire.topics import Parsed, Topics
 
 
@@ -206,6 +206,8 @@ class ClientSession:
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
         if data.get("final") is False:
+            if not data.keys() >= set(TOKEN):
+                raise WireError(f"a token of an answer has {', '.join(TOKEN)}")
             return [Part(caller.token, data) for caller in pending.callers]
         error = None if data.get("ok") is True else error_from(data)
         if error is None and (lacks := answer_lacks(data)) is not None:

@@ -31,12 +31,17 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """Return an event that SIGTERM, SIGINT and SIGHUP set; SIGHUP stays ignored where `nohup` has said so."""
+    """Return an event that `farewells` set."""
     stop = threading.Event()
-    for number in (*_ENDING, signal.SIGINT):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: stop.set())
+    for number in farewells():
+        signal.signal(number, lambda *_: stop.set())
     return stop
+
+
+def farewells() -> tuple[signal.Signals, ...]:
+    """Return the signals that tell a process to say goodbye: SIGTERM, SIGINT, and SIGHUP unless `nohup` ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
 
 
 @contextmanager

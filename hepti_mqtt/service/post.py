@@ -191,7 +191,12 @@ class Post:
                 reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
             )
         except PacketLimitError as error:
-            return self._publish(replace(answer, reply=self._desk.too_large(reply, error)))
+            shorter = self._desk.too_large(reply, error)
+            if len(shorter.payload) < len(reply.payload):
+                return self._publish(replace(answer, reply=shorter))
+            self._unpublished(reply, error)
+            if answer.taken is not None:
+                answer.taken()  # not even that error gets through, and the request would come again for ever
         except NetworkError as error:
             self._no_room(answer, error)
             return False
@@ -201,10 +206,13 @@ class Post:
         """Keep an answer for later, unless we are closed; of a part the whole answer tells."""
         if answer.taken is not None and not self._closed:
             self._unheard.put(time.monotonic() + AGAIN_S, answer)
+        self._unpublished(answer.reply, error)
+
+    def _unpublished(self, reply: Reply, error: NetworkError) -> None:
         self._decoder.counters["unpublished"] += 1
         count = self._decoder.counters["unpublished"]
         if count & (count - 1) == 0:  # each is tried again, so that the log would be full of it
-            self._log.warning("not published to %s: %s (%d so far)", answer.reply.topic, error, count)
+            self._log.warning("not published to %s: %s (%d so far)", reply.topic, error, count)
 
     def _taken(self, answer: Outgoing, heard: bool) -> None:
         """The broker has an answer, on the network thread."""

@@ -28,6 +28,7 @@ ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
     "predicted_ms",
 )  # fmt: skip
+TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 

@@ -62,7 +62,11 @@ def test_an_error_answer_ends_a_request(session):
     assert isinstance(outcome, OverloadedError)
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"ok": false}', b"\xff\xfe", b"[" * 100_000], ids=len)
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"{", b"[]", b'{"ok": false}', b"\xff\xfe", b'{"final": false, "index": 0}', b"[" * 100_000],
+    ids=len,
+)
 def test_a_malformed_answer_ends_nothing(session, payload):
     session.begin("m", "q1", {}, "token", 0.0)
     assert session.heard(T.response("m", "me", "q1"), payload, 1.0) == []
@@ -124,7 +128,7 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
         session.forget("m", "q1", 3)
 
     ask()
-    part, answer = reply(final=False, index=0), reply(result=1)
+    part, answer = reply(final=False, index=0, token=7, text="a"), reply(result=1)
     assert [item.token for item in session.heard(*part, now=1.0)] == [1, 2], "who was cancelled takes nobody along"
     ended = session.heard(*answer, now=1.0)
     assert [(item.token, round(item.outcome.latency_ms)) for item in ended] == [(1, 1000), (2, 500)]

@@ -45,14 +45,27 @@ def test_an_interrupt_that_was_lost_ends_the_session_thread():
     assert isinstance(inbox.get(0.0), Stop)
 
 
-def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then(number):
     inbox: Inbox[AgentEvent] = Inbox()
     with Signals() as signals, pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
     with Signals() as signals:
         signals.deliver_to(inbox)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
     assert isinstance(inbox.get(0.0), Stop)
+
+
+def test_an_agent_started_with_nohup_outlives_its_terminal():
+    inbox: Inbox[AgentEvent] = Inbox()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signals.deliver_to(inbox)
+            signal.raise_signal(signal.SIGHUP)
+        assert inbox.empty()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

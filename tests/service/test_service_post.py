@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.errors import NetworkError, PacketLimitError
 from hepti_mqtt.service import post as module
-from hepti_mqtt.service.desk import Reply
+from hepti_mqtt.service.desk import Desk, Reply
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.unheard import UNHEARD, UNHEARD_BYTES
@@ -18,12 +21,14 @@ TOPIC = "hepti/v1/home/infer/m/req/me"
 
 
 class Answers:
-    """A connection that answers go out on; room: for how many more."""
+    """A connection that answers go out on; room: for how many more. limit: of bytes, that the broker takes."""
 
     def __init__(self):
-        self.room, self.sent = 10_000, []
+        self.room, self.limit, self.sent = 10_000, 10_000_000_000, []
 
     def publish(self, topic, payload, qos, taken=None):
+        if len(payload) > self.limit:
+            raise PacketLimitError("it is too large")
         if not self.room:
             raise NetworkError("it is full")
         self.room -= 1
@@ -171,6 +176,16 @@ def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, cl
     site.post.again(clock.now)
     assert site.answers.taken(heard=False) == [b"{}"]
     assert not site.settled
+
+
+@pytest.mark.parametrize("limit", [1000, 10])
+def test_an_answer_that_the_broker_does_not_take_becomes_an_error_or_ends(site, limit):
+    site.post._desk = SimpleNamespace(too_large=partial(Desk.too_large, None))
+    site.answers.limit = limit
+    site.answer(1, b'{"id": "q1"}' + b" " * 2000)
+    said = [json.loads(payload)["error"]["code"] for payload in site.answers.taken(heard=True)]
+    assert said == (["packet_limit"] if limit > 100 else [])
+    assert site.settled == [1], "or it would come again for ever"
 
 
 def test_a_part_that_finds_no_room_is_not_kept(site, clock):
