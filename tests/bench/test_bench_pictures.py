@@ -130,7 +130,7 @@ def test_the_report_begins_with_every_cell_at_a_glance(played):
     chose = "Hepti chose row/kv on pi1, pi2; the fastest pinned was"
     assert f"- 2 devices at 940 Mbit/s: {chose} row/kv x2, and its choice took 1.01 times as long" in lines
     assert f"- 2 devices at 100 Mbit/s: {chose} row/kv x2, and its choice took 1.01 times as long" in lines
-    assert "| 2 | 4 | 1.12 | 1.12 | 1.12 |" in lines
+    assert "| 2 | 4 | 1.12 | 1.12 | 1.12 | 0 | | | |" in lines
 
 
 def test_devices_of_one_number_are_named_and_failed_cells_left_out(tmp_path):
