@@ -34,7 +34,7 @@ from device_agent.own_endpoint import OwnEndpoint
 from device_agent.packet_limit import PacketLimit
 from device_agent.probe import Prober
 from device_agent.shell import Shell
-from device_agent.signals import Signals
+from device_agent.signals import Signals, ToldToEnd
 from device_agent.starting import Starting, prepare_kernels
 from device_agent.tiles import TileCache
 from hepti_mqtt import __version__
@@ -77,7 +77,7 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
             agent = _Agent(config, places, next_boot(places.state, make_room=room))
             with _watching(stop, agent.inbox):
                 agent.run(signals, stop or threading.Event())
-        except KeyboardInterrupt:
+        except ToldToEnd:
             signals.ending()
             config.log.info("stopped before the device was online")
         finally:

@@ -10,6 +10,14 @@ from hepti_mqtt.config.ending import farewells
 from hepti_mqtt.transport import Inbox
 
 
+class ToldToEnd(BaseException):
+    """The device is told to end before its session thread runs.
+
+    No KeyboardInterrupt: one that passes through `exec`, as in many an import, makes Python kill itself with SIGINT in
+    the end, whoever has caught it.
+    """
+
+
 class Signals:
     """Signals to end: an event for the session thread once it runs, an interrupt before, nothing while all ends.
 
@@ -40,7 +48,7 @@ class Signals:
     def check(self) -> None:
         """Interrupt again if the device was told to end before the session thread runs."""
         if self._asked:
-            raise KeyboardInterrupt
+            raise ToldToEnd
 
     def ending(self) -> None:
         """From now on the device ends: whoever says so again interrupts nothing."""
@@ -51,4 +59,4 @@ class Signals:
         if self._inbox is not None:
             self._inbox.post(Stop())
         elif not self._ending:
-            raise KeyboardInterrupt
+            raise ToldToEnd

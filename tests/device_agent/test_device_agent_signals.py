@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from device_agent.agent import _Agent, run_agent
 from device_agent.config import AgentConfig
 from device_agent.events import AgentEvent, Stop
-from device_agent.signals import Signals
+from device_agent.signals import Signals, ToldToEnd
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.inbox import Inbox
 
@@ -32,7 +34,7 @@ def test_an_interrupt_that_was_lost_comes_again():
     with Signals() as signals:
         signals.check()
         tell_in_a_callback()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(ToldToEnd):
             signals.check()
 
 
@@ -48,12 +50,24 @@ def test_an_interrupt_that_was_lost_ends_the_session_thread():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then(number):
     inbox: Inbox[AgentEvent] = Inbox()
-    with Signals() as signals, pytest.raises(KeyboardInterrupt):
+    with Signals() as signals, pytest.raises(ToldToEnd):
         signal.raise_signal(number)
     with Signals() as signals:
         signals.deliver_to(inbox)
         signal.raise_signal(number)
     assert isinstance(inbox.get(0.0), Stop)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number):
+    code = (
+        "import signal; from device_agent.signals import Signals, ToldToEnd\n"
+        "try:\n"
+        f"    with Signals(): exec('signal.raise_signal(signal.{number})')\n"
+        "except ToldToEnd: print('told')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
 def test_an_agent_started_with_nohup_outlives_its_terminal():
