@@ -50,6 +50,23 @@ def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
     assert site.session.plan("m").devices != plan.devices, "another device is faster now"
 
 
+def test_a_device_that_slows_down_while_a_search_runs_is_no_part_of_what_its_plan_was_made_for() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    search = site.solves[-1]
+    site.drift({"b": 4.0}, 2)
+    site.solve(search)
+    site.ready()
+    plan = site.session.plan("m")
+    assert plan is not None
+    site.submit("r1")
+    site.answer(1)
+    site.drift({"b": 4.0}, 20)
+    assert site.notes()["drift"] == 1
+    assert site.solves[-1] is not search
+
+
 def test_an_answer_knows_what_runs_before_it_had_taught() -> None:
     site = Site()
     site.join("a", "b")

@@ -143,5 +143,5 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
     learned = model.experience.learned(site.now)
     assert learned.factors == {way(whole): pytest.approx(3.0)}
     assert learned.factor(replace(whole.replicas[0])) == 1.0
-    assert model.times(site.now) == {"the time of replicas on 2": pytest.approx(3.0)}
+    assert model.learned(site.now, whole) == pytest.approx(3.0)
     assert model.learned(site.now, whole.replicas[1]) == pytest.approx(3.0), "by which its next runs are expected"

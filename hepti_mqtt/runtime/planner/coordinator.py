@@ -259,7 +259,7 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.ended(plans.searching, "outdated", now, "requests wait")
-        model.displaced = False
+        model.search_begun(self.membership.observed(), now)
         ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
         plans.search(ticket, question.epoch, now)
         return [Solve(model.served.name, ticket, question, model.active, hurried, model.last)]
@@ -289,7 +289,7 @@ class CoordinatorSession:
             plans.ended(search, "outdated", now)
             return []
         model.error, model.latest = None, event.decision
-        model.drift.plan_made(self.membership.observed() | model.times(now, chosen), now)
+        model.plan_made(chosen, now)
         if kept := model.keeps(event.decision, search.forced or event.worth_it):
             plans.ended(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.show(model)]

@@ -13,7 +13,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, DriftRule, Experience
+from hepti_mqtt.planner import Decision, DriftRule, Experience, Learned
 from hepti_mqtt.runtime.planner.falls import Falls
 from hepti_mqtt.runtime.planner.flight import Item, Job, Run
 from hepti_mqtt.runtime.planner.packs import choose, packed
@@ -45,6 +45,7 @@ class ModelState:
     experience: Experience = field(default_factory=Experience)
     outdated: Epoch | None = None  # of the plan whose prediction is by links or speeds that are others now
     latest: Decision | None = None  # of the last search that found a plan
+    asked_with: tuple[Mapping[str, float], Learned] = ({}, Learned())  # of the last search: what was measured and known
     queue: Waiting = field(default_factory=Waiting)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
@@ -112,7 +113,7 @@ class ModelState:
             return None
         found = self.drift.observe(measured, now)
         if found is None:
-            return self.drift.observe(self.times(now), now)
+            return self.drift.observe(_times(self.experience.learned(now), self.active), now)
         self.outdated = self.active.epoch
         self.experience.forget(now - UNNOTICED_S)
         return found
@@ -164,10 +165,14 @@ class ModelState:
         """Return how many times as long as predicted runs take under a plan, or under that of which it is a replica."""
         return self.experience.learned(now).factor(self.plans.whole(run))
 
-    def times(self, now: float, chosen: Plan | None = None) -> dict[str, float]:
-        """Return how far off the predictions were of the active plan, and of one that was chosen."""
-        learned, plans = self.experience.learned(now), [p for p in (self.active, chosen) if p is not None]
-        return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans}
+    def search_begun(self, observed: Mapping[str, float], now: float) -> None:
+        """A search begins, with what is measured and learned now."""
+        self.displaced, self.asked_with = False, (observed, self.experience.learned(now))
+
+    def plan_made(self, chosen: Plan, now: float) -> None:
+        """A search has chosen a plan. What has changed since it began is no part of what that was made for."""
+        observed, learned = self.asked_with
+        self.drift.plan_made({**observed, **_times(learned, self.active, chosen)}, now)
 
     def foreseen(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
@@ -242,3 +247,8 @@ def same_division(a: Plan, b: Plan) -> bool:
         if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.weights[kind], strict=True)):
             return False
     return True
+
+
+def _times(learned: Learned, *plans: Plan | None) -> dict[str, float]:
+    """Return how far off the predictions of plans were."""
+    return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans if p is not None}
