@@ -10,7 +10,7 @@ from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
+from hepti_mqtt.plan_programs import make_plan, programs_digest, resident_weights
 from hepti_mqtt.planner.asked import check_pins
 from hepti_mqtt.planner.deadline import in_time
 from hepti_mqtt.planner.decision import Candidate, Decision
@@ -79,8 +79,8 @@ def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Can
 def decide_soon(question: Question, last: Plan | None = None) -> Decision:
     """Return a plan in a fraction of the time of `decide`: for requests that wait and have none.
 
-    The best device alone or, if that is faster, the last plan's method on those of its devices that are left, which
-    have most of the weights already. Raises as `decide` does, if neither can be.
+    The best device alone, or the last plan's method on those of its devices that are left: if that is faster and they
+    have all the weights already, or if none can do it alone. Raises as `decide` does, if neither can be.
     """
     left = None if last is None else _on_those_left(question, last)
     try:
@@ -89,8 +89,15 @@ def decide_soon(question: Question, last: Plan | None = None) -> Decision:
         if left is None:
             raise
         return _decision(question, [left])
-    ranking = _worth_dividing(question, sorted([c for c in (left, alone.chosen) if c is not None], key=_order))
-    return _decision(question, ranking)
+    if last is None or left is None or not _has_weights(question, last, left.plan):
+        return alone
+    return _decision(question, _worth_dividing(question, sorted((left, alone.chosen), key=_order)))
+
+
+def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
+    """Return whether the devices of a plan have loaded all of its weights for the last one."""
+    spec = question.spec
+    return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
 
 
 def _on_those_left(question: Question, last: Plan) -> Candidate | None:

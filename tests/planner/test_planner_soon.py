@@ -39,7 +39,7 @@ def planned(strategy: str, **options: str):
 
 
 def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one():
-    last = planned("row", variant="heads")
+    last = planned("row", variant="kv")
     found = decide_soon(question(*ALL[:3]), last)
     assert found.chosen.plan.method == last.method
     assert set(found.chosen.plan.devices) == set(ALL[:3])
@@ -48,8 +48,12 @@ def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one
     assert found.chosen.plan.predicted_tokens == 128
 
 
+def test_one_device_answers_while_those_that_are_left_would_load_weights():
+    assert decide_soon(question(*ALL[:3]), planned("row", variant="heads")).chosen.name == "single"
+
+
 def test_one_device_answers_where_it_is_faster_or_no_other_is_left():
-    last = planned("row", variant="heads")
+    last = planned("row", variant="kv")
     assert decide_soon(question(*ALL[:3], mbit=5), last).chosen.name == "single"
     assert decide_soon(question(*ALL[:1]), last).chosen.name == "single"
     assert decide_soon(question(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
