@@ -82,26 +82,24 @@ def decide_soon(question: Question, last: Plan | None = None) -> Decision:
     The best device alone, or the last plan's method on those of its devices that are left: if that is faster and they
     have all the weights already, or if none can do it alone. Raises as `decide` does, if neither can be.
     """
-    left = None if last is None else _on_those_left(question, last)
     try:
         alone = decide(replace(question, strategy=ALONE, options={}))
     except PlanError:
+        left = None if last is None else _on_those_left(question, last, may_load=True)
         if left is None:
             raise
         return _decision(question, [left])
-    if last is None or left is None or not _has_weights(question, last, left.plan):
+    left = None if last is None else _on_those_left(question, last, may_load=False)
+    if left is None:
         return alone
     return _decision(question, _worth_dividing(question, sorted((left, alone.chosen), key=_order)))
 
 
-def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
-    """Return whether the devices of a plan have loaded all of its weights for the last one."""
-    spec = question.spec
-    return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
+def _on_those_left(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:
+    """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be.
 
-
-def _on_those_left(question: Question, last: Plan) -> Candidate | None:
-    """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be."""
+    may_load: weights that they have not loaded for the last plan.
+    """
     profiles = question.cluster.devices
     names = [device for device in last.devices if device in profiles]
     if len(names) < 2 or last.replicas:
@@ -114,10 +112,17 @@ def _on_those_left(question: Question, last: Plan) -> Candidate | None:
         plan = replace(guess.plan, wire=question.wire if question.accuracy is None else EXACT)
         if last.route in routes(question, plan.devices):
             plan = on_route(question, plan, last.route)
-        needs, missing = memory(question, plan)
-        if not missing and gets_through(question, plan):
-            return _in_full(question, Draft(plan, guess.weights, needs, missing))
+        if may_load or _has_weights(question, last, plan):
+            needs, missing = memory(question, plan)
+            if not missing and gets_through(question, plan):
+                return _in_full(question, Draft(plan, guess.weights, needs, missing))
     return None
+
+
+def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
+    """Return whether the devices of a plan have loaded all of its weights for the last one."""
+    spec = question.spec
+    return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
 
 
 def _through_the_broker(question: Question, guesses: Sequence[Guess]) -> Sequence[Guess]:

@@ -171,10 +171,14 @@ class Outbox:
             return self._take_out(lambda other: other.topic == message.topic and other.payload == message.payload)
 
     def _take_out(self, unwanted: Callable[[Message], bool]) -> list[Message]:
-        gone = [op for op in self._queue if isinstance(op, Message) and unwanted(op)]
-        if gone:
-            self._queue = deque(op for op in self._queue if not (isinstance(op, Message) and unwanted(op)))
-            self._queued_bytes -= sum(op.packet_bytes for op in gone)
+        gone: list[Message] = []
+        for _ in range(len(self._queue)):  # once round: what stays keeps its order
+            op = self._queue.popleft()
+            if isinstance(op, Message) and unwanted(op):
+                gone.append(op)
+            else:
+                self._queue.append(op)
+        self._queued_bytes -= sum(op.packet_bytes for op in gone)
         return gone
 
     def disconnected(self, unacknowledged: Sequence[Message], unfinished: bool) -> None:

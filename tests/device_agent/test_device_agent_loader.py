@@ -1,7 +1,6 @@
 from collections import deque
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from device_agent_support import Device, Model, check_weights
 from hypothesis import given
@@ -13,13 +12,12 @@ from device_agent.loader import (
     PROGRESS_S,
     WINDOW,
 )
-from hepti_mqtt.errors import ModelError, PlanError, WireError
+from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import loading_bytes
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.runtime.device.commands import Load, Unload
 from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
-from hepti_mqtt.simulate import loading_total, weight_total
+from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.wire.manifest import Manifest
 
 MODEL = Model()
@@ -372,54 +370,6 @@ def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
     device.asks.popleft()
     device.serve(MODEL)
     assert [e.epoch for e in device.of(Loaded)] == [Epoch(1, 2)]
-
-
-@pytest.mark.parametrize("storage", ["w8a8", "w8a32"])
-@pytest.mark.parametrize("known", ["every second tile", "what others ask for"])
-def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage, known):
-    # Ranges that no block and no panel begins with: every tile leaves blocks of which a part is missing.
-    ref = WeightRef("up", (10, 3990), (5, 2985), "packed", storage)
-    bound = loading_total([ref])
-    assert bound < 0.4 * loading_bytes(ref)
-    digests = [tile.hash for tile in WIDE.manifest.tiles(ref)]
-    if known == "every second tile":
-        for digest in digests[::2]:
-            device.cache.put(digest, WIDE.blobs[digest], set(digests))
-    device.loader.load(WIDE.load(refs=(ref,)), device.now)
-    device.loader.tile(WIDE.blobs[device.asks.popleft()], True, device.now)
-    held = []
-
-    def look():
-        buffers = device.loader._jobs[0].buffers.values() if device.loader._jobs else ()
-        held.append(sum(block.nbytes for buffer in buffers for block in buffer._staged.values()))
-
-    if known == "what others ask for":
-        for digest in digests[::2]:
-            device.loader.tile(WIDE.blobs[digest], False, device.now)
-            look()
-    while device.loader.step(device.now):
-        look()
-    while device.asks:
-        device.loader.tile(WIDE.blobs[device.asks.popleft()], True, device.now)
-        look()
-        while device.loader.step(device.now):
-            look()
-    assert 0 < max(held) <= bound
-    (loaded,) = device.of(Loaded)
-    plain = loaded.weights[ref].plain()
-    assert np.abs(plain - WIDE.expected(ref)).max() <= 0.51 / 127 * np.abs(plain).max()
-
-
-def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
-    def none_left(ref):
-        raise MemoryError
-
-    monkeypatch.setattr("device_agent.load_job.allocate", none_left)
-    device.loader.load(MODEL.load(), device.now)
-    device.serve(MODEL)
-    (failed,) = device.of(LoadFailed)
-    assert isinstance(failed.error, PlanError)
-    assert "--memory" in str(failed.error)
 
 
 @given(data=st.data())
