@@ -71,9 +71,11 @@ class Decoders(Site):
         return self.caches.setdefault((device, frame.epoch, frames.decode_session(frame).number), [])
 
     def compute(self, admission: int, *devices: str) -> None:
-        """Let devices compute their part of a run, or say that they have lost its session."""
+        """Let devices compute their part of a run, once, or say that they have lost its session."""
         at, ids = self.asked(admission)
         for device in devices or self.plan_of(admission).devices:
+            if device in self.computed[admission]:
+                continue  # again it would cut what a later run of the session has added to the cache
             cache = self.cache(device, admission)
             if len(cache) < at:
                 self.failed(admission, device, "session")
