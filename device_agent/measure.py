@@ -16,7 +16,8 @@ from typing import Any, Final, get_args
 import numpy as np
 
 from device_agent.caches import last_level_bytes
-from device_agent.limits import capacities, cores
+from device_agent.given import given
+from device_agent.limits import allowed, capacities, cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
 from hepti_mqtt.cluster import profile_from_caps
@@ -80,6 +81,7 @@ def self_measurement(
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
         "weights": "cold",
+        "quota": "given",
     }
     curves = None if anew else _just_made(places, key, before)
     cached = curves is not None
@@ -269,11 +271,11 @@ def _arrays(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Any], list[Any
 def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
     """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
 
-    Where the system gives less than that, time is processor time over the share of the cores: what a clock on the wall
+    Where the system gives less than that, time is processor time over the cores that it gives: what a clock on the wall
     shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that
     were held up (swapping, a process that was stopped) do not count.
     """
-    share = cores()
+    share = given(allowed(), threads)
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
     act()
     spent: list[float] = []

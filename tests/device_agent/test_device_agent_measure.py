@@ -5,6 +5,7 @@ import pytest
 
 from device_agent import measure as measuring
 from device_agent.caches import UNKNOWN_BYTES, last_level_bytes
+from device_agent.limits import Allowed
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
 from hepti_mqtt.cluster import profile_from_caps
 from hepti_mqtt.errors import HeptiError
@@ -279,14 +280,14 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
         now["cpu"] += 1.0
 
     monkeypatch.setattr(measuring, "time", Clocks)
-    monkeypatch.setattr(measuring, "cores", lambda: cores)
+    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(cores, 0.1))
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
 
 
 def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
     now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
+    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
 
     def act():
         now[0] += next(runs)

@@ -20,6 +20,7 @@ def test_a_quota_is_the_share_of_its_period_and_never_refused(cores: float) -> N
     assert amount >= 1000  # the kernel refuses less
     assert 1000 <= period <= 1_000_000  # and other periods
     assert amount / period == pytest.approx(cores, rel=0.01)
+    assert amount == 1000 or period >= 4000, "much of a core in periods of less than a tick is less than that"
 
 
 def unified(tmp_path: Path, controllers: str = "cpu memory pids") -> Path:
