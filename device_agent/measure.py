@@ -10,13 +10,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final, get_args
 
 import numpy as np
 
 from device_agent.caches import last_level_bytes
-from device_agent.given import given
+from device_agent.given import given, not_held_up
 from device_agent.limits import allowed, capacities, cores
 from device_agent.measure_mesh import OwnMesh
 from hepti_mqtt import __version__
@@ -47,7 +47,6 @@ FRAME_SIZES: Final = (256, 1 << 20)
 MESH_SIZES: Final = (256, 1 << 18)
 MOST_COLD: Final = 64 << 20  # of weights, however large the caches are: making them takes time
 TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
-HELD_UP: Final = 4.0  # times as long as usual
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -286,8 +285,7 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
         begin = clock()
         act()
         spent.append(clock() - begin)
-    usual = median(spent)
-    return max(fmean(each for each in spent if each <= HELD_UP * usual) / part, 1e-9)
+    return max(fmean(not_held_up(spent)) / part, 1e-9)
 
 
 def _attention(workers: Workers) -> float:

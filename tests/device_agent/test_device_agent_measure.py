@@ -295,6 +295,23 @@ def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
     assert measuring._seconds(act) == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("share", [0.9, 0.35, 0.2])
+@pytest.mark.parametrize("op_s", [5e-6, 2e-4, 9e-4, 3e-3])
+def test_an_op_that_fits_into_a_slice_of_a_hidden_quota_is_as_slow_as_the_quota_makes_it(monkeypatch, share, op_s):
+    """A quota of 1 ms per period that the process cannot see: most short ops run at full speed, some stand still."""
+    spent = [0.0]  # of processor time
+
+    def wall():
+        return spent[0] + int(spent[0] / 1e-3) * (1e-3 / share - 1e-3)
+
+    def act():
+        spent[0] += op_s
+
+    monkeypatch.setattr(measuring.time, "perf_counter", wall)
+    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
+    assert measuring._seconds(act) == pytest.approx(op_s / share, rel=0.1)
+
+
 @pytest.mark.parametrize("which", ["_frames", "_mesh_frames"])
 def test_a_small_frame_that_was_held_up_is_measured_again(monkeypatch, which):
     if which == "_mesh_frames" and not mesh_possible():
