@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from device_agent.limits import Allowed
@@ -44,7 +44,7 @@ def busy(
     most = 0.0
     for _ in range(WINDOWS):
         begin, spent = clock(), cpu()
-        _spin(lambda until=begin + window_s: clock() >= until)
+        _spin(partial(_past, clock, begin + window_s))
         most = max(most, (cpu() - spent) / (clock() - begin))
     enough.set()
     for member in crew:
@@ -62,6 +62,10 @@ def not_held_up(spent: Sequence[float]) -> list[float]:
     while len(left) > 1 and left[-1] > HELD_UP * left[-2]:
         left.pop()
     return left
+
+
+def _past(clock: Callable[[], float], until_s: float) -> bool:
+    return clock() >= until_s
 
 
 def _spin(enough: Callable[[], bool]) -> None:

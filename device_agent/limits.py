@@ -96,8 +96,9 @@ def _quota(group: Path) -> Allowed | None:
         quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else Allowed(int(quota) / int(period), int(period) / 1e6)
     quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
-    limited = quota_us is not None and period_us and quota_us > 0
-    return Allowed(quota_us / period_us, period_us / 1e6) if limited else None
+    if quota_us is None or not period_us or quota_us <= 0:
+        return None
+    return Allowed(quota_us / period_us, period_us / 1e6)
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
