@@ -7,11 +7,12 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
 
@@ -24,6 +25,18 @@ def room_bytes(directory: Path) -> int:
     """Return how much tiles may still take on a directory's disk; below 0 they take too much already."""
     usage = shutil.disk_usage(directory)
     return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
+
+
+class _Stamp(NamedTuple):
+    """By what a file is known to be the one that was read before."""
+
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def _stamp(stat: os.stat_result) -> _Stamp:
+    return _Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 class TileCache:
@@ -46,6 +59,7 @@ class TileCache:
         self._limit, self._room_bytes = limit_bytes, room_bytes
         self._counters = counters
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._checked: dict[bytes, _Stamp] = {}
         self.bytes = 0
         self._told = False
         if limit_bytes > 0:
@@ -57,23 +71,36 @@ class TileCache:
         return digest in self._sizes
 
     def get(self, digest: bytes) -> bytes | None:
-        """Return the blob of a hash, checked, or None; a file that holds anything else is removed."""
+        """Return the blob of a hash, checked, or None; a file that holds anything else is removed.
+
+        A file is hashed once in the life of a process, while nobody has touched it: a board without instructions for
+        SHA-256 hashes as slowly as it multiplies, and each new plan reads the same files again.
+        """
         if digest not in self._sizes:
             return None
         path = self._path(digest)
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data, found = file.read(), _stamp(os.fstat(file.fileno()))
         except OSError:
             self._forget(digest)
             return None
-        with suppress(OSError):  # of somebody else's file: then it is only not known to be in use
-            os.utime(path)
-        if hashlib.sha256(data).digest() != digest:
+        if self._checked.get(digest) != found and hashlib.sha256(data).digest() != digest:
             self._counters["cache_corrupt"] += 1
             self._remove(digest)
             return None
-        self._sizes.move_to_end(digest)
+        self._used(digest, path, found)
         return data
+
+    def _used(self, digest: bytes, path: Path, found: _Stamp) -> None:
+        """Note that a file is in use, and what it looks like from now on."""
+        now_ns = time.time_ns()
+        try:
+            os.utime(path, ns=(now_ns, now_ns))
+        except OSError:  # somebody else's file: then it is only not known to be in use
+            now_ns = found.modified_ns
+        self._checked[digest] = found._replace(modified_ns=now_ns)
+        self._sizes.move_to_end(digest)
 
     def put(self, digest: bytes, data: bytes | memoryview, keep: Collection[bytes] = ()) -> None:
         """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
@@ -157,4 +184,5 @@ class TileCache:
         self._forget(digest)
 
     def _forget(self, digest: bytes) -> None:
+        self._checked.pop(digest, None)
         self.bytes -= self._sizes.pop(digest, 0)

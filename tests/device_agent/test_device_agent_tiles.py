@@ -1,3 +1,5 @@
+import hashlib
+import os
 import shutil
 from collections import Counter
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from device_agent_support import sha
 from hypothesis import given
 from hypothesis import strategies as st
 
+from device_agent import tiles
 from device_agent.tiles import TileCache, room_bytes
 
 
@@ -48,6 +51,48 @@ def test_a_damaged_file_is_removed_and_counted(tmp_path, counters, damage):
     assert cache.get(sha(b"tile")) == b"tile"
 
 
+@pytest.fixture
+def hashed(monkeypatch):
+    """The sizes of what the cache has hashed."""
+    sizes = []
+
+    def sha256(data):
+        sizes.append(len(data))
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(tiles, "hashlib", SimpleNamespace(sha256=sha256))
+    return sizes
+
+
+@pytest.mark.parametrize("settable", [True, False])
+def test_a_file_is_hashed_once_in_the_life_of_a_process(tmp_path, counters, hashed, monkeypatch, settable):
+    TileCache(tmp_path, 1000, counters).put(sha(b"tile"), b"tile")
+    if not settable:
+        monkeypatch.setattr(tiles.os, "utime", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+    cache = TileCache(tmp_path, 1000, counters)
+    assert [cache.get(sha(b"tile")) for _ in range(3)] == [b"tile"] * 3
+    assert hashed == [4]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_somebody_has_touched_is_hashed_again(tmp_path, counters, hashed, replaced):
+    cache = TileCache(tmp_path, 1000, counters)
+    cache.put(sha(b"tile"), b"tile")
+    assert cache.get(sha(b"tile")) == b"tile"
+    (path,) = tmp_path.glob("??/*")
+    if replaced:
+        stat = path.stat()
+        (tmp_path / "new").write_bytes(b"tilf")
+        os.utime(tmp_path / "new", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        (tmp_path / "new").replace(path)
+    else:
+        path.write_bytes(b"tilf")
+        os.utime(path, ns=(1, 1))
+    assert cache.get(sha(b"tile")) is None
+    assert counters["cache_corrupt"] == 1
+    assert hashed == [4, 4]
+
+
 def test_a_file_that_somebody_removed_is_missing(tmp_path, counters):
     cache = TileCache(tmp_path, 1000, counters)
     cache.put(sha(b"tile"), b"tile")
@@ -57,7 +102,7 @@ def test_a_file_that_somebody_removed_is_missing(tmp_path, counters):
 
 
 def test_a_file_whose_time_cannot_be_set_is_a_tile_all_the_same(tmp_path, counters, monkeypatch):
-    def refused(path):
+    def refused(path, ns):
         raise PermissionError
 
     cache = TileCache(tmp_path, 1000, counters)
