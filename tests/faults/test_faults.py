@@ -44,6 +44,8 @@ def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_s
                 raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
                 assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
                 raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
+                raw.transport.publish(raw.topics.request(MODEL, "library"), b'{"id": "subscribed"}', 1)
+                assert raw.answers.get(timeout=PATIENCE_S)[1]["id"] == "subscribed"
                 asked = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
                 _, dropped = raw.answers.get(timeout=PATIENCE_S)
                 assert dropped["id"] == "early", "the broker has it, and nobody else"
