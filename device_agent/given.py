@@ -1,4 +1,7 @@
-"""What a quota of processor time really gives: the kernel looks at it no more often than its clock ticks."""
+"""What a quota of processor time really gives, and which times of runs that it stops count.
+
+The kernel looks at a quota no more often than its clock ticks.
+"""
 
 from __future__ import annotations
 

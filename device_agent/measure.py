@@ -138,6 +138,7 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
 def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
     """Return what `measure` does; raises ValueError for what no device can be."""
     linear: list[Curves] = []
+    given.cache_clear()  # a measurement that is made again must not go on with a trial that others disturbed
     begin = time.perf_counter()
     for k, n in SHAPES:
         too_slow = bool(linear) and time.perf_counter() - begin + _expected(linear[-1], k, n) > BUDGET_S
