@@ -79,7 +79,7 @@ def self_measurement(
         "capacities": capacities(),
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
-        "weights": "cold",
+        "weights": "cold, of twice the caches",
         "quota": "given",
     }
     curves = None if anew else _just_made(places, key, before)
@@ -220,7 +220,7 @@ class _Cold:
         rng = np.random.default_rng(0)
         values = [rng.standard_normal((ref.rows[1], n), np.float32) for ref in self._refs]
         nbytes = sum(map(weight_bytes, self._refs))
-        most = min(last_level_bytes() * 5 // 4, MOST_COLD, memory_bytes // 4)
+        most = min(2 * last_level_bytes(), MOST_COLD, memory_bytes // 4)
         first = _packed(self._refs, values)
         self._copies = [first, *([twin(weight) for weight in first] for _ in range(most // nbytes - 1))]
         self._k, self._n = k, n

@@ -108,8 +108,8 @@ def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
     run = measuring._Cold(384, 384, 1 << 30).run(1, workers)
     for _ in range(7):
         run()
-    assert len(set(used)) * 4 * 384 * 384 > 1 << 20, "more than the cache holds"
-    assert used[:2] == used[2:4] == used[4:6]
+    assert len(set(used)) * 4 * 384 * 384 > 3 << 19, "half more than the cache holds, at least"
+    assert used[:3] == used[3:6]
 
 
 def test_the_largest_cache_is_told(tmp_path):

@@ -313,12 +313,17 @@ def test_ops_that_do_not_fit_are_refused():
         Case("max_pool2d", [array(6, 5)], [(1, 5)], **window).run()
 
 
-def test_work_is_that_of_the_product():
+def test_work_is_that_of_the_product_and_what_is_written():
     case = conv2d(array(6, 5, 3), array(27, 4), kernel=(3, 3))
-    assert case.kernel.work(case.op, case.slots) == Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4)
+    product = Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4, nbytes=12 * 4 * 4)
+    assert case.kernel.work(case.op, case.slots) == product
+    case = conv2d(array(6, 5, 3), array(27, 4), kernel=(3, 3), residual=True)
+    assert case.kernel.work(case.op, case.slots) == product._replace(nbytes=2 * product.nbytes)
     case = conv2d(array(6, 5, 4), array(18, 6), kernel=(3, 3), groups=2)
-    assert case.kernel.work(case.op, case.slots) == Work("linear", rows=12, k=18, n=6, flops=2 * 12 * 18 * 6)
+    assert case.kernel.work(case.op, case.slots) == Work(
+        "linear", rows=12, k=18, n=6, flops=2 * 12 * 18 * 6, nbytes=12 * 6 * 4
+    )
     case = conv2d(array(6, 5, 4), array(9, 4), kernel=(3, 3), groups=4)
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 4 * (30 + 12))
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 4 * (30 + 12 + 9 / 3 * 12))
     case = pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4)
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 3 * (24 + 6))
+    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=4 * 3 * 6 * 2 * (4 + 1))

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numba import float32
 
-from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing, rowwise
-from hepti_mqtt.kernels.conv.windows import patches_of, pooling
+from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing
+from hepti_mqtt.kernels.conv.windows import patches_of, pooling, pooling_work
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, fills, kernel, reads
@@ -74,4 +74,4 @@ def _reference(
     return [patches_of(op, reads[0], out, 0.0).sum(axis=(2, 3)) / counts]
 
 
-AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind, _reference, rowwise, later=True)
+AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind, _reference, pooling_work, later=True)

@@ -333,13 +333,16 @@ def _reference(
 def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     y, x, n = slots[op.writes[0]].shape
     channels, groups = slots[op.reads[0]].shape[2], op.attrs.get("groups", 1)
-    if channels == groups > 1:  # each channel alone: the map is read and written, there is little to multiply
-        return rowwise(op, slots)
-    k = math.prod(op.attrs["kernel"]) * channels // groups
+    places, out = math.prod(op.attrs["kernel"]), slots[op.writes[0]]
+    if channels == groups > 1:  # each channel alone: the map is read, written, and multiplied in registers
+        return Work("rowwise", nbytes=rowwise(op, slots).nbytes + places * out.nbytes / 3)
+    k = places * channels // groups
     window = window_of(Check(op, slots), op)
     if fits(window, groups, op.attrs):
         return winograd_work(window, n, op.attrs.get("origin", (0, 0)))
-    return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n)
+    # A product was measured with k of some hundreds: with fewer, what is written counts.
+    beside = float(out.nbytes) * (2 if op.attrs["residual"] else 1)
+    return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n, nbytes=beside)
 
 
 CONV2D: Final = Kernel("conv2d", _bind, _reference, _work, later=True)

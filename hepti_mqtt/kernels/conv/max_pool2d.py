@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numba import float32
 
-from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing, rowwise
-from hepti_mqtt.kernels.conv.windows import patches_of, pooling
+from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing
+from hepti_mqtt.kernels.conv.windows import patches_of, pooling, pooling_work
 from hepti_mqtt.kernels.machine.addresses import floats
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers
@@ -40,8 +40,8 @@ def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
                     continue
                 values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
                 for c in range(channels):
-                    # NaN is above everything, and nothing is above NaN.
-                    is_above = values[c] > best[c] or np.isnan(values[c])
+                    # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
+                    is_above = (values[c] > best[c]) | np.isnan(values[c])
                     best[c] = values[c] if is_above else best[c]
 
 
@@ -67,4 +67,4 @@ def _reference(
     return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
-MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, rowwise, later=True)
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind, _reference, pooling_work, later=True)

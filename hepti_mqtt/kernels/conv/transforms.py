@@ -132,10 +132,10 @@ def _plain_pixels(table: int, count: int, v: int, apart: int) -> None:
         floats(v + 4 * i * apart, count)[:] = value
 
 
-def _emit_weights(_context: Any, _w: Any, _apart_w: Any, _count: Any, _u: Any) -> Any:
+def _emit_weights(_context: Any, _w: Any, _apart_w: Any, _count: Any, _u: Any, _apart_u: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        w, apart, count, u = arguments
-        sources, targets = _apart(builder, w, apart, 9), _apart(builder, u, count, PRODUCTS)
+        w, apart, count, u, apart_u = arguments
+        sources, targets = _apart(builder, w, apart, 9), _apart(builder, u, apart_u, PRODUCTS)
 
         def body(p: Any) -> None:
             values = [_load(builder, source, p) for source in sources]
@@ -145,13 +145,13 @@ def _emit_weights(_context: Any, _w: Any, _apart_w: Any, _count: Any, _u: Any) -
         _by_vectors(builder, count, body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    return types.void(*[types.int64] * 5), codegen
 
 
-def _plain_weights(w: int, apart: int, count: int, u: int) -> None:
+def _plain_weights(w: int, apart: int, count: int, u: int, apart_u: int) -> None:
     values = [floats(w + 4 * i * apart, count) for i in range(9)]
     for i, value in enumerate(_both(_Arrays, _weights_side, values, 3)):
-        floats(u + 4 * i * count, count)[:] = value
+        floats(u + 4 * i * apart_u, count)[:] = value
 
 
 def _emit_sums(_context: Any, _m: Any, _apart_m: Any, _count: Any, _bias: Any, _y: Any, _apart_y: Any) -> Any:
@@ -170,6 +170,43 @@ def _emit_sums(_context: Any, _m: Any, _apart_m: Any, _count: Any, _bias: Any, _
     return types.void(*[types.int64] * 6), codegen
 
 
+def _emit_outputs(_context: Any, _m: Any, _apart_m: Any, _count: Any, _bias: Any, _targets: Any, _limits: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        m, apart, count, bias, to, limits = arguments
+        sources, targets = _apart(builder, m, apart, PRODUCTS), _addresses(builder, to, OUTPUTS)
+        low, high = (_splat(builder, limits, i) for i in range(2))
+
+        def body(p: Any) -> None:
+            values, added = [_load(builder, source, p) for source in sources], _load(builder, bias, p)
+            for value, target in zip(_both(_Vectors(builder), _sums_side, values, 4), targets, strict=True):
+                total = builder.fadd(value, added)
+                # A comparison with NaN is false: NaN stays.
+                total = builder.select(builder.fcmp_ordered("<", total, low), low, total)
+                total = builder.select(builder.fcmp_ordered(">", total, high), high, total)
+                _store(builder, total, target, p)
+
+        _by_vectors(builder, count, body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _splat(builder: Any, base: Any, i: int) -> Any:
+    """Return a vector of the number at a place of an array."""
+    value = builder.load(builder.gep(builder.inttoptr(base, _F32.as_pointer()), [ir.Constant(_I64, i)]))
+    none, zero = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), TILE.lanes), [0] * TILE.lanes)
+    return builder.shuffle_vector(builder.insert_element(none, value, zero), none, lanes)
+
+
+def _plain_outputs(m: int, apart: int, count: int, bias: int, targets: int, limits: int) -> None:
+    values, (low, high) = [floats(m + 4 * i * apart, count) for i in range(PRODUCTS)], floats(limits, 2)
+    to = (ctypes.c_int64 * OUTPUTS).from_address(targets)
+    for address, value in zip(to, _both(_Arrays, _sums_side, values, 4), strict=True):
+        total = value + floats(bias, count)
+        floats(address, count)[:] = np.where(total < low, low, np.where(total > high, high, total))
+
+
 def _plain_sums(m: int, apart: int, count: int, bias: int, y: int, apart_y: int) -> None:
     values = [floats(m + 4 * i * apart, count) for i in range(PRODUCTS)]
     for i, value in enumerate(_both(_Arrays, _sums_side, values, 4)):
@@ -179,9 +216,12 @@ def _plain_sums(m: int, apart: int, count: int, bias: int, y: int, apart_y: int)
 # Fill v, 16 arrays [count] that lie `apart` floats apart, with the transform of a patch of 16 pixels [count], whose
 # addresses are at `table`. Arguments: table, count, v, apart. Counts are of whole vectors.
 pixels_transformed: Final = lowered(_emit_pixels, _plain_pixels)
-# Fill u [16, count] with the transform of the 9 places of w [count], which lie `apart` floats apart. Arguments: w,
-# apart, count, u.
+# Fill u, 16 arrays [count], with the transform of the 9 places of w [count], each `apart` floats from the next.
+# Arguments: w, apart of w, count, u, apart of u.
 weights_transformed: Final = lowered(_emit_weights, _plain_weights)
 # Fill y, 4 arrays [count] that lie `apart of y` floats apart, with bias [count] + the transform of 16 arrays [count] of
 # m. Arguments: m, apart of m, count, bias, y, apart of y.
 sums_transformed: Final = lowered(_emit_sums, _plain_sums)
+# Fill y, 4 arrays [count] whose addresses are at `targets`, with the same, cut to the two numbers at `limits`.
+# Arguments: m, apart of m, count, bias, targets, limits.
+outputs_transformed: Final = lowered(_emit_outputs, _plain_outputs)

@@ -8,6 +8,7 @@ where patches are: places of a patch lie dilation apart. There are as many patch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from hepti_mqtt.kernels.base import Array, Check, row_parts
 from hepti_mqtt.kernels.machine.workers import Parts, Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.work import Work
 
 
 class Window(NamedTuple):
@@ -80,6 +82,12 @@ def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], p
     c = window.channels
     check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
     return window, row_parts(window.pixels, c * window.places, pool)
+
+
+def pooling_work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    """Return the work of an op that pools: for each place of a patch, its values and what they change are moved."""
+    places, out = prod(op.attrs["kernel"]), slots[op.writes[0]]
+    return Work("rowwise", nbytes=2.0 * (places + 1) * out.nbytes)
 
 
 def patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:

@@ -19,11 +19,12 @@ from numba import float32
 from hepti_mqtt.kernels.conv.transforms import (
     OUTPUTS,
     PRODUCTS,
+    outputs_transformed,
     pixels_transformed,
     sums_transformed,
     weights_transformed,
 )
-from hepti_mqtt.kernels.conv.units import BIAS, SHIFT, VALID, WEIGHTS, finish_rows
+from hepti_mqtt.kernels.conv.units import BIAS, BOUNDS, COLUMN, IN_REGISTERS, SHIFT, VALID, WEIGHTS, finish_rows
 from hepti_mqtt.kernels.conv.windows import Window
 from hepti_mqtt.kernels.gemm.tile import MR, NR, panel_of_rows
 from hepti_mqtt.kernels.machine.isa import TILE
@@ -31,8 +32,11 @@ from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, TABLE, fills, helper,
 from hepti_mqtt.work import Work
 
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
-TILES: Final = 96
+TILES: Final = 192
 PIECE: Final = 128
+# Floats of a cache line. What is written for each of the 16 products lies so much further apart than it is long: else
+# the 16 places of a tile fall into the same few sets of the first-level cache, and drive each other out.
+_LINE: Final = 16
 # Fewer channels cost more in transforms than they save in products; so do weights for fewer outputs, and with a whole
 # map of fewer, shares of it have so few that nothing is gained.
 LEAST_CHANNELS: Final = 32
@@ -88,7 +92,7 @@ def _transform(at: Any, zeros: Any, window: Any, tiles: Any, first: int, count: 
                 y, x = y0 + i, x0 + j
                 is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
                 table[4 * i + j] = at + 4 * channels * (y * width + x) if is_inside else zeros
-        pixels_transformed(table.ctypes.data, channels, v + 4 * t * channels, count * channels)
+        pixels_transformed(table.ctypes.data, channels, v + 4 * t * channels, count * channels + _LINE)
 
 
 @helper
@@ -98,15 +102,17 @@ def _multiply(v: Any, channels: int, count: int, unit: Any, near: Any, none: Any
     vectors, tiles = -(-unit[VALID] // _LANES), -(-count // MR)
     for low in range(0, channels, PIECE):
         depth = min(PIECE, channels - low)
-        weights_transformed(unit[WEIGHTS] + 4 * NR * low, channels * NR, depth * NR, u)
+        weights_transformed(unit[WEIGHTS] + 4 * NR * low, channels * NR, depth * NR, u, depth * NR + _LINE)
         for product in range(PRODUCTS):
             for t in range(tiles):
                 i = t * count // tiles
                 rows = (t + 1) * count // tiles - i
-                left = v + 4 * ((product * count + i) * channels + low)
-                to = m + 4 * (product * count + i) * NR
+                left = v + 4 * (product * (count * channels + _LINE) + i * channels + low)
+                to = m + 4 * (product * (count * NR + _LINE) + i * NR)
                 start, stride = (to, NR) if low > 0 else (none, 0)
-                panel_of_rows(rows, vectors, left, channels, depth, u + 4 * product * depth * NR, start, stride, to, NR)
+                panel_of_rows(
+                    rows, vectors, left, channels, depth, u + 4 * product * (depth * NR + _LINE), start, stride, to, NR
+                )
 
 
 @helper
@@ -119,12 +125,34 @@ def _finish(
     for t in range(count):
         y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE]
         x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE]
-        sums_transformed(m + 4 * t * NR, count * NR, width, unit[BIAS], sums.ctypes.data, NR)
+        at = m + 4 * t * NR
+        sums_transformed(at, count * NR + _LINE, width, unit[BIAS], sums.ctypes.data, NR)
         left, right = max(-x0, 0), min(window[10] - x0, 2)
         for i in range(2):
             if 0 <= y0 + i < window[9]:
                 pixel = (y0 + i) * window[10] + x0 + left
                 finish_rows(sums, 2 * i + left, right - left, pixel, unit, how, out, residual)
+
+
+@helper
+def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limits: Any, beside: Any, out: Any) -> None:
+    """Do what `_finish` does where sums are only cut to limits, in whole vectors: they never leave the registers.
+
+    beside: an address where outputs that are not in out may go.
+    """
+    window, tiles, targets = where
+    n = out.shape[1]
+    for t in range(count):
+        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE]
+        x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE]
+        for i in range(2):
+            for j in range(2):
+                y, x = y0 + i, x0 + j
+                is_inside = (y >= 0) & (y < window[9]) & (x >= 0) & (x < window[10])
+                pixel = np.int64(out.ctypes.data) + 4 * ((y * window[10] + x) * n + unit[COLUMN])
+                targets[2 * i + j] = pixel if is_inside else beside
+        at = m + 4 * t * NR
+        outputs_transformed(at, count * NR + _LINE, unit[VALID], unit[BIAS], targets.ctypes.data, limits)
 
 
 @kernel(
@@ -161,8 +189,11 @@ def winograd(
     channels = window[2]
     blocks = -(-(last_tile - first_tile) // TILES)
     most = -(-(last_tile - first_tile) // max(blocks, 1))
-    v, u = np.empty(PRODUCTS * most * channels, np.float32), np.empty(PRODUCTS * PIECE * NR, np.float32)
-    m, sums = np.empty(PRODUCTS * most * NR, np.float32), np.empty(OUTPUTS * NR, np.float32)
+    v, u = (
+        np.empty(PRODUCTS * (most * channels + _LINE), np.float32),
+        np.empty(PRODUCTS * (PIECE * NR + _LINE), np.float32),
+    )
+    m, sums = np.empty(PRODUCTS * (most * NR + _LINE), np.float32), np.empty(OUTPUTS * NR, np.float32)
     table = np.empty(PRODUCTS, np.int64)
     # Addresses are read where they are used: an array of which nothing is read any more is freed.
     for first in range(first_tile, last_tile, max(most, 1)):
@@ -172,4 +203,9 @@ def winograd(
         for place in range(first_unit, last_unit):
             unit, near = units[place], (np.int64(u.ctypes.data), np.int64(m.ctypes.data))
             _multiply(np.int64(v.ctypes.data), channels, count, unit, near, np.int64(zeros.ctypes.data))
-            _finish(np.int64(m.ctypes.data), first, count, unit, (window, tiles), how, sums, out, residual)
+            made, is_whole = np.int64(m.ctypes.data), unit[SHIFT] == 0 and unit[VALID] % _LANES == 0
+            if is_whole and how[IN_REGISTERS] != 0 and residual.size == 0:
+                limits, beside = np.int64(how.ctypes.data) + 8 * BOUNDS, np.int64(sums.ctypes.data)
+                _finish_directly(made, first, count, unit, (window, tiles, table), limits, beside, out)
+            else:
+                _finish(made, first, count, unit, (window, tiles), how, sums, out, residual)
