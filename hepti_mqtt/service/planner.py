@@ -36,8 +36,7 @@ from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, Pla
 from hepti_mqtt.service.models import open_models
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
-from hepti_mqtt.service.searching import Searches
-from hepti_mqtt.service.solver import Accuracy, begin_loading
+from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
     Connected,
@@ -103,13 +102,14 @@ class _Planner:
         self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
+        self.accuracy = {n: Accuracy.of(m.checkpoint) for n, m in models.items()}
         self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
         self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
-        accuracy = {n: Accuracy.of(m.checkpoint) for n, m in models.items()}
-        self.searches = Searches(accuracy, lambda: bool(self.standing), self.inbox.post)
+        self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
+        self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -240,6 +240,12 @@ class _Planner:
         self.log.exception("a request could not be dealt with; the planner goes on")
         return RemoteError(f"the planner made a mistake ({error!r}); its log says where")
 
+    # -- search thread ----------------------------------------------------------------------------------------------
+
+    def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
+        while (command := searches.get()) is not None:
+            self.inbox.post(solve(command, self.accuracy[command.model]))
+
     # -- session thread ---------------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
@@ -249,8 +255,8 @@ class _Planner:
         threads = [
             threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
-            threading.Thread(target=self.searches.run, name="planner-search", daemon=True),
-            threading.Thread(target=self.searches.run_hurried, name="planner-hurried", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.searches,), name="planner-search", daemon=True),
+            threading.Thread(target=self._search_work, args=(self.hurried,), name="planner-hurried", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
         try:
@@ -266,7 +272,8 @@ class _Planner:
             self.reading.close()
             self.telling.close()
             self.refusals.post(None)
-            self.searches.close()
+            self.searches.put(None)
+            self.hurried.put(None)
             self.forecasts.close()
             self.tiles.close()
             self._leave()
@@ -320,7 +327,7 @@ class _Planner:
         elif isinstance(command, commands.Refuse):
             self.telling.post(command.job.key.client, partial(self._refuse, command))
         elif isinstance(command, commands.Solve):
-            self.searches.ask(command)
+            (self.hurried if command.hurried else self.searches).put(command)
         elif isinstance(command, commands.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
         elif isinstance(command, commands.ShowPlan):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import pickle
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import Any, Final
 
 import platformdirs
 
@@ -38,26 +37,16 @@ COLLECTED: Final = 20_000  # new objects before the garbage collector looks, a f
 
 def begin_loading() -> None:
     """Import what searches need while the planner asks its broker; Numba takes longer than all the rest of it."""
-    threading.Thread(target=load, name="planner-loads", daemon=True).start()
+    threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
 
-def load() -> None:
-    """Import what searches need, and have the garbage collector look seldom."""
+def _load() -> None:
     import_module("hepti_mqtt.kernels")
     # A search makes so many objects that the collector runs often, and each time it would look through all of Numba:
     # a tenth to a sixth of a search.
     gc.freeze()
     # And it finds next to nothing: looking after every 700 objects takes another tenth.
     gc.set_threshold(COLLECTED, 20, 50)
-
-
-class Errors(Protocol):
-    """How far narrow exchanges move the answers of one model: what is known, and how more is found out."""
-
-    known: dict[Narrowed, float]
-
-    def measure(self, plan: Plan) -> Mapping[WireDtype, float]:
-        """Return the errors of narrow dtypes under a plan."""
 
 
 class Accuracy:
@@ -108,7 +97,7 @@ def _write(path: Path, known: Mapping[Narrowed, float]) -> None:
         write_atomically(path, json.dumps([[*key, error] for key, error in known.items()]).encode())
 
 
-def solve(command: Solve, accuracy: Errors | None = None) -> Solved:
+def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
     """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
     question, running = command.question, command.running
     if command.hurried:
@@ -126,9 +115,3 @@ def solve(command: Solve, accuracy: Errors | None = None) -> Solved:
         _log.exception("the search for a plan of %s failed", command.model)
         return Solved(command.model, command.ticket, None, None, PlanError(f"the search failed: {error!r}"))
     return Solved(command.model, command.ticket, decision, running_s)
-
-
-def put(pipe: IO[bytes], what: Any) -> None:
-    """Send something to a process that searches, or to the planner that has it search."""
-    pickle.dump(what, pipe)
-    pipe.flush()
