@@ -57,14 +57,21 @@ class Driver:
         ask = partial(self.hepti.infer, model, **body, **_pins(order), want="plan", timeout_s=TIMEOUT_S)
         found, since = ask().plan["id"], time.monotonic()
         # Where the choice is the planner's, its first plan is of a hurried search: that of the whole one follows.
+        is_free = _pins(order).get("strategy", "auto") == "auto"
         until = since + PATIENCE_S
-        while _pins(order).get("strategy", "auto") == "auto" and time.monotonic() < until:
+        while time.monotonic() < until:
             time.sleep(LOOK_S)
-            if (now := ask().plan["id"]) != found or under_way(self.hepti.plan(model)):
+            changes = is_free and under_way(self.hepti.plan(model))
+            if (now := ask().plan["id"]) != found or changes or self._computes():
                 found, since = now, time.monotonic()
-            if time.monotonic() - since >= SETTLED_S:
+            elif not is_free or time.monotonic() - since >= SETTLED_S:
                 break
         return {}
+
+    def _computes(self) -> bool:
+        """Return whether a plan of any model is searched for or loaded: that takes the hub from who is measured."""
+        models = {model for model, _, _ in self.inputs.values()}
+        return any(under_way(self.hepti.plan(model), wanted=False) for model in models)
 
     def measure(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Check an answer, warm up, and time; raises RemoteError for a wrong answer."""
@@ -161,19 +168,20 @@ class Driver:
         return {"active": active, **told, "devices": self.hepti.devices(wait_s=1.5)}
 
 
-def under_way(record: Mapping[str, Any]) -> bool:
+def under_way(record: Mapping[str, Any], wanted: bool = True) -> bool:
     """Return whether a model's plans are about to be others, by their record: a search, or a plan on its way.
 
-    Searches are in the story alone. One has no epoch until it begins: what it was called before is the rest of its
-    name. A plan that does not fit beside others comes again under another epoch, and in the story the first one stays
-    as it was.
+    wanted: also a search that has not begun. Searches are in the story alone. One has no epoch until it begins: what it
+    was called before is the rest of its name. A plan that does not fit beside others comes again under another epoch,
+    and in the story the first one stays as it was.
     """
     states: dict[str, str] = {}
     for step in record["story"]:
         if step["from"] == "wanted":
             states.pop(step["plan"].rpartition(" ")[0], None)
         states[step["plan"]] = step["to"]
-    return record["preparing"] is not None or bool({"wanted", "searching"} & set(states.values()))
+    searches = {"wanted", "searching"} if wanted else {"searching"}
+    return record["preparing"] is not None or bool(searches & set(states.values()))
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:

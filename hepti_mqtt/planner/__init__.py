@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hepti_mqtt.planner.accuracy import decide_within, wire_errors
+from hepti_mqtt.planner.again import still_best
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
@@ -23,5 +24,6 @@ __all__ = [
     "decide_within",
     "peak_bytes",
     "price",
+    "still_best",
     "wire_errors",
 ]

@@ -49,10 +49,10 @@ def decide(question: Question) -> Decision:
     able, short, behind = fitting(question, _through_the_broker(question, list(_initial(question))))
     best: dict[str, Candidate] = {}
     able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
-    balanced = sorted((_balance(question, c) for c in able), key=_order)
-    balanced[:STEPPED] = sorted((_step_by_step(question, c) for c in balanced[:STEPPED]), key=_order)
-    balanced[:1] = (unit_by_unit(question, c) for c in balanced[:1])
-    for c in sorted(balanced, key=_order):
+    refined = sorted((balanced(question, c) for c in able), key=_order)
+    refined[:STEPPED] = sorted((_step_by_step(question, c) for c in refined[:STEPPED]), key=_order)
+    refined[:1] = (unit_by_unit(question, c) for c in refined[:1])
+    for c in sorted(refined, key=_order):
         best.setdefault(c.name, c)
     for draft in sorted(short, key=lambda d: d.lacks):
         best.setdefault(draft.name, priced(question, draft))
@@ -228,8 +228,8 @@ def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[st
     return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory(question, plan)
 
 
-def _balance(question: Question, c: Candidate) -> Candidate:
-    """Shift shares from devices that compute long to devices that wait, as long as the simulator says it helps."""
+def balanced(question: Question, c: Candidate) -> Candidate:
+    """Return a plan with shares shifted from devices that compute long to those that wait, as long as that helps."""
     best, weights = c, c.weights
     method = STRATEGIES[c.plan.strategy]
     if method.settles(c.plan.options):

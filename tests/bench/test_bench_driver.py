@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from hepti_mqtt.bench.driver import under_way
+from hepti_mqtt.bench import driver as module
+from hepti_mqtt.bench.driver import Driver, under_way
 
 HURRIED = [
     ("bert (wire f16)", "", "wanted"),
@@ -43,3 +47,35 @@ def test_a_hurried_plan_is_not_the_last_word(steps: list[tuple[str, str, str]], 
     story = [{"plan": plan, "from": before, "to": after} for plan, before, after in steps]
     on_its_way = bool(steps) and steps[-1][2] in ("preparing", "swapping")
     assert under_way({"story": story, "preparing": {"epoch": [7, 5]} if on_its_way else None}) is expected
+
+
+def test_a_search_that_has_not_begun_takes_nothing_from_others() -> None:
+    for steps, expected in ((HURRIED, False), (WHOLE, True), (WHOLE[:1], False)):
+        story = [{"plan": plan, "from": before, "to": after} for plan, before, after in steps]
+        assert under_way({"story": story, "preparing": None}, wanted=False) is expected
+
+
+class Site:
+    """What a driver asks of a client: a model that is measured, and another one for which a search runs for a while."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def infer(self, model: str, **_how: object) -> SimpleNamespace:
+        assert model == "measured"
+        self.asked += 1
+        return SimpleNamespace(plan={"id": "7.1"})
+
+    def plan(self, model: str) -> dict[str, object]:
+        ends = "searching" if model == "other" and self.asked < 4 else "gone"
+        return {"story": [{"plan": f"{model} 7.2", "from": "wanted", "to": ends}], "preparing": None}
+
+
+def test_a_turn_begins_when_no_search_for_any_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "sleep", lambda _s: None)
+    site = Site()
+    inputs = {name: (name, {}, np.zeros(1, np.float32)) for name in ("measured", "other")}
+    driver = Driver(site, inputs)  # type: ignore[arg-type]
+    pins = dict.fromkeys(("options", "devices", "wire", "weights", "route", "objective"))
+    driver.bring({"key": "measured", "strategy": "row", **pins})
+    assert site.asked == 4

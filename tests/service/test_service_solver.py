@@ -189,3 +189,43 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
         for seed in (0, 1):
             with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
                 assert set(Accuracy.of(checkpoint).known.values()) in (set(), set(found[seed].values()))
+
+
+def test_what_has_only_drifted_is_no_reason_for_a_whole_search_if_the_plan_costs_what_it_did() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    running = site.session.plan("m")
+    assert site.solves[-1].kept is None, "there was nothing to keep"
+    site.submit("r1")
+    site.answer(1)
+    site.drift(dict.fromkeys(running.devices, 1.4), 40)
+    drifted = site.solves[-1]
+    assert drifted.kept is not None
+    assert drifted.kept.chosen.plan == running
+    then = {"cluster": drifted.kept.cluster, "shape": drifted.kept.chosen.price.played[0].shape}
+    for changed in then:
+        other = replace(drifted.question, **{name: value for name, value in then.items() if name != changed})
+        assert solve(replace(drifted, question=other)).decision.chosen.plan.epoch != running.epoch, "searched for anew"
+    found = solve(replace(drifted, question=replace(drifted.question, **then)))
+    assert found.decision.chosen.plan.epoch == running.epoch
+    assert not found.worth_it
+    site.event(found)
+    assert site.session.plan("m").epoch == running.epoch
+    assert not site.session.slots.own("m").plans.busy()
+
+
+def test_whatever_else_has_changed_is_searched_for_as_a_whole() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    site.join("c")
+    site.tick(1.1)
+    assert site.solves[-1].kept is None
+    site.event(solve(site.solves[-1]))
+    site.event(events.Pin("m", Pins(strategy="single")))
+    assert site.solves[-1].kept is None

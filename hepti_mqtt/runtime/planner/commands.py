@@ -21,7 +21,8 @@ class Solve:
     """Search for a plan, and price the running one under the same measurements; report `Solved`.
 
     hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
-    last: the one that was found before; it may have lost devices.
+    last: the one that was found before; it may have lost devices. kept: the decision for the running plan, which stands
+    unless its prices of now tell of a better one: nothing but measurements has changed.
     """
 
     model: str
@@ -30,6 +31,7 @@ class Solve:
     running: Plan | None
     hurried: bool = False
     last: Plan | None = None
+    kept: Decision | None = None
 
 
 @dataclass(frozen=True, slots=True)

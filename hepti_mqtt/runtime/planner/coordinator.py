@@ -262,7 +262,7 @@ class CoordinatorSession:
         model.search_begun(self.membership.observed(), now)
         ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
         plans.search(ticket, question.epoch, now)
-        return [Solve(model.served.name, ticket, question, model.active, hurried, model.last)]
+        return [Solve(model.name, ticket, question, model.active, hurried, model.last, model.stands(wanted))]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)
@@ -374,7 +374,7 @@ class CoordinatorSession:
             drifted = model.drifted(self.membership.observed(), now)
             if drifted is not None and not model.plans.busy():
                 out.append(Note("drift", drifted))
-                model.plans.want(now, now, drifted)
+                model.plans.want(now, now, drifted, drifted=True)
         for model in self.slots.models():
             if model.shown != model.plans.story.told:
                 out.append(self._rollout.show(model))

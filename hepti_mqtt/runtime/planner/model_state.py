@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
@@ -14,10 +14,11 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, DriftRule, Experience, Learned
+from hepti_mqtt.runtime.planner.alike import same_division
 from hepti_mqtt.runtime.planner.falls import Falls
 from hepti_mqtt.runtime.planner.flight import Item, Job, Run
 from hepti_mqtt.runtime.planner.packs import choose, packed
-from hepti_mqtt.runtime.planner.plans import Plans
+from hepti_mqtt.runtime.planner.plans import Plans, Search
 from hepti_mqtt.runtime.planner.served import Served
 from hepti_mqtt.runtime.planner.waiting import Waiting
 from hepti_mqtt.spec import RequestShape
@@ -202,6 +203,11 @@ class ModelState:
             return record.epoch
         return None if is_better else record.epoch
 
+    def stands(self, search: Search) -> Decision | None:
+        """Return the decision for the active plan if that may stay what a search for measurements alone finds."""
+        record = self.plans.active
+        return record.decision if record and search.drifted and not (search.forced or self.doubtful) else None
+
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
         record = self.plans.preparing or self.plans.active
@@ -222,31 +228,6 @@ class ModelState:
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.hopeful(), "requests wait for nothing"
         assert not self.displaced or self.plans.wanted is not None
-
-
-_VARYING: Final[dict[str, Any]] = {
-    "epoch": Epoch(0, 0),
-    "weights": {},
-    "predicted_s": 0.0,
-    "predicted_bytes": 0,
-    "predicted_tokens": 0,
-    "wire_error": None,
-    "reason": "",
-    "replicas": (),
-}
-
-
-def same_division(a: Plan, b: Plan) -> bool:
-    """Return whether two plans divide the work alike; weights may differ by rounding."""
-    if len(a.replicas) != len(b.replicas) or not all(map(same_division, a.replicas, b.replicas)):
-        return False
-    if replace(a, **_VARYING) != replace(b, **_VARYING):
-        return False
-    for kind, weights in a.weights.items():
-        whole_a, whole_b = sum(weights), sum(b.weights[kind])
-        if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.weights[kind], strict=True)):
-            return False
-    return True
 
 
 def _times(learned: Learned, *plans: Plan | None) -> dict[str, float]:

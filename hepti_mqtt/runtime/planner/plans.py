@@ -16,6 +16,7 @@ from typing import Final, Literal, get_args
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
+from hepti_mqtt.runtime.planner.alike import priced_as, same_shares
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.served import Standing
 from hepti_mqtt.runtime.states import Machine, Story, Table
@@ -101,13 +102,14 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: when instead, if requests wait that no plan serves. forced: what it finds is taken
-    even if it is no faster than what runs. ticket: of the running search.
+    even if it is no faster than what runs. drifted: for nothing but measurements. ticket: of the running search.
     """
 
     due_s: float
     soon_s: float
     forced: bool
     state: PlanState
+    drifted: bool = False
     ticket: int = 0
     epoch: Epoch | None = None
 
@@ -157,8 +159,8 @@ class PlanRecord:
     def price_anew(self, decision: Decision) -> None:
         """Take a later search's price of this plan, which it has found again, and what it was priced by."""
         found = decision.chosen
-        self.plan = _priced_as(self.plan, found.plan)
-        played = found.price.played if all(map(_same, self.plan.runs, found.plan.runs)) else ()
+        self.plan = priced_as(self.plan, found.plan)
+        played = found.price.played if all(map(same_shares, self.plan.runs, found.plan.runs)) else ()
         chosen = replace(found, plan=self.plan, price=replace(found.price, played=played))
         self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
 
@@ -170,18 +172,6 @@ class PlanRecord:
             return True
         each, place = len(digests) // len(runs), runs.index(self.plan.of(device))
         return ready.digest == digests[place * each : (place + 1) * each]
-
-
-def _priced_as(plan: Plan, other: Plan) -> Plan:
-    """Return a plan with the predictions of another one of the same division; its own ranges may differ by rounding."""
-    replicas = tuple(map(_priced_as, plan.replicas, other.replicas))
-    told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
-    return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
-
-
-def _same(a: Plan, b: Plan) -> bool:
-    """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
-    return (a.devices, a.weights, a.ranges) == (b.devices, b.weights, b.ranges)
 
 
 class Plans:
@@ -264,19 +254,29 @@ class Plans:
         self.pins = pins
         self.want(now, now, "the planner's user has pinned it", forced=True)
 
-    def want(self, due_s: float, now: float, why: str, *, forced: bool = False, soon_s: float | None = None) -> None:
+    def want(
+        self,
+        due_s: float,
+        now: float,
+        why: str,
+        *,
+        forced: bool = False,
+        soon_s: float | None = None,
+        drifted: bool = False,
+    ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
-        soon_s: when instead, if requests wait that no plan serves; also if they come only after this call.
+        soon_s: when instead, if requests wait without a plan, now or later. drifted: for nothing but measurements.
         """
         soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(due_s, soon_s, running is not None and running.forced, state)
+            wanted = Search(due_s, soon_s, running is not None and running.forced, state, drifted and running is None)
             self._searches.append(wanted)
         else:
             self._step_search(wanted, "want", now, why)
+            wanted.drifted &= drifted
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def search(self, ticket: int, epoch: Epoch, now: float) -> None:
