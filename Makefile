@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
-	test-soak test-outside test-hostile bench-overhead bench-building bench-split bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
+	test-soak test-outside test-hostile bench-overhead bench-building bench-split bench-prices bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -89,6 +89,10 @@ bench-building: $(VENV)/.dev
 
 bench-split: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/split.py
+
+# What each op of a model takes here beside what the planner is told of it: make bench-prices MODELS="vgg16 bert-base".
+bench-prices: $(VENV)/.dev kernels
+	PYTHONPATH=.:tests $(if $(MODELS),MODELS="$(MODELS)") $(BIN)/python tests/benchmarks/prices.py
 
 # Hepti's choice beside every method by hand, simulated: minutes; the same OUT goes on with a run that was cut.
 bench-bars: $(VENV)/.dev
