@@ -14,8 +14,10 @@ from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 
 METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
-IDLE_S: Final = 5.0
-SMOOTHING: Final = 0.5  # part that the newest second has
+IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...
+MODEST: Final = 1.5  # ... unless it was slower or faster by less: that is how it is, and stays true for ...
+KEPT_S: Final = 600.0
+EARLIER: Final = 0.5  # part that earlier looks keep; by the work seen in them, as few ops say little
 SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
 SAMPLES: Final = 8192
 OPS: Final = 8192
@@ -81,16 +83,20 @@ class Meter:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
         self._predicted: dict[int, tuple[Op, float]] = {}
-        self._value = 1.0
+        self._observed_s = self._expected_s = 0.0  # of late, the latest most
         self._seen_s = -inf
 
     def measured(self, curves: dict[str, Any]) -> None:
         """Compare with another measurement from now on; any thread may call it."""
         self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
-        self._predicted = {}
+        self._predicted, self._seen_s = {}, -inf
 
     def slowdown(self, now: float) -> float:
-        """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while."""
+        """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while.
+
+        What is modest is told for longer: else who has just computed is compared with others as they measured
+        themselves, and devices that are alike get shares that are not.
+        """
         observed = predicted = 0.0
         while self.samples:
             op, slots, seconds = self.samples.popleft()
@@ -98,15 +104,15 @@ class Meter:
             if expected >= SHORTEST_S:
                 observed += seconds
                 predicted += expected
-        idle = now - self._seen_s > IDLE_S
+        is_modest = 1 / MODEST < self.slowdown_now < MODEST
+        if now - self._seen_s > (KEPT_S if is_modest else IDLE_S):
+            self._observed_s = self._expected_s = 0.0
         if predicted:
-            ratio = observed / predicted
-            self._value = ratio if idle else self._value + SMOOTHING * (ratio - self._value)
+            self._observed_s = EARLIER * self._observed_s + observed
+            self._expected_s = EARLIER * self._expected_s + predicted
             self._seen_s = now
-        elif idle:
-            self._value = 1.0
-        self.slowdown_now = self._value
-        return self._value
+        self.slowdown_now = self._observed_s / self._expected_s if self._expected_s else 1.0
+        return self.slowdown_now
 
     def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
         """Return what a tensor over mesh has cost of late, and each of its bytes.

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from device_agent.meter import FRAMES, IDLE_S, METERED, SHORTEST_S, Meter
+from device_agent.meter import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, Meter
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import works
@@ -50,17 +50,41 @@ def test_a_constant_slowdown_is_told_as_it_is(factor, counts):
         assert meter.slowdown(float(now)) == pytest.approx(factor)
 
 
-def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
-    def second(factor, now):
-        meter.samples.extend([(OP, SLOTS, factor * (SECONDS + OVERHEAD))] * 10)
-        return meter.slowdown(now)
+def second(meter, factor, now, count=10):
+    meter.samples.extend([(OP, SLOTS, factor * (SECONDS + OVERHEAD))] * count)
+    return meter.slowdown(now)
 
-    assert second(1.0, 0.0) == pytest.approx(1.0)
-    assert second(3.0, 1.0) == pytest.approx(2.0)
-    assert second(3.0, 2.0) == pytest.approx(2.5)
-    assert meter.slowdown(2.0 + IDLE_S) == pytest.approx(2.5)
+
+def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
+    assert second(meter, 1.0, 0.0) == pytest.approx(1.0)
+    assert second(meter, 3.0, 1.0) > 2.0
+    told = second(meter, 3.0, 2.0)
+    assert 2.5 < told < 3.0
+    assert meter.slowdown(2.0 + IDLE_S) == told
     assert meter.slowdown(2.1 + IDLE_S) == 1.0
-    assert second(3.0, 20.0) == pytest.approx(3.0)
+    assert second(meter, 3.0, 20.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
+def test_who_computes_about_as_fast_as_measured_is_known_for_it_for_minutes(meter, factor):
+    told = second(meter, factor, 0.0)
+    assert told == pytest.approx(factor)
+    assert meter.slowdown(10 * IDLE_S) == told
+    assert meter.slowdown(KEPT_S) == told
+    assert meter.slowdown(KEPT_S + 0.1) == 1.0
+
+
+def test_a_few_ops_behind_many_say_little(meter):
+    second(meter, 1.1, 0.0, 1000)
+    assert second(meter, 3.0, 1.0, 10) == pytest.approx(1.1, rel=0.05)
+    assert second(meter, 3.0, 60.0, 10) == pytest.approx(1.1, rel=0.1), "nor do they after a pause"
+
+
+def test_what_was_seen_against_another_measurement_does_not_count(meter):
+    second(meter, 1.3, 0.0)
+    meter.measured(CURVES)
+    assert meter.slowdown(0.1) == 1.0
+    assert second(meter, 1.1, 0.2) == pytest.approx(1.1)
 
 
 def test_long_ops_weigh_more_than_short_ones(meter):

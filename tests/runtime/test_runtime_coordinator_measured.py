@@ -181,6 +181,27 @@ def test_a_moment_of_load_is_not_what_a_device_is() -> None:
     assert member.profile(0).slowdown == 2.0, "what it was before it started anew does not count"
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"a": 1.08}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"a": 1.14, "b": 1.2, "c": 1.09}, {"a": 1.14, "b": 1.14, "c": 1.14}),
+        ({"a": 0.82, "b": 0.8, "c": 0.88}, {"a": 0.82, "b": 0.82, "c": 0.82}),
+        ({"a": 1.2, "b": 2.0, "c": 1.2}, {"a": 1.2, "b": 2.0, "c": 1.2}),
+    ],
+    ids=["as measured", "noise", "all slow", "all fast", "one is far slower"],
+)
+def test_devices_that_differ_by_noise_are_as_slow_as_is_usual_on_the_site(told, expected) -> None:
+    site = Site(searches=False)
+    site.join("a", "b", "c")
+    site.drift(told, SLOWDOWNS)
+    found = {name: profile.slowdown for name, profile in site.session.membership.cluster({}).devices.items()}
+    assert found == expected
+    observed = site.session.membership.observed()
+    assert {name: observed[f"slowdown of {name}"] for name in expected} == expected
+
+
 def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
     site = Site(searches=False)
     site.join("a")

@@ -102,11 +102,11 @@ class Member:
             return False  # one speaks TLS, the other does not
         return self.endpoint.loopback or not source.endpoint.loopback
 
-    def profile(self, memory_bytes: float) -> DeviceProfile:
-        """Return the device's measured profile; raises WireError if its caps cannot be read."""
+    def profile(self, memory_bytes: float, usual: float = 1.0) -> DeviceProfile:
+        """Return the device's measured profile; usual: of `slowdown`. Raises WireError if its caps cannot be read."""
         assert self.caps is not None
         try:
-            slowdown = max(self._slowdown(), 0.05)
+            slowdown = max(self.slowdown(usual), 0.05)
             return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, self._frame_cost())
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
@@ -132,23 +132,24 @@ class Member:
             found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
         return found
 
-    def _slowdown(self) -> float:
+    def slowdown(self, usual: float = 1.0) -> float:
         """Return the median of late: a second of somebody else's load is none to divide a model by.
 
-        Nor is what comes and goes by itself: equal devices would get unequal shares.
+        Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
+        devices would get unequal shares.
         """
         found = median(self.slowdowns) if self.slowdowns else 1.0
-        return found if abs(log(max(found, 1e-9))) > NOISE else 1.0
+        return found if abs(log(max(found, 1e-9) / usual)) > NOISE else usual
 
     def _frame_cost(self) -> FrameCost | None:
         """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
         told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
         return next((cost for cost in told if cost is not None), None)
 
-    def observed(self) -> dict[str, float]:
+    def observed(self, usual: float) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
         found = {
-            f"slowdown of {self.name}": self._slowdown(),
+            f"slowdown of {self.name}": self.slowdown(usual),
             f"bandwidth of {self.name}": min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
         }
         if self.endpoint is not None and not self.endpoint.loopback:
@@ -352,7 +353,11 @@ class Membership:
 
     def observed(self) -> dict[str, float]:
         """Return what drift is watched on, of every usable device."""
-        return {key: value for member in self.usable().values() for key, value in member.observed().items()}
+        usable, usual = self.usable().values(), self._usual_slowdown()
+        return {key: value for member in usable for key, value in member.observed(usual).items()}
+
+    def _usual_slowdown(self) -> float:
+        return median([m.slowdown() for m in self.usable().values()] or [1.0])
 
     def packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
@@ -362,9 +367,9 @@ class Membership:
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
         """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
-        usable = self.usable()
+        usable, usual = self.usable(), self._usual_slowdown()
         devices = {
-            n: m.profile(max(m.caps.memory_budget_bytes - reserved.get(n, 0), 0))
+            n: m.profile(max(m.caps.memory_budget_bytes - reserved.get(n, 0), 0), usual)
             for n, m in usable.items()
             if m.caps is not None
         }
