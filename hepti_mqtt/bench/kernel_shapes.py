@@ -13,11 +13,10 @@ from hepti_mqtt.kernels import works
 from hepti_mqtt.models import encoder, graph, shape_for
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.plan_programs import lowered, make_plan, short_programs
 from hepti_mqtt.program import Compute
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.work import Work
 
 MODELS: Final = ("bert-base", "bert-large", "vit-base", "vit-large", "minilm")
 TEXT_TOKENS: Final = (128, 384)
@@ -39,23 +38,27 @@ class Shape(NamedTuple):
 
 
 @cache
-def shapes() -> tuple[Shape, ...]:
-    """Return every distinct shape of MODELS, sorted: 1 to 8 equal devices, every way that a planner may choose."""
+def shapes(models: tuple[str, ...] = MODELS) -> tuple[Shape, ...]:
+    """Return every distinct shape of the models, sorted: 1 to 8 equal devices, every way that a planner may choose."""
     weights: Counter[tuple[int, int, int]] = Counter()
-    for kind in MODELS:
+    for kind in models:
         spec = encoder(spec_of_kind(kind))
         for tokens in (spec.max_tokens,) if spec.image else TEXT_TOKENS:
-            for work in _linear_work(spec, shape_for(spec, tokens)):
-                weights[work.rows, work.n, work.k] += int(work.flops)
+            for plan in _plans(spec, shape := shape_for(spec, tokens)):
+                weights.update(flops_of(spec, plan, shape))
     return tuple(Shape(*mnk, float(flops)) for mnk, flops in sorted(weights.items()) if flops)
 
 
-def _linear_work(spec: ModelSpec, shape: RequestShape) -> Iterator[Work]:
-    for plan in _plans(spec, shape):
-        for program in programs(spec, plan, shape).values():
-            for op in program.ops:
-                if isinstance(op, Compute):
-                    yield from (work for work in works(op, program.slots) if work.kind == "linear")
+def flops_of(spec: ModelSpec, plan: Plan, shape: RequestShape) -> Counter[tuple[int, int, int]]:
+    """Return the FLOPs of every matmul [m, k] @ [k, n] of a plan's Programs, by (m, n, k); layers alike are one."""
+    flops: Counter[tuple[int, int, int]] = Counter()
+    layer, times = lowered(spec, plan, shape).repeated or (-1, 1)
+    for program in short_programs(spec, plan, shape).values():
+        for op in program.ops:
+            for work in works(op, program.slots) if isinstance(op, Compute) else ():
+                if work.kind == "linear":
+                    flops[work.rows, work.n, work.k] += int(work.flops) * (times if op.layer == layer else 1)
+    return flops
 
 
 def _plans(spec: ModelSpec, shape: RequestShape) -> Iterator[Plan]:

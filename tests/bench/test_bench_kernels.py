@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from statistics import median
@@ -18,15 +19,22 @@ from hepti_mqtt.bench import (
     kernel_maps,
     kernel_report,
     kernel_rivals,
+    kernel_shapes,
     kernels,
 )
 from hepti_mqtt.bench.kernel_cases import Case, Conditions
 from hepti_mqtt.bench.kernel_options import Options
 from hepti_mqtt.bench.kernel_shapes import Shape, shapes
 from hepti_mqtt.bench.kernel_timing import interleaved, ratio
+from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.errors import BenchError
-from hepti_mqtt.kernels import Workers
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import Workers, works
+from hepti_mqtt.models import encoder, shape_for
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.program import Compute
 
 ORIGIN = {
     "machine": "2 x some CPU, Linux",
@@ -62,12 +70,28 @@ def record(m, n, k, weight, ours, threads=1, group="linear", **rivals):
 
 @pytest.mark.wide  # half a minute
 def test_the_shapes_are_those_of_the_programs():
-    found = {(s.m, s.n, s.k) for s in shapes()}
-    assert len(found) == len(shapes())
+    assert {"bert-large", "vit-base"} < set(kernel_shapes.MODELS)
+    some = shapes(("bert-large", "vit-base"))
+    found = {(s.m, s.n, s.k) for s in some}
+    assert len(found) == len(some)
     assert (384, 3 * 1024, 1024) in found  # BERT-Large alone: Q, K and V at once
     assert (16, 4096, 1024) in found  # 128 tokens over eight devices by rows
     assert (197, 768, 3072) in found  # ViT-Base alone
-    assert all(s.weight % s.flops == 0 and s.weight > 0 for s in shapes())
+    assert all(s.weight % s.flops == 0 and s.weight > 0 for s in some)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("row", {"variant": "heads"}), ("column", {}), ("single", {})])
+def test_layers_that_are_alike_count_for_each_of_them(strategy, options):
+    spec, devices = encoder(spec_of_kind("vit-base")), ("d0", "d1") if strategy != "single" else ("d0",)
+    shape, template = shape_for(spec, spec.max_tokens), Plan("bench", Epoch(1, 1), strategy, devices, "d0")
+    plan = make_plan(spec, template, strategy, options, [1.0] * len(devices))
+    whole = Counter()
+    for program in programs(spec, plan, shape).values():
+        for op in program.ops:
+            for work in works(op, program.slots) if isinstance(op, Compute) else ():
+                if work.kind == "linear":
+                    whole[work.rows, work.n, work.k] += int(work.flops)
+    assert kernel_shapes.flops_of(spec, plan, shape) == whole
 
 
 def test_every_contender_runs_in_every_round_and_the_order_turns():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -101,75 +102,102 @@ class Target(NamedTuple):
         return self.isa in ("avx512", "avx2", "neon")
 
 
-def _matmul(kind: str) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
+Size = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """A kind of function that is written as LLVM vector IR: the sizes that a target has, and what writes one of them.
+
+    write: takes the module, the function's name, the target and the size.
+    """
+
+    sizes: Callable[[Target], Iterable[Size]]
+    write: Callable[[ir.Module, str, Target, Size], ir.Function]
+
+
+def _all_sizes(target: Target) -> Iterable[Size]:
+    return product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1))
+
+
+def _matmul(kind: str) -> Kind:
     layout: Any = "columns" if kind.endswith("columns") else "rows"
 
-    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
-        for rows, vectors in product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1)):
-            name = f"hepti_{kind}_{rows}x{vectors}"
-            yield TileWriter(module, name, target.tile, rows, vectors, layout, "ahead" in kind).write()
+    def write(module: ir.Module, name: str, target: Target, size: Size) -> ir.Function:
+        return TileWriter(module, name, target.tile, *size, layout, "ahead" in kind).write()
 
-    return write
+    return Kind(_all_sizes, write)
 
 
-def _panels(module: ir.Module, target: Target) -> Iterator[ir.Function]:
-    for rows, vectors in dict.fromkeys(few.sizes(target.tile)):
-        yield few.write_panels(module, f"hepti_panels_rows_{rows}x{vectors}", target.tile, rows, vectors)
+def _panels() -> Kind:
+    def write(module: ir.Module, name: str, target: Target, size: Size) -> ir.Function:
+        return few.write_panels(module, name, target.tile, *size)
+
+    return Kind(lambda target: dict.fromkeys(few.sizes(target.tile)), write)
 
 
-def _places(kind: Any) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
-    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
-        for rows, vectors in product(range(1, target.tile.rows + 1), range(1, target.tile.vectors + 1)):
-            yield PlacesWriter(module, f"hepti_{kind}_{rows}x{vectors}", target.tile, rows, vectors, kind).write()
+def _places(kind: Any) -> Kind:
+    def write(module: ir.Module, name: str, target: Target, size: Size) -> ir.Function:
+        return PlacesWriter(module, name, target.tile, *size, kind).write()
 
-    return write
-
-
-def _storage(kind: Any, writer: type[StorageTileWriter]) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
-    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
-        shape = form(kind, target.tile, target.dot, target.half_in_hardware)
-        for rows, vectors in writer.sizes(shape):
-            yield writer(module, f"hepti_{writer.prefix}{kind}_{rows}x{vectors}", shape, rows, vectors).write()
-
-    return write
+    return Kind(_all_sizes, write)
 
 
-def _vectors(
-    kind: str, write_one: Callable[[ir.Module, str, Tile, int], ir.Function]
-) -> Callable[[ir.Module, Target], Iterator[ir.Function]]:
-    def write(module: ir.Module, target: Target) -> Iterator[ir.Function]:
-        for vectors in range(1, target.tile.vectors + 1):
-            yield write_one(module, f"hepti_{kind}_{vectors}", target.tile, vectors)
+def _storage(kind: Any, writer: type[StorageTileWriter]) -> Kind:
+    def shape(target: Target) -> Any:
+        return form(kind, target.tile, target.dot, target.half_in_hardware)
 
-    return write
+    def write(module: ir.Module, name: str, target: Target, size: Size) -> ir.Function:
+        return writer(module, name, shape(target), *size).write()
+
+    return Kind(lambda target: writer.sizes(shape(target)), write)
+
+
+def _vectors(write_one: Callable[[ir.Module, str, Tile, int], ir.Function]) -> Kind:
+    def write(module: ir.Module, name: str, target: Target, size: Size) -> ir.Function:
+        return write_one(module, name, target.tile, *size)
+
+    return Kind(lambda target: [(vectors,) for vectors in range(1, target.tile.vectors + 1)], write)
 
 
 # Every function that is written as LLVM vector IR and has a loop, by the kernel that it is part of.
 _OF_PANELS: Final = ("panel_ahead_rows", "panel_rows", "panel_columns")
 MATMUL: Final = (*_OF_PANELS, "places")
-KINDS: Final[dict[str, Callable[[ir.Module, Target], Iterator[ir.Function]]]] = {
+KINDS: Final[dict[str, Kind]] = {
     **{kind: _matmul(kind) for kind in _OF_PANELS},
-    "panels_rows": _panels,
+    "panels_rows": _panels(),
     **{kind: _places(kind) for kind in ("places", "depthwise")},
     **{kind: _storage(kind, StorageTileWriter) for kind in ("f16", "w8a32", "w8a8")},
     **{f"stream_{kind}": _storage(kind, StreamTileWriter) for kind in ("f16", "w8a32")},
-    "softmax": _vectors("softmax", _write_softmax),
-    "copy": _vectors("copy", _write_copy),
+    "softmax": _vectors(_write_softmax),
+    "copy": _vectors(_write_copy),
 }
 
 
-def written(kind: str, target: Target) -> str:
-    """Return the assembly of all tiles of a kind for any CPU, with the passes and flags that Numba uses."""
+def written(kind: str, target: Target, sizes: Iterable[Size] | None = None) -> str:
+    """Return the assembly of tiles of a kind for any CPU, with the passes and flags that Numba uses.
+
+    sizes: those that are wanted, all that the target has if None.
+    """
+    triple = TRIPLES.get(target.isa, X86)
+    source = ir.Module()
+    source.triple, source.data_layout = triple, str(_machine(triple, target.cpu).target_data)
+    for size in KINDS[kind].sizes(target) if sizes is None else sizes:
+        name = f"hepti_{kind}_{'x'.join(map(str, size))}"
+        KINDS[kind].write(source, name, target, size).linkage = "external"  # nobody calls them here
+    rewrite_module(source, SimpleNamespace(flags=jit.FASTMATH))
+    return _assembled(str(source), triple, target.cpu)
+
+
+def _machine(triple: str, cpu: str) -> Any:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    triple = TRIPLES.get(target.isa, X86)
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=target.cpu, opt=3, reloc="pic")
-    source = ir.Module()
-    source.triple, source.data_layout = triple, str(machine.target_data)
-    for function in KINDS[kind](source, target):
-        function.linkage = "external"  # nobody calls them here
-    rewrite_module(source, SimpleNamespace(flags=jit.FASTMATH))
-    module = llvm.parse_assembly(str(source))
+    return llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3, reloc="pic")
+
+
+@functools.cache  # several tilings have the same tile
+def _assembled(source: str, triple: str, cpu: str) -> str:
+    machine = _machine(triple, cpu)
+    module = llvm.parse_assembly(source)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization, options.slp_vectorization = True, False

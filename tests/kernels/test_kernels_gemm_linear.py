@@ -82,7 +82,7 @@ def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name)
 
 @pytest.mark.wide
 @once_again
-@pytest.mark.parametrize("name", tilings.table())
+@pytest.mark.parametrize("name", [tiling for tiling in tilings.table() if tiling != tilings.chosen().name])
 def test_the_kernel_with_every_tile_that_may_be_chosen_on_this_machine(name):
     run_again(**{tilings.PIN: name})
 

@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 from numba import float32, types
+from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, entry, helper, kernel, lowered, reads
+from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, JIT, entry, helper, kernel, lowered, reads
 
 GROUP: Final = 8
 _PREFETCH: Final = "llvm.prefetch.p0"
@@ -20,8 +21,8 @@ _READ, _WRITE = 0, 1
 _FIRST_LEVEL: Final = (3, 1)  # locality, data
 
 
-def _pointer_to(item: Any, c_type: Any) -> Any:
-    """Return the function from an address to a pointer to items of a type."""
+def _pointer_to(item: Any) -> Any:
+    """Return what compiled code calls to turn an address into a pointer to items of a type."""
 
     def emit(_context: Any, _address: Any) -> Any:
         result: Any = types.CPointer(item)  # type: ignore[no-untyped-call]
@@ -31,20 +32,32 @@ def _pointer_to(item: Any, c_type: Any) -> Any:
 
         return result(types.intp), codegen
 
-    return lowered(emit, lambda address: ctypes.cast(int(address), ctypes.POINTER(c_type)))
+    return intrinsic(emit)
 
 
-_floats_at: Final = _pointer_to(types.float32, ctypes.c_float)
-_octets_at: Final = _pointer_to(types.uint8, ctypes.c_uint8)
+def _in_python(c_type: Any, dtype: Any) -> Callable[[Any], Any]:
+    """Return a decorator for a helper that returns the array [count] at an address: without the JIT it is this one.
+
+    Numba's own `carray` takes fifty microseconds for an array in plain Python, and kernels ask for thousands.
+    """
+
+    def at(address: int, count: int) -> Any:
+        return np.ndarray((count,), dtype, (c_type * int(count)).from_address(int(address)))
+
+    return lambda function: helper(function) if JIT else at
 
 
-@helper
+_floats_at: Final = _pointer_to(types.float32)
+_octets_at: Final = _pointer_to(types.uint8)
+
+
+@_in_python(ctypes.c_float, np.float32)
 def floats(address: int, count: int) -> Any:
     """Return the f32 array [count] at an address."""
     return carray(_floats_at(address), (count,), np.float32)
 
 
-@helper
+@_in_python(ctypes.c_uint8, np.uint8)
 def octets(address: int, count: int) -> Any:
     """Return the u8 array [count] at an address."""
     return carray(_octets_at(address), (count,), np.uint8)
