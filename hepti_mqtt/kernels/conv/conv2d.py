@@ -80,11 +80,14 @@ def _find(at: int, zeros: int, where: Any, pixel: int, count: int, corners: Any,
     width, size = window[1], 4 * window[2]
     ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
     ys, xs, lows, highs, firsts = corners[0], corners[1], corners[2], corners[3], corners[4]
+    down, column = pixel // across, pixel % across
     for p in range(count):
-        down = (pixel + p) // across
         ys[p], lows[p], highs[p] = lines[down, 0], lines[down, 1], lines[down, 2]
-        xs[p] = (pixel + p) % across * window[6] - window[8]
+        xs[p] = column * window[6] - window[8]
         firsts[p] = at + size * (ys[p] * width + xs[p])
+        column += 1
+        if column == across:
+            down, column = down + 1, 0
     for i in range(ky):
         for j in range(kx):
             row, ahead = table[i * kx + j], size * (i * dy * width + j * dx)
