@@ -13,6 +13,7 @@ from typing import Final
 
 from hepti_mqtt.lowering import Graph, Piece, Rule, Table, box, roles, span
 from hepti_mqtt.lowering.ops import GlobalAverage, Op
+from hepti_mqtt.lowering.regions import union
 from hepti_mqtt.plan import Range
 from hepti_mqtt.shares.units import Unit, units
 
@@ -38,13 +39,19 @@ def _ends_first(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
         least = ceil(LEAST_PIXELS / op.space[1])
         found = []
         for i, (start, stop) in ranges[op.name].items():
-            first, last = ((max(n, least) if n else 0) for n in (top[op.name, i], bottom[op.name, i]))
-            cut = [(start, start + first), (stop - last, stop), (start + first, stop - last)]
-            whole = first + last + least > stop - start
-            found += [Piece(i, box(op, {0: span(*r)})) for r in ([(start, stop)] if whole else cut) if r[0] < r[1]]
+            low, high = _middle((start, stop), top[op.name, i], bottom[op.name, i])
+            ends = union(span(start, low), span(high, stop))
+            parts = [ends, span(low, high)] if ends and high - low >= least else [span(start, stop)]
+            found += [Piece(i, box(op, {0: rows})) for rows in parts]
         return found
 
     return rule
+
+
+def _middle(rows: Range, first: int, last: int) -> Range:
+    """Return the rows between the first and the last ones, from an even row to an even one."""
+    low, high = rows[0] + first, rows[1] - last
+    return low + (low % 2 if first else 0), high - (high % 2 if last else 0)
 
 
 def _means(graph: Graph, rows: Rule) -> Rule:

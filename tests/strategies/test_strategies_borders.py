@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+import numpy as np
 import pytest
-from nets import divided, net
+from nets import divided, net, run, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -23,31 +26,55 @@ def made():
 
 
 def rows(made, name, device):
-    return [tile.region[0][0] for tile in made.tiles[name] if tile.device == device]
+    return [tile.region[0] for tile in made.tiles[name] if tile.device == device]
 
 
-def test_ends_of_a_share_are_pieces_of_their_own_where_somebody_waits(made):
-    assert rows(made, "0.map", 0) == [(5, 6), (0, 5)]
-    assert rows(made, "0.map", 1) == [(6, 7), (17, 18), (7, 17)]
+def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(made):
+    # A middle begins and ends at an even row.
+    assert rows(made, "0.map", 0) == [((4, 6),), ((0, 4),)]
+    assert rows(made, "0.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
     # The window of five behind the next map sees two rows above and one below: of those the next one is made.
-    assert rows(made, "2.map", 1) == [(6, 7), (16, 18), (7, 16)]
+    assert rows(made, "2.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
+    assert rows(made, "3.map", 1) == [((3, 4), (8, 9)), ((4, 8),)]
     # Its last map goes to all: there is nothing of it that nobody waits for.
-    assert rows(made, "4.map", 1) == [(3, 9)]
+    assert rows(made, "4.map", 1) == [((3, 9),)]
+
+
+def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(made):
+    program = made.program("d1")
+    calls = defaultdict(list)
+    for op in program.ops:
+        if isinstance(op, Compute) and op.kernel == "conv2d":
+            calls[op.node].append(op)
+    assert [len(ops) for ops in calls.values()] == [2, 2, 2, 2, 1]
+    first, second = ([op.attrs.get("bands") for op in ops] for ops in list(calls.values())[:2])
+    # Two rows with one above and one below, twice, on a map of which all is there, and of which only these are.
+    assert first == second == [((0, 4, 0, 0, 6), (4, 8, 0, 0, 16)), None]
+
+
+@pytest.mark.parametrize("halo", [{}, {"halo": "ahead"}], ids=["plain", "ahead"])
+def test_ends_and_middle_have_the_bits_of_the_whole(halo):
+    lines = [("conv", 32, 3), ("conv", 32, 3), ("conv", 40, 1), ("stride", 32, 5), "pool", ("conv", 8, 3)]
+    graph = net(56, lines)
+    held = tensors(graph)
+    got = run(divided(graph, "map_rows", (1.0, 1.3, 0.9), {"cut": "none", **halo}), held)
+    np.testing.assert_array_equal(got, run(divided(graph, "single", (1.0,)), held))
 
 
 def test_what_is_small_is_in_one_piece():
     made = divided(net(6, [("conv", 4, 3), ("conv", 4, 3), ("conv", 4, 3)]), "map_rows", (1.0, 1.0), AHEAD)
-    assert [rows(made, "1.map", d) for d in (0, 1)] == [[(0, 3)], [(3, 6)]]
+    assert [rows(made, "1.map", d) for d in (0, 1)] == [[((0, 3),)], [((3, 6),)]]
 
 
 def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo(made):
     program = made.program("d1")
     first, second = ([op for op in program.ops if op.node == made.graph.by_name[n].index] for n in ("0.map", "1.map"))
     kinds = [op.kernel if isinstance(op, Compute) else type(op).__name__ for op in first]
-    assert kinds == ["Recv", "conv2d", "Send", "conv2d", "Send", "conv2d", "Recv"]
+    assert kinds == ["Recv", "assemble", "conv2d", "Send", "Send", "conv2d", "Recv"]
     heard = {op.slot for op in program.ops if isinstance(op, Recv) and op.source != PLANNER}
     joined = [op.reads for op in second if isinstance(op, Compute) and op.kernel == "assemble"]
-    assert [any(slot in heard for slot in reads) for reads in joined] == [True, True, False]
+    # Rows of the middle that the ends see are taken out of it; they and the halo are what the ends see.
+    assert [any(slot in heard for slot in reads) for reads in joined] == [False, True, False]
 
 
 def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():

@@ -9,7 +9,8 @@ many groups, in order, and a column sees the channels of its group. Weights: W p
 Pixels are multiplied where they lie (`places`): no patch is copied. Every output is one sum over k in ascending order.
 A window of 3 x 3 over many channels is computed in tiles (`winograd`), which lie on the whole map: attributes origin
 (row and column of the first output on it; (0, 0) where absent) and whole (its rows and columns; where absent, those
-written). Bits depend neither on how the map is divided, nor on the block or the thread.
+written). Several ranges of its rows are one op with the attribute `bands` (see there). Bits depend neither on how the
+map is divided, nor on the block or the thread.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import references
 from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, row_parts, rowwise
+from hepti_mqtt.kernels.conv.bands import Band, banded, lines, patches_of_bands
 from hepti_mqtt.kernels.conv.places import PIXELS, depthwise_tile, places_tile
 from hepti_mqtt.kernels.conv.units import (
     BIAS,
@@ -41,8 +43,8 @@ from hepti_mqtt.kernels.conv.units import (
     groups_of,
     units_of,
 )
-from hepti_mqtt.kernels.conv.windows import Window, patches_of, window_of
-from hepti_mqtt.kernels.conv.winograd import fits, grid, winograd, winograd_work
+from hepti_mqtt.kernels.conv.windows import Window
+from hepti_mqtt.kernels.conv.winograd import fits, grid, tiles_of, winograd, winograd_work
 from hepti_mqtt.kernels.gemm.epilogue import NONE, RELU, RELU6, activation_of
 from hepti_mqtt.kernels.gemm.tile import MR, NR
 from hepti_mqtt.kernels.machine.addresses import floats
@@ -69,24 +71,30 @@ def _signed(array: Any) -> Any:
 
 
 @helper
-def _find(at: int, zeros: int, window: Any, pixel: int, count: int, corners: Any, table: Any) -> None:
+def _find(at: int, zeros: int, where: Any, pixel: int, count: int, corners: Any, table: Any) -> None:
     """Fill table [places, PIXELS] with the addresses of the places of `count` patches from `pixel` on.
 
-    at: address of the map; zeros: of a pixel of zeros; corners: i64 [2, PIXELS], scratch.
+    at: address of the map; zeros: of a pixel of zeros; corners: i64 [5, PIXELS], scratch.
     """
-    height, width, size = window[0], window[1], 4 * window[2]
+    window, lines = where
+    width, size = window[1], 4 * window[2]
     ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
-    ys, xs = corners[0], corners[1]
+    ys, xs, lows, highs, firsts = corners[0], corners[1], corners[2], corners[3], corners[4]
+    down, column = pixel // across, pixel % across
     for p in range(count):
-        ys[p] = (pixel + p) // across * window[5] - window[7]
-        xs[p] = (pixel + p) % across * window[6] - window[8]
+        ys[p], lows[p], highs[p] = lines[down, 0], lines[down, 1], lines[down, 2]
+        xs[p] = column * window[6] - window[8]
+        firsts[p] = at + size * (ys[p] * width + xs[p])
+        column += 1
+        if column == across:
+            down, column = down + 1, 0
     for i in range(ky):
         for j in range(kx):
-            row = table[i * kx + j]
+            row, ahead = table[i * kx + j], size * (i * dy * width + j * dx)
             for p in range(count):
                 y, x = ys[p] + i * dy, xs[p] + j * dx
-                is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
-                row[p] = at + size * (y * width + x) if is_inside else zeros
+                is_inside = (y >= lows[p]) & (y < highs[p]) & (x >= 0) & (x < width)
+                row[p] = firsts[p] + ahead if is_inside else zeros
 
 
 @helper
@@ -127,6 +135,7 @@ def _beside(table: Any, first: int, count: int, unit: Any, places: int, sums: An
     reads(float32, 1),
     TABLE,
     INT_ARRAY,
+    TABLE,
     INT_ARRAY,
     INT,
     INT,
@@ -142,6 +151,7 @@ def _conv2d(
     zeros: Any,
     units: Any,
     window: Any,
+    lines: Any,
     how: Any,
     first_unit: int,
     last_unit: int,
@@ -150,7 +160,7 @@ def _conv2d(
 ) -> None:
     """Fill the columns of some units in some pixels of out [y x, n]."""
     n, places, length, is_depthwise = out.shape[1], window[3] * window[4], how[LENGTH], how[DEPTHWISE]
-    table, corners = np.empty((places, PIXELS), np.int64), np.empty((2, PIXELS), np.int64)
+    table, corners = np.empty((places, PIXELS), np.int64), np.empty((5, PIXELS), np.int64)
     sums = np.empty(PIXELS * NR, np.float32)
     finish = np.empty(3, np.int64)
     finish_at, out_at, sums_at, table_at = _signed(finish), _signed(out), _signed(sums), _signed(table)
@@ -164,7 +174,7 @@ def _conv2d(
     for block in range(first_pixel, last_pixel, PIXELS):
         pixels = min(PIXELS, last_pixel - block)
         tiles = -(-pixels // MR)
-        _find(map_at, zeros_at, window, block, pixels, corners, table)
+        _find(map_at, zeros_at, (window, lines), block, pixels, corners, table)
         for u in range(first_unit, last_unit):
             unit = units[u]
             width = unit[SHIFT] + unit[VALID]
@@ -214,7 +224,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     check.dtypes()
     check.weights(weights, 2 if has_bias else 1)
     activation = activation_of(check, op.attrs["activation"])
-    window = window_of(check, op)
+    window, bands = banded(check, op)
     matrix, n = check.packed(weights[0]), check.writes[0].shape[2]
     groups = groups_of(check, op, window, n)
     k = window.places * groups.channels
@@ -232,9 +242,9 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     depthwise = groups.channels == groups.columns == 1 and groups.number > 1
     how = [groups.channels, int(depthwise), activation, int(activation in _LIMITS), bounds, is_first]
     units = units_of(matrix, bias, groups, depthwise)
-    made = _Convolution(matrix, bias, units, window, how)
+    made = _Convolution(matrix, bias, units, window, bands, how)
     if fits(window, groups.number, op.attrs):
-        return made.run_by_winograd(has_residual, pool, op.attrs.get("origin", (0, 0)))
+        return made.run_by_winograd(has_residual, pool, op.attrs.get("origin", (0, 0))[1])
     return made.run(has_residual, pool)
 
 
@@ -245,34 +255,37 @@ class _Convolution(NamedTuple):
     bias: NDArray[np.float32]
     units: NDArray[np.int64]
     window: Window
+    bands: tuple[Band, ...]
     how: list[int]
 
     def run(self, has_residual: bool, pool: Workers) -> Run:
         """Return its run."""
-        window, n = self.window, self.matrix.columns
+        window, bands, n = self.window, self.bands, self.matrix.columns
         how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
         zeros, units = np.zeros(max(1, window.channels), np.float32), self.units
         ragged = bool(units[-1, VALID] < NR)
         parts = matmul_parts(len(units), ragged, window.pixels, NR * self.matrix.rows, pool.threads, MR)
         is_thin = window.channels < _FEW_CHANNELS and window.kernel_columns > 1 and window.dilation_columns == 1
-        surround = _surrounding(window, pool) if is_thin and how[LENGTH] == window.channels > 0 else None
+        surround = _surrounding(window, bands, pool) if is_thin and how[LENGTH] == window.channels > 0 else None
         if surround is not None:
-            window, how[LENGTH] = _of_rows(window), window.kernel_columns * window.channels
+            how[LENGTH] = window.kernel_columns * window.channels
+            window, bands = _of_rows(window, bands)
+        rows = lines(bands, window.stride_rows)
         table, alive, convolve = window.table(), self, pool.bind(_conv2d, parts)
 
         def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
             x = reads[0] if surround is None else surround(reads[0])
             residual = reads[1].reshape(-1, n) if has_residual else none
-            convolve(x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, how)
+            convolve(x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, rows, how)
 
         return run
 
-    def run_by_winograd(self, has_residual: bool, pool: Workers, origin: tuple[int, int]) -> Run:
-        """Return its run in tiles of 2 x 2; origin: where its first output lies on the whole map."""
+    def run_by_winograd(self, has_residual: bool, pool: Workers, column: int) -> Run:
+        """Return its run in tiles of 2 x 2; column: of the whole map, where its first outputs lie."""
         window, n, units = self.window, self.matrix.columns, self.units
         how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
         zeros, ragged = np.zeros(max(NR, window.channels), np.float32), bool(units[-1, VALID] < NR)
-        count, tiles = grid(window, origin)
+        count, tiles, rows = grid(window, self.bands, column)
         size = 16 * NR * window.channels
         parts = matmul_parts(len(units), ragged, count, size, pool.threads, MR)
         table, alive, convolve = window.table(), self, pool.bind(winograd, parts)
@@ -280,30 +293,37 @@ class _Convolution(NamedTuple):
         def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
             residual = reads[1].reshape(-1, n) if has_residual else none
             x, out = reads[0].reshape(-1), writes[0].reshape(-1, n)
-            convolve(x, out, residual, zeros, units, table, tiles, how)
+            convolve(x, out, residual, zeros, units, table, tiles, rows, how)
 
         return run
 
 
-def _of_rows(window: Window) -> Window:
-    """Return the window over a map with its border whose places are whole rows of a patch."""
-    rows = (window.out_rows - 1) * window.stride_rows + (window.kernel_rows - 1) * window.dilation_rows + 1
+def _of_rows(window: Window, bands: Sequence[Band]) -> tuple[Window, tuple[Band, ...]]:
+    """Return the window over a map of bands with their borders, one below the other; its places are rows of a patch."""
+    reach, found, height = (window.kernel_rows - 1) * window.dilation_rows + 1, [], 0
+    for band in bands:
+        rows = (band.out - 1) * window.stride_rows + reach if band.out else 0
+        found.append(Band(height, height + rows, 0, 0, band.origin, band.out))
+        height += rows
     columns = (window.out_columns - 1) * window.stride_columns + window.kernel_columns
-    return window._replace(rows=rows, columns=columns, kernel_columns=1, top=0, left=0)
+    return window._replace(rows=height, columns=columns, kernel_columns=1, top=0, left=0), tuple(found)
 
 
-def _surrounding(window: Window, pool: Workers) -> Any:
-    """Return the function that copies a map into one with its border of zeros, as far as patches reach."""
-    whole = _of_rows(window)
+def _surrounding(window: Window, bands: Sequence[Band], pool: Workers) -> Any:
+    """Return the function that copies a map into one whose bands have borders of zeros, as far as patches reach."""
+    whole, places = _of_rows(window, bands)
     wide = np.zeros((whole.rows, whole.columns, whole.channels), np.float32)
     # Rows and columns that no patch reaches are not copied.
-    rows, columns = whole.rows - window.top, whole.columns - window.left
-    parts = row_parts(min(rows, window.rows), window.columns * window.channels, pool)
-    fill = pool.bind(_surround, parts)
+    columns, fills = whole.columns - window.left, []
+    for band, place in zip(bands, places, strict=True):
+        rows = min(place.stop - place.first - band.top, band.stop - band.first)
+        fill = pool.bind(_surround, row_parts(max(rows, 0), window.columns * window.channels, pool))
+        fills.append((fill, slice(band.first, band.stop), wide[place.first : place.stop], band.top))
 
     def surround(x: Array) -> Array:
         seen = x if columns >= window.columns else np.ascontiguousarray(x[:, : max(columns, 0)])
-        fill(seen, wide, window.top, window.left)
+        for fill, rows, to, top in fills:
+            fill(seen[rows], to, top, window.left)
         return wide
 
     return surround
@@ -318,7 +338,7 @@ def _reference(
     out = slots[op.writes[0]]
     y, x, n = out.shape
     groups, activation = op.attrs.get("groups", 1), references.ACTIVATIONS[op.attrs["activation"]]
-    patches = patches_of(op, reads[0], out, 0.0)
+    patches = patches_of_bands(op, reads[0], out)
     c = reads[0].shape[2] // groups
     by_group = np.moveaxis(patches.reshape(*patches.shape[:4], groups, c), 4, 0).reshape(groups, y * x, len(weights[0]))
     of_groups = weights[0].astype(np.float64).reshape(len(weights[0]), groups, n // groups).transpose(1, 0, 2)
@@ -337,9 +357,9 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     if channels == groups > 1:  # each channel alone: the map is read, written, and multiplied in registers
         return Work("rowwise", nbytes=rowwise(op, slots).nbytes + places * out.nbytes / 3)
     k = places * channels // groups
-    window = window_of(Check(op, slots), op)
+    window, bands = banded(Check(op, slots), op)
     if fits(window, groups, op.attrs):
-        return winograd_work(window, n, op.attrs.get("origin", (0, 0)))
+        return winograd_work(window, n, tiles_of(window, bands, op.attrs.get("origin", (0, 0))[1]))
     # A product was measured with k of some hundreds: with fewer, what is written counts.
     beside = float(out.nbytes) * (2 if op.attrs["residual"] else 1)
     return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n, nbytes=beside)

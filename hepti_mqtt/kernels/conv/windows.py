@@ -55,6 +55,13 @@ class Window(NamedTuple):
 
 def window_of(check: Check, op: Compute) -> Window:
     """Return the window of an op whose first read is [Y, X, C] and whose result is [y, x, n]."""
+    window = measured(check, op)
+    check.shape(check.writes[0], (window.out_rows, window.out_columns, check.writes[0].shape[2]))
+    return window
+
+
+def measured(check: Check, op: Compute) -> Window:
+    """Return the window of an op whose first read is [Y, X, C], with as many patches as fit."""
     check.that(len(check.reads[0].shape) == len(check.writes[0].shape) == 3, "slots must have 3 dimensions")
     height, width, channels = check.reads[0].shape
     (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
@@ -63,10 +70,14 @@ def window_of(check: Check, op: Compute) -> Window:
     check.that(min(ky, kx, sy, sx) >= 1, f"kernel {(ky, kx)} and stride {(sy, sx)} must be >= 1")
     check.that(min(dy, dx) >= 1, f"dilation {(dy, dx)} must be >= 1")
     check.that(min(top, left, bottom, right) >= 0, f"pad {(top, left, bottom, right)} must be >= 0")
-    y = (height + top + bottom - (ky - 1) * dy - 1) // sy + 1
-    x = (width + left + right - (kx - 1) * dx - 1) // sx + 1
-    check.shape(check.writes[0], (max(0, y), max(0, x), check.writes[0].shape[2]))
-    return Window(height, width, channels, ky, kx, sy, sx, top, left, max(0, y), max(0, x), dy, dx)
+    y, x = fitting(op, 0, height + top + bottom), fitting(op, 1, width + left + right)
+    return Window(height, width, channels, ky, kx, sy, sx, top, left, y, x, dy, dx)
+
+
+def fitting(op: Compute, dim: int, size: int) -> int:
+    """Return how many patches of an op fit into `size` rows (dimension 0), or columns (1)."""
+    reach = (op.attrs["kernel"][dim] - 1) * op.attrs.get("dilation", (1, 1))[dim] + 1
+    return max(0, (size - reach) // op.attrs["stride"][dim] + 1)
 
 
 def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> tuple[Window, Parts]:

@@ -2,20 +2,22 @@
 
 Tiles of 2 x 2 outputs lie where rows and columns of the whole map are even: the op says with its attribute `origin`
 where on the whole map its first output lies, and with `whole` how many rows and columns that has. A part of the map
-that begins at an odd row or column has the one half of its first tiles. An output is made of its own window alone, in
-the same order wherever it is made: how a map is divided changes no bit. Tiles are transformed in blocks, weights for
-each block in pieces of channels that stay near.
+that begins at an odd row or column has the one half of its first tiles, and so has each of several bands. An output is
+made of its own window alone, in the same order wherever it is made: how a map is divided changes no bit. Tiles are
+transformed in blocks, over all bands, and weights for each block in pieces of channels that stay near.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import float32
+from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.conv.bands import Band
 from hepti_mqtt.kernels.conv.transforms import (
     OUTPUTS,
     PRODUCTS,
@@ -44,9 +46,12 @@ LEAST_PIXELS: Final = 28 * 28
 _LANES: Final = TILE.lanes
 # Channels come in whole vectors of every instruction set, so that the same layers are made in this way on all.
 _GRAIN: Final = 16
-# What `winograd` reads of the grid of tiles: tiles of a row, and how many rows and columns of the first tile lie before
-# the first output.
-_ACROSS, _ABOVE, _BEFORE = range(3)
+# What `winograd` reads of the grid of tiles: tiles of a row, and how many columns of the first one lie before the first
+# output.
+_ACROSS, _BEFORE = range(2)
+# What it reads of a row of tiles: the first row of x that it sees, rows low..high of x that belong to its band, its
+# first row of outputs, and rows from..to of those that its band has.
+_SEES, _LOW, _HIGH, _MAKES, _FROM, _TO = range(6)
 
 
 def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
@@ -59,20 +64,40 @@ def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
     return square and step == (1, 1, 1, 1) and groups == 1 and channels >= LEAST_CHANNELS and channels % _GRAIN == 0
 
 
-def grid(window: Window, origin: tuple[int, int]) -> tuple[int, Any]:
-    """Return the number of tiles over a part of a map whose first output is at `origin`, and their table."""
-    above, before = (at % 2 for at in origin)
-    down, across = -(-(above + window.out_rows) // 2), -(-(before + window.out_columns) // 2)
-    return down * across, np.asarray([across, above, before], np.int64)
+class Grid(NamedTuple):
+    """Tiles over bands of a map: how many, what `winograd` reads of them all, and of each row of tiles."""
+
+    count: int
+    tiles: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
 
-def winograd_work(window: Window, n: int, origin: tuple[int, int]) -> Work:
+def grid(window: Window, bands: Sequence[Band], column: int) -> Grid:
+    """Return the tiles over bands whose first outputs are in a column of the whole map."""
+    rows, made, before = [], 0, column % 2
+    for band in bands:
+        above = band.origin % 2
+        for down in range(-above, band.out, 2):
+            sees, out = band.first - band.top + down, made + down
+            rows.append((sees, band.first, band.stop, out, made, made + band.out))
+        made += band.out
+    across = -(-(before + window.out_columns) // 2)
+    tiles = np.asarray([across, before], np.int64)
+    return Grid(len(rows) * across, tiles, np.asarray(rows, np.int64).reshape(-1, 6))
+
+
+def tiles_of(window: Window, bands: Sequence[Band], column: int) -> int:
+    """Return how many tiles the grid over bands has."""
+    down = sum(-(-(band.origin % 2 + band.out) // 2) for band in bands)
+    return down * -(-(column % 2 + window.out_columns) // 2)
+
+
+def winograd_work(window: Window, n: int, count: int) -> Work:
     """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the product that is made.
 
     That is one of as many rows as tiles, over 16 matrices [C, n], whose reading is in the price of a product; the
     transforms of the map, and those of the weights, made anew for each block of tiles, are bytes moved beside it.
     """
-    count, _ = grid(window, origin)
     c = window.channels
     values = count * (c + n) * (PRODUCTS + OUTPUTS)
     values += -(-count // TILES) * PRODUCTS * c * n
@@ -81,16 +106,18 @@ def winograd_work(window: Window, n: int, origin: tuple[int, int]) -> Work:
 
 
 @helper
-def _transform(at: Any, zeros: Any, window: Any, tiles: Any, first: int, count: int, table: Any, v: Any) -> None:
+def _transform(at: Any, zeros: Any, window: Any, grid: Any, first: int, count: int, table: Any, v: Any) -> None:
     """Fill v [16, count, C] with the transforms of `count` tiles from `first` on of the map at an address."""
-    height, width, channels = window[0], window[1], window[2]
+    tiles, rows = grid
+    width, channels = window[1], window[2]
     for t in range(count):
-        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE] - window[7]
+        down = (first + t) // tiles[_ACROSS]
+        y0, low, high = rows[down, _SEES], rows[down, _LOW], rows[down, _HIGH]
         x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE] - window[8]
         for i in range(4):
             for j in range(4):
                 y, x = y0 + i, x0 + j
-                is_inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+                is_inside = (y >= low) & (y < high) & (x >= 0) & (x < width)
                 table[4 * i + j] = at + 4 * channels * (y * width + x) if is_inside else zeros
         pixels_transformed(table.ctypes.data, channels, v + 4 * t * channels, count * channels + _LINE)
 
@@ -120,16 +147,17 @@ def _finish(
     m: Any, first: int, count: int, unit: Any, where: Any, how: Any, sums: Any, out: Any, residual: Any
 ) -> None:
     """Finish the outputs of `count` tiles from `first` on, m [16, count, NR], and copy those that are in out."""
-    window, tiles = where
+    window, tiles, rows = where
     width = -(-(unit[SHIFT] + unit[VALID]) // _LANES) * _LANES
     for t in range(count):
-        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE]
+        down = (first + t) // tiles[_ACROSS]
+        y0, low, high = rows[down, _MAKES], rows[down, _FROM], rows[down, _TO]
         x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE]
         at = m + 4 * t * NR
         sums_transformed(at, count * NR + _LINE, width, unit[BIAS], sums.ctypes.data, NR)
         left, right = max(-x0, 0), min(window[10] - x0, 2)
         for i in range(2):
-            if 0 <= y0 + i < window[9]:
+            if low <= y0 + i < high:
                 pixel = (y0 + i) * window[10] + x0 + left
                 finish_rows(sums, 2 * i + left, right - left, pixel, unit, how, out, residual)
 
@@ -140,15 +168,16 @@ def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limi
 
     beside: an address where outputs that are not in out may go.
     """
-    window, tiles, targets = where
+    window, tiles, rows, targets = where
     n = out.shape[1]
     for t in range(count):
-        y0 = (first + t) // tiles[_ACROSS] * 2 - tiles[_ABOVE]
+        down = (first + t) // tiles[_ACROSS]
+        y0, low, high = rows[down, _MAKES], rows[down, _FROM], rows[down, _TO]
         x0 = (first + t) % tiles[_ACROSS] * 2 - tiles[_BEFORE]
         for i in range(2):
             for j in range(2):
                 y, x = y0 + i, x0 + j
-                is_inside = (y >= 0) & (y < window[9]) & (x >= 0) & (x < window[10])
+                is_inside = (y >= low) & (y < high) & (x >= 0) & (x < window[10])
                 pixel = np.int64(out.ctypes.data) + 4 * ((y * window[10] + x) * n + unit[COLUMN])
                 targets[2 * i + j] = pixel if is_inside else beside
         at = m + 4 * t * NR
@@ -163,6 +192,7 @@ def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limi
     TABLE,
     INT_ARRAY,
     INT_ARRAY,
+    TABLE,
     INT_ARRAY,
     INT,
     INT,
@@ -179,6 +209,7 @@ def winograd(
     units: Any,
     window: Any,
     tiles: Any,
+    rows: Any,
     how: Any,
     first_unit: int,
     last_unit: int,
@@ -199,13 +230,15 @@ def winograd(
     for first in range(first_tile, last_tile, max(most, 1)):
         count = min(most, last_tile - first)
         nothing = np.int64(zeros.ctypes.data)
-        _transform(np.int64(x.ctypes.data), nothing, window, tiles, first, count, table, np.int64(v.ctypes.data))
+        _transform(
+            np.int64(x.ctypes.data), nothing, window, (tiles, rows), first, count, table, np.int64(v.ctypes.data)
+        )
         for place in range(first_unit, last_unit):
             unit, near = units[place], (np.int64(u.ctypes.data), np.int64(m.ctypes.data))
             _multiply(np.int64(v.ctypes.data), channels, count, unit, near, np.int64(zeros.ctypes.data))
             made, is_whole = np.int64(m.ctypes.data), unit[SHIFT] == 0 and unit[VALID] % _LANES == 0
             if is_whole and how[IN_REGISTERS] != 0 and residual.size == 0:
                 limits, beside = np.int64(how.ctypes.data) + 8 * BOUNDS, np.int64(sums.ctypes.data)
-                _finish_directly(made, first, count, unit, (window, tiles, table), limits, beside, out)
+                _finish_directly(made, first, count, unit, (window, tiles, rows, table), limits, beside, out)
             else:
-                _finish(made, first, count, unit, (window, tiles), how, sums, out, residual)
+                _finish(made, first, count, unit, (window, tiles, rows), how, sums, out, residual)

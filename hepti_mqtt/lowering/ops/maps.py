@@ -11,7 +11,8 @@ from itertools import pairwise, product
 from math import prod
 
 from hepti_mqtt.lowering.ops.base import Call, Op, Operand
-from hepti_mqtt.lowering.regions import Region, Set, both, count, shift, span, union, whole_units
+from hepti_mqtt.lowering.regions import Region, Set, both, count, place, shift, span, union, whole_units
+from hepti_mqtt.plan import Range
 from hepti_mqtt.program import WeightRef
 
 
@@ -42,14 +43,14 @@ class Window(Op):
         ends = (self.sees(dim, a, z) for a, z in s)
         return union(*(span(max(a, 0), min(z, self.source[dim])) for a, z in ends))
 
-    def beyond(self, dim: int, s: Set) -> tuple[int, int]:
+    def beyond(self, dim: int, r: Range) -> tuple[int, int]:
         """Return how many rows, or columns, a range sees before the first and behind the last of the input."""
-        a, z = self.sees(dim, s[0][0], s[-1][1])
+        a, z = self.sees(dim, *r)
         return max(-a, 0), max(z - self.source[dim], 0)
 
     def window(self, region: Region) -> dict[str, object]:
-        """Return the attributes of the window over a region."""
-        (top, bottom), (left, right) = (self.beyond(dim, region[dim]) for dim in (0, 1))
+        """Return the attributes of the window over a region of one range of rows."""
+        (top, bottom), (left, right) = (self.beyond(dim, region[dim][0]) for dim in (0, 1))
         places = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation}
         return {**places, "pad": (top, left, bottom, right)}
 
@@ -73,6 +74,10 @@ class Conv(Window):
     def grain(self) -> tuple[int, ...]:
         return (1, 1, 1 if self.groups == 1 else self.space[2] // self.groups)
 
+    def split(self, region: Region) -> tuple[Region, ...]:
+        # Rows stay together, wherever they lie: so the weights are read once for all of them.
+        return tuple((region[0], *((r,) for r in ranges)) for ranges in product(*region[1:]))
+
     def need(self, region: Region) -> tuple[Region, ...]:
         seen = (self.reach(0, region[0]), self.reach(1, region[1]), self._channels(region[2]))
         return (seen, region) if self.residual else (seen,)
@@ -91,8 +96,27 @@ class Conv(Window):
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
         more = {"groups": count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
         # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
-        place = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
-        return Call("conv2d", self.refs(region), {**self.window(region), **attrs, **more, **place})
+        lies = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
+        return Call("conv2d", self.refs(region), {**self.window(region), **attrs, **more, **lies})
+
+    def window(self, region: Region) -> dict[str, object]:
+        """Return the attributes of the window over a region; of several ranges of rows, `bands` says how each lies."""
+        window = super().window(region)
+        if len(region[0]) == 1:
+            return window
+        left, right = self.beyond(1, region[1][0])
+        return {**window, "pad": (0, left, 0, right), "bands": self._bands(region[0])}
+
+    def _bands(self, rows: Set) -> tuple[tuple[int, int, int, int, int], ...]:
+        """Return, for each range of rows, what it sees of the input's rows that lie one behind the other.
+
+        (first row, the one behind the last, rows beyond the map above and below, its first row on the whole map).
+        """
+        seen, found = self.reach(0, rows), []
+        for r in rows:
+            ((first, stop),) = place(self.reach(0, (r,)), seen) or ((0, 0),)
+            found.append((first, stop, *self.beyond(0, r), r[0]))
+        return tuple(found)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

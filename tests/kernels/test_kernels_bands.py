@@ -1,0 +1,173 @@
+"""Several ranges of rows of a map in one convolution: the bits of each range alone, whichever way it is computed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_support import ALONE, Case, array, runnable
+
+from hepti_mqtt.kernels.conv.winograd import LEAST_CHANNELS
+from hepti_mqtt.kernels.machine.isa import OVERRIDE
+from hepti_mqtt.kernels.machine.jit import JIT
+
+C = LEAST_CHANNELS
+WHOLE = (64, 64)  # what each map is a part of: large enough for tiles of 2 x 2
+
+
+class Way(NamedTuple):
+    """A convolution of a square window with a border of `pad` on all sides, made in a way of its own."""
+
+    channels: int
+    n: int
+    size: int
+    stride: int = 1
+    groups: int = 1
+    dilation: int = 1
+    pad: int = 1
+
+
+WAYS = {
+    "tiles": Way(C, 64, 3),
+    "tiles that fill no panel": Way(C, 70, 3, pad=2),
+    "a pixel": Way(24, 40, 1, pad=0),
+    "a stride": Way(24, 40, 3, stride=2),
+    "a dilation": Way(20, 16, 3, dilation=2, pad=2),
+    "few channels": Way(3, 20, 7, stride=2, pad=3),
+    "few channels, apart": Way(3, 20, 3, dilation=2, pad=2),
+    "groups": Way(32, 32, 3, groups=2),
+    "depthwise": Way(40, 40, 3, stride=2, groups=40),
+}
+
+
+def conv(way, x, weight, rows, residual=None, **more):
+    """Return the op of some ranges of rows of x [Y, X, C] with its border: several as bands, one as it always was."""
+    reach, seen = (way.size - 1) * way.dilation + 1, []
+    for first, stop in rows:
+        low, high = first * way.stride - way.pad, (stop - 1) * way.stride - way.pad + reach
+        seen.append((max(low, 0), min(high, len(x)), max(-low, 0), max(high - len(x), 0)))
+    held = sorted({row for low, high, *_ in seen for row in range(low, high)})
+    bands = [(held.index(a), held.index(z - 1) + 1, *beyond) for a, z, *beyond in seen]
+    top, bottom = bands[0][2:] if len(rows) == 1 else (0, 0)
+    attrs = {"kernel": (way.size,) * 2, "stride": (way.stride,) * 2, "dilation": (way.dilation,) * 2, **more}
+    attrs |= {"pad": (top, way.pad, bottom, way.pad), "groups": way.groups, "whole": WHOLE, "origin": (rows[0][0], 0)}
+    if len(rows) > 1:
+        attrs["bands"] = tuple((*band, first) for band, (first, _) in zip(bands, rows, strict=True))
+    columns = (x.shape[1] + 2 * way.pad - reach) // way.stride + 1
+    out = (sum(stop - first for first, stop in rows), columns, way.n)
+    reads = [x[held]] if residual is None else [x[held], of(residual, rows)]
+    return Case("conv2d", reads, [out], weight, packed=1, bias=True, residual=residual is not None, **attrs)
+
+
+def of(array, rows):
+    """Return some ranges of rows of an array, one behind the other."""
+    return np.concatenate([array[first:stop] for first, stop in rows])
+
+
+def made(way, height=13, width=9):
+    """Return a map and the weights of a way to convolve it."""
+    k = way.size**2 * way.channels // way.groups
+    return array(height, width, way.channels), [array(k, way.n, scale=k**-0.5), array(way.n)]
+
+
+def ranges(rows):
+    """Return a strategy of several ranges of so many rows that do not touch."""
+    ends = st.lists(st.integers(0, rows), min_size=4, max_size=6, unique=True)
+    return ends.map(lambda found: [tuple(sorted(found)[i : i + 2]) for i in range(0, len(found) - 1, 2)])
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+@given(data=st.data(), activation=st.sampled_from([None, "relu", "tanh"]), residual=st.booleans(), first=st.booleans())
+def test_bands_have_the_bits_of_each_alone(way, data, activation, residual, first):
+    x, weight = made(way)
+    most = (13 + 2 * way.pad - (way.size - 1) * way.dilation - 1) // way.stride + 1
+    rows = data.draw(ranges(most))
+    columns = (9 + 2 * way.pad - (way.size - 1) * way.dilation - 1) // way.stride + 1
+    more = {"activation": activation, "residual_first": first}
+    more["residual"] = array(most, columns, way.n) if residual else None
+    got = conv(way, x, weight, rows, **more).check(1e-4, 1e-4)[0]
+    alone = [conv(way, x, weight, [part], **more).run()[0] for part in rows]
+    np.testing.assert_array_equal(got, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_one_band_is_the_op_without_bands(way):
+    x, weight = made(way)
+    case = conv(way, x, weight, [(1, 4)], activation=None)
+    top, _, bottom, _ = case.op.attrs["pad"]
+    more = {"bands": ((0, len(case.reads[0]), top, bottom, 1),), "pad": (0, way.pad, 0, way.pad)}
+    banded = Case("conv2d", case.reads, [case.slots[1].shape], weight, packed=1, **{**case.op.attrs, **more})
+    np.testing.assert_array_equal(banded.check(1e-4, 1e-4)[0], case.run()[0])
+    assert banded.kernel.work(banded.op, banded.slots) == case.kernel.work(case.op, case.slots)
+
+
+def test_rows_of_the_neighbour_that_are_not_a_bands_own_count_as_zeros():
+    """Behind the last row of the map lies, in memory, the first one of the next band."""
+    way = Way(3, 5, 3)
+    x, weight = np.ones((3, 4, 3), np.float32), [np.ones((27, 5), np.float32), np.zeros(5, np.float32)]
+    attrs = {"pad": (0, 1, 0, 1), "bands": ((0, 2, 1, 0, 0), (1, 3, 0, 1, 4)), "whole": (6, 4), "origin": (0, 0)}
+    case = conv(way, x, weight, [(0, 3)], activation=None)
+    attrs = {**case.op.attrs, **attrs}
+    got = Case("conv2d", [x], [(2, 4, 5)], weight, packed=1, **attrs).check()[0]
+    np.testing.assert_array_equal(got[:, 1:3], np.full((2, 2, 5), 2 * 3 * 3, np.float32))
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    side = 40 if JIT else 9
+    for way in WAYS.values():
+        x, weight = made(way, side, side)
+        case = conv(way, x, weight, [(0, 2), (3, 4)], activation="relu")
+        np.testing.assert_array_equal(case.run(3)[0], case.run()[0])
+
+
+def test_work_is_that_of_all_bands_and_weights_are_read_once():
+    tiles, pixel = WAYS["tiles"], WAYS["a pixel"]
+    found = [
+        conv(tiles, *made(tiles), rows, activation=None) for rows in ([(0, 2), (6, 8)], [(0, 4)], [(1, 3), (6, 8)])
+    ]
+    two, one, halves = (case.kernel.work(case.op, case.slots) for case in found)
+    assert two == one
+    assert (halves.rows, two.rows) == (5 * 3, 5 * 2)  # rows 1 and 2 are halves of two rows of tiles
+    assert halves.flops == two.flops
+    found = [conv(pixel, *made(pixel), rows, activation=None) for rows in ([(0, 2), (6, 8)], [(0, 4)])]
+    two, one = (case.kernel.work(case.op, case.slots) for case in found)
+    assert two == one
+
+
+def test_bands_that_do_not_fit_are_refused():
+    way = Way(3, 4, 3)
+    x, weight = made(way, 8, 5)
+    attrs = conv(way, x, weight, [(0, 2), (6, 8)], activation=None).op.attrs
+    x = x[[0, 1, 2, 5, 6, 7]]
+    assert attrs["bands"] == ((0, 3, 1, 0, 0), (3, 6, 0, 1, 6))
+    for change, message in (
+        (
+            {"bands": ((0, 3, 1, 0, 0), (3, 7, 0, 1, 6))},
+            r"band \(3, 7, 0, 1, 6\) must lie within the 6 rows of the map",
+        ),
+        ({"bands": ((3, 0, 1, 0, 0), (3, 6, 0, 1, 6))}, "must lie within the 6 rows"),
+        ({"bands": ((0, 3, -1, 0, 0), (3, 6, 0, 1, 6))}, "must have no number below 0"),
+        ({"bands": ((0, 3, 1, 0, -1), (3, 6, 0, 1, 6))}, "must have no number below 0"),
+        ({"bands": ((0, 3, 1, 0), (3, 6, 0, 1, 6))}, r"band \(0, 3, 1, 0\) must have 5 numbers"),
+        ({"bands": ((0, 3, 1, 0, 0), (3, 6, 0, 0, 6))}, r"\(4, 5, 4\) should be \(3, 5, 4\)"),
+        ({"bands": ()}, r"\(4, 5, 4\) should be \(0, 5, 4\)"),
+        ({"pad": (1, 1, 0, 1)}, "must have no rows where bands have their own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case("conv2d", [x], [(4, 5, 4)], weight, packed=1, **{**attrs, **change}).run()
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
+@pytest.mark.parametrize("name", runnable())
+def test_with_every_instruction_set_of_this_machine(name):
+    environment = {**os.environ, OVERRIDE: name, ALONE: "conv.conv2d conv.winograd machine.handover"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
