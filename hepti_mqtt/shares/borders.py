@@ -1,7 +1,7 @@
 """Rows of maps in several pieces, so that the halo travels while a device computes the rows that nobody waits for.
 
-The rows that others wait for are computed first and sent; those that need no halo are computed while it is on its way,
-since whatever is ready runs.
+The rows that others wait for, at both ends of a share, are one piece: computed first and sent. Those that need no halo
+are computed while it is on its way, since whatever is ready runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hepti_mqtt.lowering.regions import union
 from hepti_mqtt.plan import Range
 from hepti_mqtt.shares.units import Unit, units
 
-LEAST_PIXELS: Final = 14  # of a piece: for fewer a convolution does little but read its weights from memory
+LEAST_PIXELS: Final = 14  # of a middle: for fewer a convolution does little but read its weights from memory
 
 Rows = Mapping[int, Range]  # by device
 
@@ -49,7 +49,7 @@ def _ends_first(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
 
 
 def _middle(rows: Range, first: int, last: int) -> Range:
-    """Return the rows between the first and the last ones, from an even row to an even one."""
+    """Return the rows between the first and the last ones, which begin and end where tiles of 2 x 2 outputs do."""
     low, high = rows[0] + first, rows[1] - last
     return low + (low % 2 if first else 0), high - (high % 2 if last else 0)
 

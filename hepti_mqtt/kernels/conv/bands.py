@@ -49,7 +49,7 @@ def _band(check: Check, op: Compute, window: Window, *given: int) -> Band:
     first, stop, top, bottom, origin = given
     check.that(0 <= first <= stop <= window.rows, f"band {given} must lie within the {window.rows} rows of the map")
     check.that(min(top, bottom, origin) >= 0, f"band {given} must have no number below 0")
-    return Band(*given, fitting(op, 0, stop - first + top + bottom))
+    return Band(first, stop, top, bottom, origin, fitting(op, 0, stop - first + top + bottom))
 
 
 def lines(bands: Sequence[Band], stride: int) -> NDArray[np.int64]:

@@ -76,8 +76,9 @@ def measured(check: Check, op: Compute) -> Window:
 
 def fitting(op: Compute, dim: int, size: int) -> int:
     """Return how many patches of an op fit into `size` rows (dimension 0), or columns (1)."""
-    reach = (op.attrs["kernel"][dim] - 1) * op.attrs.get("dilation", (1, 1))[dim] + 1
-    return max(0, (size - reach) // op.attrs["stride"][dim] + 1)
+    reach: int = (op.attrs["kernel"][dim] - 1) * op.attrs.get("dilation", (1, 1))[dim] + 1
+    stride: int = op.attrs["stride"][dim]
+    return max(0, (size - reach) // stride + 1)
 
 
 def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> tuple[Window, Parts]:

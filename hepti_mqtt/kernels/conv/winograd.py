@@ -67,7 +67,7 @@ def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
 class Grid(NamedTuple):
     """Tiles over bands of a map: how many, what `winograd` reads of them all, and of each row of tiles."""
 
-    count: int
+    number: int
     tiles: NDArray[np.int64]
     rows: NDArray[np.int64]
 
