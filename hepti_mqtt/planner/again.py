@@ -14,7 +14,8 @@ from hepti_mqtt.planner.price import Question, price
 from hepti_mqtt.planner.search import balanced
 from hepti_mqtt.planner.words import reason_of
 
-MOVED: Final = 1.1  # a price, or what a device outside of the plan can do, that has changed by less is as it was
+MOVED: Final = 1.25  # a price that has changed by more tells of another site than the last search knew
+FASTER: Final = 1.1  # what a device outside of the plan can do, if it has grown by less, is as it was
 GAIN: Final = 1.05  # plans that cost less by no more are not searched for: a plan stays unless another gains more
 OTHERS: Final = 4  # methods that came next
 
@@ -22,8 +23,8 @@ OTHERS: Final = 4  # methods that came next
 def still_best(question: Question, last: Decision) -> Decision | None:
     """Return the decision for a plan with the prices of now; None where a search may find a better one.
 
-    None is expected where the plan costs about what it did, devices that it leaves out have become no faster, and
-    neither other shares nor what the other methods came to cost less than it does.
+    It stays where it costs about what it did, devices that it leaves out have become no faster, and neither shares moved
+    once more nor what the other methods came to cost less.
     """
     plan = last.chosen.plan
     if not _comparable(question, last) or _faster_outside(question, last):
@@ -56,7 +57,7 @@ def _faster_outside(question: Question, last: Decision) -> bool:
     for name in now.devices.keys() - set(last.chosen.plan.devices):
         speeds = [now.devices[name].speed(rows), now.links[name].up_bytes_per_s, now.links[name].down_bytes_per_s]
         before = [then.devices[name].speed(rows), then.links[name].up_bytes_per_s, then.links[name].down_bytes_per_s]
-        if any(a > MOVED * b for a, b in zip(speeds, before, strict=True)):
+        if any(a > FASTER * b for a, b in zip(speeds, before, strict=True)):
             return True
     return False
 

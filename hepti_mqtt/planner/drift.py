@@ -22,7 +22,7 @@ class DriftRule:
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
 
-    factor: float = 1.2  # a search is whole only where some prices tell of more (`again`)
+    factor: float = 1.15  # a search is whole only where some prices tell of more (`again`)
     hold_s: float = 5.0
     rest_s: float = 15.0
     planned: dict[str, float] = field(default_factory=dict)
