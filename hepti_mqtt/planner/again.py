@@ -23,8 +23,8 @@ OTHERS: Final = 4  # methods that came next
 def still_best(question: Question, last: Decision) -> Decision | None:
     """Return the decision for a plan with the prices of now; None where a search may find a better one.
 
-    It stays where it costs about what it did, devices that it leaves out have become no faster, and neither shares moved
-    once more nor what the other methods came to cost less.
+    It stays where it costs about what it did, devices that it leaves out have become no faster, and neither shares
+    moved once more nor what the other methods came to cost less.
     """
     plan = last.chosen.plan
     if not _comparable(question, last) or _faster_outside(question, last):
