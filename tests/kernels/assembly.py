@@ -20,6 +20,7 @@ from hepti_mqtt.kernels.gemm import few
 from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, form
 from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter
 from hepti_mqtt.kernels.gemm.tile import TileWriter
+from hepti_mqtt.kernels.gemm.unit_tile import UnitTileWriter
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import Dot, Tile
 
@@ -27,7 +28,7 @@ TRIPLES: Final = {"neon": "aarch64-unknown-linux-gnu"}
 X86: Final = "x86_64-unknown-linux-gnu"
 # What adds products, in one instruction where the CPU has it, and what widens narrow weights.
 MULTIPLY_ADD: Final = re.compile(r"^(vfmadd\d+ps|fmla|mulps|(?:\{vex\}\s*)?vpdpbusd|sdot)\s")
-CONVERT: Final = re.compile(r"^(vcvtph2ps|vcvtdq2ps|cvtdq2ps|fcvtl2?|scvtf)\s")
+CONVERT: Final = re.compile(r"^(vcvtph2psx?|vcvtdq2ps|cvtdq2ps|fcvtl2?|scvtf)\s")
 # The stack, by whatever name: (%rsp), (%rbp) as a frame pointer never occurs in code without one, [sp, #16].
 STACK: Final = re.compile(r"\(%rsp|\[sp\b")
 VECTOR: Final = re.compile(r"%[xyz]mm|\b[qv]\d+\b")
@@ -168,6 +169,7 @@ KINDS: Final[dict[str, Kind]] = {
     **{kind: _places(kind) for kind in ("places", "depthwise")},
     **{kind: _storage(kind, StorageTileWriter) for kind in ("f16", "w8a32", "w8a8")},
     **{f"stream_{kind}": _storage(kind, StreamTileWriter) for kind in ("f16", "w8a32")},
+    "unit_w8a8": _storage("w8a8", UnitTileWriter),
     "softmax": _vectors(_write_softmax),
     "copy": _vectors(_write_copy),
 }

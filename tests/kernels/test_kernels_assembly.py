@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 CPUS = {
     "cascadelake": ("avx512", "avx512vnni"),
     "znver4": ("avx512", "avx512vnni"),
+    "sapphirerapids": ("avx512", "amx"),
     "alderlake": ("avx2", "avxvnni"),
     "haswell": ("avx2", "plain"),
     "nehalem": ("sse", "plain"),
@@ -43,7 +44,8 @@ TOO_HIGH = {"avx512": 16, "avx2": 16, "sse": 16, "neon": 20}
 # Whose loops have the steps of k that `Tile.steps` says.
 WRITTEN_OUT = (*MATMUL, "f16", "w8a32", "w8a8")
 
-WITH_PRODUCTS = [kind for kind in KINDS if kind not in ("copy", "panels_rows", "stream_f16", "stream_w8a32")]
+APART = ("copy", "panels_rows", "stream_f16", "stream_w8a32", "unit_w8a8")
+WITH_PRODUCTS = [kind for kind in KINDS if kind not in APART]
 
 
 def target(cpu):
@@ -301,3 +303,18 @@ hepti_w8a8_1:
     assert loop.vector_spills == ["str	q23, [sp, #16]"]
     assert len(loop.spills) == 2
     assert len(loop.prefetches) == 1
+
+
+@pytest.mark.parametrize("vectors", range(1, 5))
+def test_the_matrix_unit_loads_codes_once_for_all_vectors_of_a_panel(vectors):
+    code = written("unit_w8a8", target("sapphirerapids"), [(1, vectors)])
+    # In the loop over k with and without fetching, and for what is left of it; sums leave the registers once.
+    assert code.count("tdpbusd") == 3 * vectors
+    assert code.count("tileloadd") == 3 * (vectors + 1)
+    assert code.count("tilestored") == vectors
+    assert not re.search(r"\(%rsp.*%zmm|%zmm.*\(%rsp", code)
+    # Its rows are scaled in full registers, what belongs to columns loaded before.
+    (rows,) = (body for body in re.findall(r"^\.LBB\w+:\n((?:\t(?!j\w+).*\n)*)\tj", code, re.M) if "vcvtdq2ps" in body)
+    assert rows.count("vcvtdq2ps") == vectors
+    assert rows.count("vbroadcastss") <= 2
+    assert len(re.findall("vfn?madd", rows)) == 2 * vectors

@@ -30,7 +30,8 @@ KERNELS = {
     "places": conv2d._conv2d,
     "depthwise": conv2d._conv2d,
 }
-SLOW = {"w8a8": not DOT.intrinsic, "f16": not HALF_IN_HARDWARE}
+# Of bytes, a matrix unit has no loop of dot products.
+SLOW = {"w8a8": not DOT.intrinsic or DOT.unit, "f16": not HALF_IN_HARDWARE}
 FUSED = r"vfmadd\d+ps|fmla" if TILE.fma else "mulps"
 DOT_PRODUCT = r"(\{vex\}\s*)?vpdpbusd|sdot"
 

@@ -18,6 +18,7 @@ from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.gemm.int8 import quantise_rows
 from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, emit_storage_tile, form, plain_tile
 from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter, plain_stream
+from hepti_mqtt.kernels.gemm.unit_tile import configure_unit, release_unit, unit_tile
 from hepti_mqtt.kernels.machine import isa
 from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, DOTS, TILES, dot
 from hepti_mqtt.kernels.machine.jit import JIT, check_settings, lowered
@@ -218,6 +219,7 @@ def called(tile):
 
 
 FORMS = [form("w8a8", dot=d) for d in DOTS.values() if "aarch64" not in d.intrinsic or dot() == "dotprod"]
+FORMS = [f for f in FORMS if not f.dot.unit or f.dot == DOTS[dot()]]  # of others it is that of `avx512vnni`
 FORMS += [form("w8a32", tile=held_here(t)) for t in TILES.values()]
 FORMS += [form("f16", tile=held_here(t), half_in_hardware=hard) for t in TILES.values() for hard in (False, True)]
 HERE = [form(kind) for kind in ("w8a8", "w8a32", "f16")]
@@ -274,6 +276,48 @@ def test_the_tile_of_every_instruction_set_is_the_plain_one(shape, kind):
         # Two blocks of some 1e5 may cancel, each rounded to f32.
         atol = (2e-4 if steps < 10 else 2e-2) * 65504 ** (shape.kind == "f16")
         np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=atol)
+
+
+@numba.njit
+def on_the_unit(
+    k, rows, vectors, a, stride, steps, panel, scales, zeros, between, of_columns, sums, start, apart, c, to
+):
+    configure_unit(k)
+    unit_tile(
+        rows, vectors, a, stride, steps, panel, scales, zeros, between, of_columns, sums, start, apart, c, to, 0, 0
+    )
+    release_unit()
+
+
+@pytest.mark.skipif(not JIT or not DOTS[dot()].unit, reason="this CPU has no matrix unit, or may not use it")
+@pytest.mark.parametrize("k", [1, 4, 7, 63, 64, 65, 130, 255, 256])
+def test_the_matrix_unit_has_the_bits_of_the_dot_products(k):
+    shape, rng, steps = form("w8a8"), np.random.default_rng(k), -(-k // 4)
+    dots = called(lowered(emit_storage_tile(shape), plain_tile(shape)))
+    for rows, vectors in product((1, 2, 15, 16), range(1, shape.vectors + 1)):
+        n = vectors * shape.lanes
+        a = rng.integers(0, 256, (rows + shape.dot.unit, 4 * steps + 4)).astype(np.uint8)
+        panel = rng.integers(-127, 128, (steps, shape.width, 4)).astype(np.int8)
+        of_rows, of_columns, start = (
+            rng.standard_normal(size).astype(np.float32) for size in ((rows, 2), n, (rows, n))
+        )
+        zeros, sums = (rng.integers(-300, 300, size).astype(np.float32) for size in ((rows, 2), n))
+        results = []
+        for unit in (True, False):
+            c = np.full((rows + 1, n + 3), 7, np.float32)
+            at = [x.ctypes.data for x in (panel, of_rows, zeros, of_columns, sums, start, c)]
+            between = (zeros.strides[0], *at[3:6], start.strides[0], at[6], c.strides[0])
+            if unit:
+                on_the_unit(k, rows, vectors, a.ctypes.data, a.strides[0], steps, *at[:3], *between)
+            else:  # tiles of a few rows each
+                for i in range(rows):
+                    moved = (at[1] + i * zeros.strides[0], at[2] + i * zeros.strides[0], zeros.strides[0], *at[3:5])
+                    place = (at[5] + i * start.strides[0], start.strides[0], at[6] + i * c.strides[0], c.strides[0])
+                    dots(1, vectors, a[i:].ctypes.data, a.strides[0], steps, at[0], *moved, *place, at[0], 0)
+            assert (c[rows:] == 7).all()
+            assert (c[:, n:] == 7).all()
+            results.append(c)
+        np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.skipif(not JIT, reason="only compiled code converts by bits")
@@ -381,6 +425,6 @@ def test_the_int8_tile_follows_from_the_machine(monkeypatch, machine, features, 
 
 
 def test_the_accumulators_of_every_int8_tile_fit_the_registers():
-    registers = {"avx512vnni": 32, "avxvnni": 16, "dotprod": 32, "plain": 16}
+    registers = {"amx": 32, "avx512vnni": 32, "avxvnni": 16, "dotprod": 32, "plain": 16}
     for name, tile in DOTS.items():
         assert tile.rows * tile.vectors + tile.vectors + 1 <= registers[name], name

@@ -10,12 +10,13 @@ from numba import float32, uint8
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
 from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, dot_tile
+from hepti_mqtt.kernels.gemm.unit_tile import configure_unit, release_unit, unit_tile
 from hepti_mqtt.kernels.machine.addresses import fetch_to_write, floats, octets
 from hepti_mqtt.kernels.machine.isa import DOT
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, exact, fills, helper, kernel, reads
 from hepti_mqtt.kernels.weights import BLOCK
 
-_MR: Final = FORMS["w8a8"].rows
+_MR: Final = DOT.unit or FORMS["w8a8"].rows
 _NR: Final = FORMS["w8a8"].width
 _LANES: Final = FORMS["w8a8"].lanes
 
@@ -25,11 +26,17 @@ CODES, SUMS, SCALES, BIAS, COLUMN, VALID = range(6)
 
 # A panel is used for _CHUNKS chunks of rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
 # the codes of a chunk of up to _TILES tiles and their sums stay in the first while the tiles pass over them.
-_TILES: Final = 8
+_TILES: Final = 3 if DOT.unit else 8
 _CHUNKS: Final = 8
-# The first tiles of a piece fetch the next one, a line of 64 bytes in every step.
+# The last tiles of a piece fetch the next one, a line of 64 bytes in every step; of fewer tiles, two lines.
 _LINE: Final = 64
-_FETCHERS: Final = _NR * GROUP // _LINE
+_FETCHERS: Final = _NR * GROUP // _LINE // (2 if DOT.unit else 1)
+_OF_STEP: Final = _NR * GROUP // _FETCHERS
+
+# Rows of codes that a tile may read behind the last one.
+BEHIND: Final = DOT.unit
+
+_tile: Final = unit_tile if DOT.unit else dot_tile
 
 _LEVELS: Final = np.float32(254.0)
 _TINY: Final = np.float32(1e-35)
@@ -87,7 +94,7 @@ def _steps(tops: Any, bottoms: Any, scales: Any, zeros: Any, factors: Any, shift
 
 @helper
 def quantise(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last: int) -> None:
-    """Fill codes [m, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k].
+    """Fill codes [m + BEHIND, 4 ceil(k / 4)] and scales and zeros [m, blocks] of some rows of x [m, k].
 
     A block that is not finite has NaN for its scale, and codes of 0. _BATCH blocks at a time, which the first-level
     cache holds: a block alone would wait for its extremes, then for the divisions that follow from them.
@@ -207,6 +214,7 @@ def linear_int8(
     stride = row_codes.shape[1]
     out_stride, scale_stride = 4 * out.shape[1], 4 * row_scales.shape[1]
     panel_count = last_panel - first_panel
+    configure_unit(k)
     for turn in range(chunks * panel_count):
         p, chunk = _in_turn(turn, panel_count, chunks)
         p += first_panel
@@ -240,9 +248,9 @@ def linear_int8(
                     if direct:
                         c, c_stride = place, out_stride
                 share = t - last_tile + _FETCHERS
-                ahead = codes + steps * GROUP * _NR + share * steps * _LINE
-                fetch = _LINE if share >= 0 else 0
-                dot_tile(
+                ahead = codes + steps * GROUP * _NR + share * steps * _OF_STEP
+                fetch = _OF_STEP if share >= 0 else 0
+                _tile(
                     count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
                     begin, begin_stride, c, c_stride, ahead, fetch
                 )  # fmt: skip
@@ -250,6 +258,7 @@ def linear_int8(
                     tile = floats(c, count * _NR)
                     activate(tile, activation)
                     store(tile, _NR, row, count, out, residual, column, valid)
+    release_unit()
 
 
 @kernel(
@@ -264,7 +273,7 @@ def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int) -
     """Quantise x and fill its rows of out, in one call; see `linear_int8`."""
     m, k = x.shape
     blocks = max(1, -(-k // BLOCK))
-    codes = np.empty((m, GROUP * -(-k // GROUP)), np.uint8)
+    codes = np.empty((m + BEHIND, GROUP * -(-k // GROUP)), np.uint8)
     scales, zeros = np.empty((m, blocks), np.float32), np.empty((m, blocks), np.float32)
     quantise(x, codes, scales, zeros, 0, m)
     linear_int8(codes, k, scales, zeros, out, residual, panels, activation, 0, len(panels), 0, m)

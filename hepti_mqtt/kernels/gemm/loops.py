@@ -28,18 +28,19 @@ def loop(
     builder.position_at_end(inner)
     p, sums = builder.phi(_I64), [builder.phi(value.type) for value in start]
     new = body(p, list(sums))
+    last = builder.block
     following = builder.add(p, ir.Constant(_I64, step))
     back = builder.cbranch(builder.icmp_signed("<", following, stop), inner, after)
     if as_written:
         back.set_metadata("llvm.loop", _not_unrolled(builder.module))
     p.add_incoming(first, before)
-    p.add_incoming(following, inner)
+    p.add_incoming(following, last)
     builder.position_at_end(after)
     results = [builder.phi(value.type) for value in start]
     for phi, result, begin, end in zip(sums, results, start, new, strict=True):
         for place in (phi, result):
             place.add_incoming(begin, before)
-            place.add_incoming(end, inner)
+            place.add_incoming(end, last)
     return results
 
 

@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
-from hepti_mqtt.kernels.gemm.int8 import BIAS, CODES, COLUMN, SCALES, VALID, linear_int8, linear_w8a8, quantise_rows
+from hepti_mqtt.kernels.gemm.int8 import (
+    BEHIND,
+    BIAS,
+    CODES,
+    COLUMN,
+    SCALES,
+    VALID,
+    linear_int8,
+    linear_w8a8,
+    quantise_rows,
+)
 from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, byte_tile, half_tile
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, entry, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts, ranges
@@ -126,8 +136,8 @@ def bind(
     """
     m, k = shape
     table, alive = panels_of(matrices, biases)
-    code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     stride = GROUP * -(-k // GROUP)
+    code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
     none = np.empty((0, 0), np.float32)
@@ -143,7 +153,7 @@ def bind(
         if len(parts) == len(row_parts) == 1:
             alone(x, *others, table, activation)
             return
-        codes = np.empty((m, stride), np.uint8)
+        codes = np.empty((m + BEHIND, stride), np.uint8)
         scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
         quantise(x, codes, scales, zeros)
         product(codes, k, scales, zeros, *others, table, activation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -90,12 +90,13 @@ class StorageTileWriter:
     # Bytes from a panel to the next one, and from its scales to the next one's, where a tile goes down several.
     panel_bytes: Any = None
     scale_bytes: Any = None
+    signature: ClassVar[ir.FunctionType] = _SIGNATURE
 
     def __init__(self, module: ir.Module, name: str, shape: Form, rows: int, vectors: int) -> None:
         self.form, self.rows, self.vectors = shape, rows, vectors
         self.module = module
         self.vector = ir.VectorType(shape.sums, shape.lanes)
-        self.function = ir.Function(module, _SIGNATURE, name)
+        self.function = ir.Function(module, self.signature, name)
         self.function.linkage = "internal"
         self.function.attributes.add("noinline")
         if shape.kind == "w8a8" and shape.dot.enables:
@@ -108,6 +109,11 @@ class StorageTileWriter:
         """Return (rows, vectors) of all tiles: w8a8 has 1 to those of a panel, the others all."""
         widths = range(1, shape.vectors + 1) if shape.kind == "w8a8" else (shape.vectors,)
         return [(rows, vectors) for vectors in widths for rows in range(1, shape.rows + 1)]
+
+    @staticmethod
+    def call(rows: Any, vectors: Any, *rest: Any) -> tuple[tuple[Any, Any], list[Any]]:
+        """Return the size by which a function is chosen, and what it is called with."""
+        return (rows, vectors), list(rest)
 
     def write(self) -> ir.Function:
         """Return the finished function."""
@@ -218,11 +224,15 @@ class StorageTileWriter:
                 if f.kind != "f16":
                     factor, start = scale, self._load(b.add(at_start[i], at), wide)
                     if f.kind == "w8a8":
-                        zero = self._splat(self._load(at_zeros[i], _F32), wide)
-                        value = self._multiply_add(b.fneg(zero), of_codes, b.sitofp(value, wide))
-                        value, factor = b.fmul(value, scale), self._splat(self._load(at_scales[i], _F32), wide)
+                        zero, factor = (self._splat(self._load(of[i], _F32), wide) for of in (at_zeros, at_scales))
+                        value = self._of_codes(value, zero, of_codes, scale)
                     value = self._multiply_add(value, factor, start)
                 b.store(value, self._pointer(b.add(at_c[i], at), wide)).align = 4
+
+    def _of_codes(self, sums: Any, zero: Any, of_codes: Any, scale: Any) -> Any:
+        """Return sums of products of bytes in steps of a row, without what the code of 0 has added to them."""
+        b = self.builder
+        return b.fmul(self._multiply_add(b.fneg(zero), of_codes, b.sitofp(sums, of_codes.type)), scale)
 
     def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
@@ -324,7 +334,7 @@ def emit_storage_tile(shape: Form, writer: type[StorageTileWriter] = StorageTile
         _fetch: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            rows, vectors, *rest = arguments
+            (rows, vectors), rest = writer.call(*arguments)
 
             def written(name: str, count: int, width: int) -> ir.Function:
                 return writer(builder.module, name, shape, count, width).write()

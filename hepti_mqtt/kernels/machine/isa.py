@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,6 +22,10 @@ DOT_OVERRIDE: Final = "HEPTI_KERNELS_DOT"
 # getauxval's AT_HWCAP, and the bit in it that Linux calls asimddp (arch/arm64/include/uapi/asm/hwcap.h).
 _AT_HWCAP: Final = 16
 _HWCAP_ASIMDDP: Final = 1 << 20
+# Number of the system call on x86-64; ARCH_REQ_XCOMP_PERM (arch/x86/include/uapi/asm/prctl.h); XTILEDATA.
+_ARCH_PRCTL: Final = 158
+_ASK_PERMISSION: Final = 0x1023
+_TILE_REGISTERS: Final = 18
 
 
 class Tile(NamedTuple):
@@ -66,7 +71,8 @@ class Dot(NamedTuple):
     lanes: i32 sums of one vector register. rows, vectors: as in `Tile`. intrinsic: LLVM function of the instruction, or
     "" where there is none (widened to i32, multiplied and added). signed: whether it takes activations as s8 (NEON) or
     as u8 (x86); weights are s8. needs: the set of `TILES` and the CPU feature that it goes with, or "". enables: what
-    LLVM must be told that the CPU has, where it does not find out by itself.
+    LLVM must be told that the CPU has, where it does not find out by itself. unit: rows of a tile of the matrix unit
+    that multiplies whole tiles of bytes where there are many rows (AMX), or 0.
     """
 
     lanes: int
@@ -76,6 +82,7 @@ class Dot(NamedTuple):
     signed: bool
     needs: tuple[str, str]
     enables: str = ""
+    unit: int = 0
 
     @property
     def width(self) -> int:
@@ -85,6 +92,7 @@ class Dot(NamedTuple):
 
 # The first one that the CPU has is used.
 DOTS: Final[Mapping[str, Dot]] = {
+    "amx": Dot(16, 6, 4, "llvm.x86.avx512.vpdpbusd.512", False, ("avx512", "amx-int8"), unit=16),
     "avx512vnni": Dot(16, 6, 4, "llvm.x86.avx512.vpdpbusd.512", False, ("avx512", "avx512vnni")),
     "avxvnni": Dot(8, 6, 2, "llvm.x86.avx512.vpdpbusd.256", False, ("avx2", "avxvnni")),
     "dotprod": Dot(4, 8, 2, "llvm.aarch64.neon.sdot.v4i32.v16i8", True, ("neon", "dotprod"), "+dotprod"),
@@ -139,7 +147,8 @@ def _dots() -> list[str]:
     """Return the int8 tiles that can be compiled, the best one first."""
     features = {**_features(), "": True}
     features["dotprod"] = features.get("dotprod", False) or _has_sdot()
-    return [name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1])]
+    possible = [name for name, d in DOTS.items() if d.needs[0] in (isa(), "") and features.get(d.needs[1])]
+    return [name for name in possible if not DOTS[name].unit or _may_use_unit()]
 
 
 def require_known() -> None:
@@ -167,6 +176,14 @@ def cpu_model() -> str:
     except OSError:
         pass
     return f"{platform.machine()} {platform.processor()}"
+
+
+@cache
+def _may_use_unit() -> bool:
+    """Return whether Linux lets this process use the registers of AMX, for which it must be asked."""
+    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    return int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_REGISTERS)) == 0
 
 
 def _has_sdot() -> bool:
