@@ -181,7 +181,8 @@ def under_way(record: Mapping[str, Any], wanted: bool = True) -> bool:
             states.pop(step["plan"].rpartition(" ")[0], None)
         states[step["plan"]] = step["to"]
     searches = {"wanted", "searching"} if wanted else {"searching"}
-    return record["preparing"] is not None or bool(searches & set(states.values()))
+    loading = record["preparing"] is not None or bool(record["pinned_preparing"])
+    return loading or bool(searches & set(states.values()))
 
 
 def _pins(order: Mapping[str, Any]) -> dict[str, Any]:

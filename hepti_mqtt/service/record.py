@@ -24,13 +24,13 @@ def encode_record(
     """Return the msgpack map of a model's plans.
 
     served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
-    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned. candidates: the best
-    of each strategy and variant, best first; feasible: None for those that are too slow, so that nobody worked out
-    whether they fit; expected_ms is predicted_ms times what earlier runs have taught. reason: why the first one was
-    chosen. error: {code, message} of a search that found no plan. progress: [bytes there, bytes in all] of the weights
-    of `preparing`, by device. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the
-    session's clock was zero. in_flight: requests that run at once. unused: why devices that are online are used for no
-    plan, by name. `wire/told.py` names all keys, for who reads it.
+    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
+    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
+    that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
+    have taught. reason: why the first one was chosen. error: {code, message} of a search that found no plan. progress:
+    [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
+    oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
+    why devices that are online are used for no plan, by name. `wire/told.py` names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -40,6 +40,7 @@ def encode_record(
         "active": None if shown.active is None else shown.active.to_dict(),
         "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
         "pinned": [plan.to_dict() for plan in shown.pinned],
+        "pinned_preparing": [plan.to_dict() for plan in shown.pinned_preparing],
         "spec": spec.to_dict(),
         "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,

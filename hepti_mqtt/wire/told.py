@@ -13,10 +13,13 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import Plan
 
 RECORD: Final = (
-    "boot", "active", "preparing", "pinned", "spec", "directory", "in_flight", "unused", "candidates", "progress",
-    "reason", "story", "error",
+    "boot", "active", "preparing", "pinned", "pinned_preparing", "spec", "directory", "in_flight", "unused",
+    "candidates", "progress", "reason", "story", "error",
 )  # fmt: skip
-_KINDS: Final = {"pinned": list, "candidates": list, "story": list, "unused": Mapping, "progress": Mapping}
+_KINDS: Final = {
+    **dict.fromkeys(("pinned", "pinned_preparing", "candidates", "story"), list),
+    **dict.fromkeys(("unused", "progress"), Mapping),
+}
 CANDIDATE: Final = (
     "name", "devices", "route", "wire", "wire_error", "predicted_ms", "expected_ms", "bytes", "feasible", "missing",
 )  # fmt: skip
@@ -42,7 +45,8 @@ def record_lacks(record: Mapping[str, Any]) -> str | None:
     for key in RECORD:
         if key not in record or not isinstance(record[key], _KINDS.get(key, object)):
             return key
-    plans = [plan for plan in (record["active"], record["preparing"], *record["pinned"]) if plan is not None]
+    own = (record["active"], record["preparing"])
+    plans = [plan for plan in (*own, *record["pinned"], *record["pinned_preparing"]) if plan is not None]
     errors = [] if record["error"] is None else [record["error"]]
     parts = ((plans, PLAN), (record["candidates"], CANDIDATE), (record["story"], STEP), (errors, ERROR))
     return next((missing for told, keys in parts for part in told if (missing := _missing(part, keys))), None)

@@ -45,14 +45,15 @@ AGAIN = [
 )
 def test_a_hurried_plan_is_not_the_last_word(steps: list[tuple[str, str, str]], expected: bool) -> None:
     story = [{"plan": plan, "from": before, "to": after} for plan, before, after in steps]
-    on_its_way = bool(steps) and steps[-1][2] in ("preparing", "swapping")
-    assert under_way({"story": story, "preparing": {"epoch": [7, 5]} if on_its_way else None}) is expected
+    on_its_way = [{"epoch": [7, 5]}] if steps and steps[-1][2] in ("preparing", "swapping") else []
+    assert under_way({"story": story, "preparing": None, "pinned_preparing": on_its_way}) is expected
+    assert under_way({"story": story, "preparing": next(iter(on_its_way), None), "pinned_preparing": []}) is expected
 
 
 def test_a_search_that_has_not_begun_takes_nothing_from_others() -> None:
     for steps, expected in ((HURRIED, False), (WHOLE, True), (WHOLE[:1], False)):
         story = [{"plan": plan, "from": before, "to": after} for plan, before, after in steps]
-        assert under_way({"story": story, "preparing": None}, wanted=False) is expected
+        assert under_way({"story": story, "preparing": None, "pinned_preparing": []}, wanted=False) is expected
 
 
 class Site:
@@ -68,7 +69,8 @@ class Site:
 
     def plan(self, model: str) -> dict[str, object]:
         ends = "searching" if model == "other" and self.asked < 4 else "gone"
-        return {"story": [{"plan": f"{model} 7.2", "from": "wanted", "to": ends}], "preparing": None}
+        story = [{"plan": f"{model} 7.2", "from": "wanted", "to": ends}]
+        return {"story": story, "preparing": None, "pinned_preparing": []}
 
 
 def test_a_turn_begins_when_no_search_for_any_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_few_pinned_plans_are_kept_those_asked_for_last() -> None:
         site.submit(f"r{number}", pins=pins)
         site.ready()
         site.answer(number)
+    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, commands.ShowPlan)) == 1
     assert len(site.answers) == PINNED + 2
     gone = site.answers["r2"].plan.epoch
     assert {m.epoch for _, m in site.told if isinstance(m, messages.Release)} == {gone}

@@ -60,9 +60,11 @@ def test_record_holds_what_people_and_programs_read():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan = decision.chosen.plan
     other = replace(plan, epoch=Epoch(1, 3), wire="f16")
-    shown = ShowPlan("m", plan, None, decision, pinned=(other,), in_flight=3)
+    coming = replace(plan, epoch=Epoch(1, 4), wire="i8")
+    shown = ShowPlan("m", plan, None, decision, pinned=(other,), pinned_preparing=(coming,), in_flight=3)
     record = msgpack.unpackb(encode_record((SPEC, Path("/models/m")), 9, shown))
     assert [Plan.from_dict(p) for p in record["pinned"]] == [other]
+    assert [Plan.from_dict(p) for p in record["pinned_preparing"]] == [coming]
     assert Plan.from_dict(record["active"]) == plan
     assert ModelSpec.from_dict(record["spec"]) == SPEC
     assert record["preparing"] is None

@@ -80,7 +80,8 @@ class ShowPlan:
 
     active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
     (bytes there, bytes in all) of the weights that devices load for `preparing`. story: the last transitions of the
-    model's plans. pinned: the active plans of what requests have pinned. in_flight: runs at once.
+    model's plans. pinned: the active plans of what requests have pinned; pinned_preparing: those on their way there.
+    in_flight: runs at once.
     """
 
     model: str
@@ -91,6 +92,7 @@ class ShowPlan:
     progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     story: tuple[Transition, ...] = ()
     pinned: tuple[Plan, ...] = ()
+    pinned_preparing: tuple[Plan, ...] = ()
     in_flight: int = 1
 
 

@@ -32,6 +32,9 @@ TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so wh
 CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
+# Nor is one believed to be faster than this part of what it measured: a host that was stopped or cooled down while it
+# waited is, for a short op, and all wait for it where it then gets more. One that always is measures itself again.
+FASTEST: Final = 0.9
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
 MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -106,8 +109,9 @@ class Member:
         """Return the device's measured profile; usual: of `slowdown`. Raises WireError if its caps cannot be read."""
         assert self.caps is not None
         try:
-            slowdown = max(self.slowdown(usual), 0.05)
-            return profile_from_caps(self.name, self.caps.curves, memory_bytes, slowdown, self._frame_cost())
+            return profile_from_caps(
+                self.name, self.caps.curves, memory_bytes, self.slowdown(usual), self._frame_cost()
+            )
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
 
@@ -138,8 +142,8 @@ class Member:
         Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
         devices would get unequal shares.
         """
-        found = median(self.slowdowns) if self.slowdowns else 1.0
-        return found if abs(log(max(found, 1e-9) / usual)) > NOISE else usual
+        found = max(median(self.slowdowns), FASTEST) if self.slowdowns else 1.0
+        return found if abs(log(found / usual)) > NOISE else usual
 
     def _frame_cost(self) -> FrameCost | None:
         """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""

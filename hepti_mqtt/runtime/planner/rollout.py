@@ -67,8 +67,10 @@ class Rollout:
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress))
         own.shown = own.plans.story.told
         story = own.plans.story.last(STORY)
-        pinned = tuple(slot.active for slot in self._slots.pinned(model.name) if slot.active is not None)
-        shown = ShowPlan(model.name, own.active, plan, own.latest, own.error, progress, story, pinned)
+        slots = self._slots.pinned(model.name)
+        pinned = tuple(slot.active for slot in slots if slot.active is not None)
+        coming = tuple(slot.plans.preparing.plan for slot in slots if slot.plans.preparing is not None)
+        shown = ShowPlan(model.name, own.active, plan, own.latest, own.error, progress, story, pinned, coming)
         return replace(shown, in_flight=self._in_flight)
 
     # -- what has become possible ---------------------------------------------------------------------------------
