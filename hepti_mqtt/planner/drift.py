@@ -41,15 +41,15 @@ class DriftRule:
         self._since.clear()
         self._disturbed_at = now
 
-    def observe(self, values: Mapping[str, float], now: float) -> str | None:
-        """Return what has drifted, in words, or None."""
+    def observe(self, values: Mapping[str, float], now: float, grown: float | None = None) -> str | None:
+        """Return what has drifted, in words, or None; grown: the factor for values that are larger, if another."""
         for key, value in values.items():
             base = self.planned.get(key)
             if base is None or base <= 0 or value <= 0:
                 continue
             ratio = value / base
             off = max(ratio, 1 / ratio)
-            if off <= self.factor:
+            if off <= (self.factor if grown is None or ratio < 1 else grown):
                 self._since.pop(key, None)
                 continue
             since = self._since.setdefault(key, now)

@@ -32,6 +32,14 @@ def test_slower_and_faster_both_count():
         assert rule.observe({"x": value}, 1) is not None
 
 
+def test_what_has_grown_may_count_sooner_than_what_has_shrunk():
+    rule = DriftRule(factor=1.2, hold_s=0, rest_s=0)
+    rule.plan_made({"x": 1.0}, 0)
+    assert rule.observe({"x": 1.1}, 1) is None
+    assert rule.observe({"x": 1 / 1.1}, 2, grown=1.05) is None
+    assert rule.observe({"x": 1.1}, 3, grown=1.05) is not None
+
+
 def test_a_disturbance_begins_the_hold_time_and_the_rest_anew():
     rule = DriftRule(factor=1.5, hold_s=5, rest_s=10)
     rule.plan_made({"x": 1.0}, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat
 from hepti_mqtt.cluster import Link, PeerLink
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Decision, Question, price
+from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.flight import Pins
 from hepti_mqtt.runtime.planner.membership import CALM_S, SLOWDOWNS, Membership
@@ -109,6 +110,38 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
     assert slow_runs() == 1.0, "nor does the plan teach that was made for the link as it was"
     assert model.keeps(model.latest, is_better=False) == plan.epoch
     assert slow_runs() == pytest.approx(3.0), "its prediction is by the link of now"
+
+
+def beside(times: float) -> Callable[[Question], Decision]:
+    """Return what decides as `decide` does, with one other candidate, that costs so many times as much."""
+
+    def decider(asked: Question) -> Decision:
+        decision = decide(asked)
+        price = replace(decision.chosen.price, seconds=times * decision.chosen.price.seconds)
+        plan = replace(decision.chosen.plan, strategy="block")
+        return replace(decision, ranking=(decision.ranking[0], replace(decision.chosen, plan=plan, price=price)))
+
+    return decider
+
+
+@pytest.mark.parametrize(
+    ("times", "longer", "looks"), [(1.07, 1.09, True), (1.07, 1.06, False), (1.01, 1.04, False), (1.3, 1.12, False)]
+)
+def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
+    times: float, longer: float, looks: bool
+) -> None:
+    site = Site(decider=beside(times))
+    site.join("a", "b")
+    plan = site.settle()
+    (model,) = site.session.slots.models()
+    for number in range(1, 5):
+        site.submit(f"r{number}")
+        site.answer(number)
+        for _ in range(8):
+            model.ran(plan, plan.predicted_tokens, longer * plan.predicted_s, site.now)
+        site.drift({}, 10)
+    told = [c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "drift"]
+    assert any("the time of" in text for text in told) is looks, told
 
 
 def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:

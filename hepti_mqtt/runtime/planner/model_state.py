@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import Final
 
 from hepti_mqtt.cluster import Cluster
@@ -27,6 +28,7 @@ FORESEEN: Final = 8  # shapes of which devices build the Programs ahead
 URGENT: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
 FORESEEN_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
+CLOSE: Final = 1.05  # a plan whose runs take longer by less is not held against the next best
 UNNOTICED_S: Final = 20.0  # so long a link or a processor may have been another before it is seen
 
 
@@ -114,10 +116,19 @@ class ModelState:
             return None
         found = self.drift.observe(measured, now)
         if found is None:
-            return self.drift.observe(_times(self.experience.learned(now), self.active), now)
+            return self.drift.observe(_times(self.experience.learned(now), self.active), now, self._ahead())
         self.outdated = self.active.epoch
         self.experience.forget(now - UNNOTICED_S)
         return found
+
+    def _ahead(self) -> float:
+        """Return how many times its predicted time the active plan may take until the next best one may be faster."""
+        record = self.plans.active
+        if record is None or record.decision.chosen.price.objective != "latency":
+            return self.drift.factor
+        chosen, ranking = record.decision.chosen, record.decision.ranking
+        others = (c.price.cost[0] for c in ranking if c.name != chosen.name and c.price.feasible)
+        return min(max(min(others, default=inf) / max(chosen.price.cost[0], 1e-9), CLOSE), self.drift.factor)
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked of late."""
