@@ -17,7 +17,8 @@ from numba.core.fastmathpass import rewrite_module
 from hepti_mqtt.kernels.attention.softmax import _write_copy, _write_softmax
 from hepti_mqtt.kernels.conv.places import PlacesWriter
 from hepti_mqtt.kernels.gemm import few
-from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, form
+from hepti_mqtt.kernels.gemm.forms import form
+from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter
 from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter
 from hepti_mqtt.kernels.gemm.tile import TileWriter
 from hepti_mqtt.kernels.gemm.unit_tile import UnitTileWriter

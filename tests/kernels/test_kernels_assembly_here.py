@@ -12,7 +12,7 @@ from hepti_mqtt.kernels import TILING
 from hepti_mqtt.kernels.attention import tiles
 from hepti_mqtt.kernels.conv import conv2d
 from hepti_mqtt.kernels.gemm import few, int8, linear, narrow
-from hepti_mqtt.kernels.gemm.narrow_tile import HALF_IN_HARDWARE
+from hepti_mqtt.kernels.gemm.forms import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.machine import jit
 from hepti_mqtt.kernels.machine.isa import DOT, TILE, isa
 

@@ -15,8 +15,9 @@ from kernels_support import Case, array, held_here
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.kernels import NarrowMatrix, allocate
 from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
+from hepti_mqtt.kernels.gemm.forms import form
 from hepti_mqtt.kernels.gemm.int8 import quantise_rows
-from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, emit_storage_tile, form, plain_tile
+from hepti_mqtt.kernels.gemm.narrow_tile import StorageTileWriter, emit_storage_tile, plain_tile
 from hepti_mqtt.kernels.gemm.stream_tile import StreamTileWriter, plain_stream
 from hepti_mqtt.kernels.gemm.unit_tile import configure_unit, release_unit, unit_tile
 from hepti_mqtt.kernels.machine import isa

@@ -14,7 +14,7 @@ from kernels_support import Case, array, pool
 
 import hepti_mqtt.kernels
 from hepti_mqtt.kernels import KERNELS, warm_up
-from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels.machine import isa, jit
 
 ROOT = Path(__file__).parents[2]
 COUNT_CACHE = """
@@ -210,3 +210,15 @@ def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch, tmp_path):
     jit._cached(dispatcher)
     dispatcher._cache.save_overload("signature", "code")
     assert asked == [("signature", "code")]
+
+
+def test_code_for_a_matrix_unit_is_not_taken_where_the_system_forbids_it(monkeypatch):
+    monkeypatch.setattr(isa, "_features", lambda: {"avx512f": True, "avx512vnni": True, "amx-int8": True})
+    monkeypatch.delenv(isa.DOT_OVERRIDE, raising=False)
+    monkeypatch.setenv(isa.OVERRIDE, "avx512")
+    stamps = []
+    for allowed in (True, False):
+        monkeypatch.setattr(isa, "_may_use_unit", lambda allowed=allowed: allowed)
+        assert isa.dot() == ("amx" if allowed else "avx512vnni")
+        stamps.append(jit.sources_stamp.__wrapped__())
+    assert stamps[0] != stamps[1]

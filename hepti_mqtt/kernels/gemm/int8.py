@@ -9,7 +9,8 @@ from numba import float32, uint8
 
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
-from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, dot_tile
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP
+from hepti_mqtt.kernels.gemm.narrow_tile import dot_tile
 from hepti_mqtt.kernels.gemm.unit_tile import configure_unit, release_unit, unit_tile
 from hepti_mqtt.kernels.machine.addresses import fetch_to_write, floats, octets
 from hepti_mqtt.kernels.machine.isa import DOT
@@ -30,8 +31,8 @@ _TILES: Final = 3 if DOT.unit else 8
 _CHUNKS: Final = 8
 # The last tiles of a piece fetch the next one, a line of 64 bytes in every step; of fewer tiles, two lines.
 _LINE: Final = 64
-_FETCHERS: Final = _NR * GROUP // _LINE // (2 if DOT.unit else 1)
-_OF_STEP: Final = _NR * GROUP // _FETCHERS
+_OF_STEP: Final = 2 * _LINE if DOT.unit else _LINE
+_FETCHERS: Final = _NR * GROUP // _OF_STEP
 
 # Rows of codes that a tile may read behind the last one.
 BEHIND: Final = DOT.unit

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP
 from hepti_mqtt.kernels.gemm.int8 import (
     BEHIND,
     BIAS,
@@ -32,7 +33,7 @@ from hepti_mqtt.kernels.gemm.int8 import (
     linear_w8a8,
     quantise_rows,
 )
-from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP, byte_tile, half_tile
+from hepti_mqtt.kernels.gemm.narrow_tile import byte_tile, half_tile
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, entry, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks

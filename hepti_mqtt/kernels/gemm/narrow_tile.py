@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP, Form
 from hepti_mqtt.kernels.gemm.loops import in_order, loop
 from hepti_mqtt.kernels.gemm.tile import call_chosen
-from hepti_mqtt.kernels.machine.isa import DOT, TILE, Dot, Tile, isa
 from hepti_mqtt.kernels.machine.jit import lowered
-
-Kind = Literal["f16", "w8a8", "w8a32"]
-
-GROUP: Final = 4  # bytes of a row that one step of an int8 dot product takes
-
-# Every CPU of these sets converts half precision in one instruction; elsewhere LLVM would call a library function that
-# Numba does not link.
-HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -40,36 +32,6 @@ _SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
 _REBIAS: Final = float(np.ldexp(1.0, 112))
 _HALF_INFINITY: Final = 0x7C00 << 13
-
-
-class Form(NamedTuple):
-    """What a kind of tile is made of: its size, the type of its sums, bytes of a panel's vector and of a step's row."""
-
-    kind: Kind
-    lanes: int
-    rows: int
-    vectors: int
-    sums: ir.Type
-    vector_bytes: int
-    fma: bool
-    dot: Dot
-    half_in_hardware: bool
-    steps: int = 0  # as in `Tile`
-
-    @property
-    def width(self) -> int:
-        """Return the columns of one panel."""
-        return self.lanes * self.vectors
-
-
-def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool = HALF_IN_HARDWARE) -> Form:
-    """Return the form of a kind on a register tile."""
-    if kind == "w8a8":
-        size, steps = GROUP * dot.lanes, tile.steps if dot.intrinsic else 0
-        return Form(kind, dot.lanes, dot.rows, dot.vectors, _I32, size, tile.fma, dot, half_in_hardware, steps)
-    size = 2 if kind == "f16" else 1
-    nbytes = size * tile.lanes
-    return Form(kind, tile.lanes, tile.rows, tile.vectors, _F32, nbytes, tile.fma, dot, half_in_hardware, tile.steps)
 
 
 class StorageTileWriter:
@@ -402,7 +364,6 @@ def plain_tile(shape: Form) -> Callable[..., None]:
     return tile
 
 
-FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a8", "w8a32")}
 # Arguments: rows (1 to the form's), vectors (w8a8: 1 to the form's, else all), then those of `StorageTileWriter`.
 half_tile: Final = lowered(emit_storage_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
 byte_tile: Final = lowered(emit_storage_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.gemm.epilogue import NONE, activate, store
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP
 from hepti_mqtt.kernels.gemm.int8 import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, quantise
 from hepti_mqtt.kernels.gemm.narrow import F16, STORAGE, W8A8, panels_of
-from hepti_mqtt.kernels.gemm.narrow_tile import FORMS, GROUP
 from hepti_mqtt.kernels.gemm.stream_tile import byte_stream, dot_stream, half_stream, together
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, fills, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, parts_of_panels

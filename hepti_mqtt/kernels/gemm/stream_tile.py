@@ -12,15 +12,8 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from hepti_mqtt.kernels.gemm.narrow_tile import (
-    FORMS,
-    GROUP,
-    LINE,
-    Form,
-    StorageTileWriter,
-    emit_storage_tile,
-    plain_tile,
-)
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP, Form
+from hepti_mqtt.kernels.gemm.narrow_tile import LINE, StorageTileWriter, emit_storage_tile, plain_tile
 from hepti_mqtt.kernels.gemm.tile import panels_at_once
 from hepti_mqtt.kernels.machine.jit import lowered
 from hepti_mqtt.kernels.weights import BLOCK

@@ -13,16 +13,9 @@ from typing import Any, ClassVar, Final
 from llvmlite import ir
 from numba import types
 
+from hepti_mqtt.kernels.gemm.forms import FORMS, GROUP, Form
 from hepti_mqtt.kernels.gemm.loops import loop
-from hepti_mqtt.kernels.gemm.narrow_tile import (
-    FORMS,
-    GROUP,
-    LINE,
-    Form,
-    StorageTileWriter,
-    emit_storage_tile,
-    plain_tile,
-)
+from hepti_mqtt.kernels.gemm.narrow_tile import LINE, StorageTileWriter, emit_storage_tile, plain_tile
 from hepti_mqtt.kernels.machine.isa import DOT
 from hepti_mqtt.kernels.machine.jit import lowered
 
@@ -152,7 +145,7 @@ class UnitTileWriter(StorageTileWriter):
         with b.if_then(b.icmp_signed("!=", fetch, _int(0))):
             first = b.add(ahead, b.mul(b.mul(q, _int(_STEPS)), fetch))
             for line in range(_STEPS):
-                self._prefetch(b.add(first, b.mul(fetch, _int(line))), LINE, 3)
+                self._prefetch(b.add(first, b.mul(fetch, _int(line))), 2 * LINE, 3)
         return []
 
     def _multiply(self, unit: _Unit, q: Any, of: Sequence[Any], codes: int, weights: int) -> None:

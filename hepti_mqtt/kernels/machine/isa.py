@@ -178,6 +178,11 @@ def cpu_model() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def unit_is_forbidden() -> bool:
+    """Return whether the CPU has a matrix unit that the system does not let this process use."""
+    return bool(_features().get("amx-int8")) and not _may_use_unit()
+
+
 @cache
 def _may_use_unit() -> bool:
     """Return whether Linux lets this process use the registers of AMX, for which it must be asked."""

@@ -16,13 +16,14 @@ from threading import Lock
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numba.extending
 import numpy as np
 from numba import types
 
 from hepti_mqtt.kernels.machine import kept
-from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, OVERRIDE, dot, require_known
+from hepti_mqtt.kernels.machine.isa import DOT_OVERRIDE, OVERRIDE, dot, require_known, unit_is_forbidden
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,9 +78,11 @@ def sources_stamp() -> str:
 
     By content, not by time: the same version installed again finds what it compiled before.
     """
-    # A CPU without a name may have dot products that the features in Numba's key do not tell of, and a system may
-    # forbid what a CPU has.
-    digest = sha256(llvmlite.__version__.encode() + b"\0" + dot().encode() + b"\0")
+    digest = sha256(llvmlite.__version__.encode())
+    if llvm.get_host_cpu_name() == "generic" or unit_is_forbidden():
+        # A CPU without a name may have dot products that the features in Numba's key do not tell of, and a system may
+        # forbid what a CPU has.
+        digest.update(dot().encode())
     for variable in (OVERRIDE, DOT_OVERRIDE):
         digest.update(os.environ.get(variable, "").encode() + b"\0")
     for path in sorted(set(SOURCES.rglob("*.py")) - {SOURCES / name for name in AROUND}):
