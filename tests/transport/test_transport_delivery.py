@@ -96,7 +96,9 @@ def test_a_message_of_qos_0_needs_no_acknowledgement(mosquitto, protocol, topic,
 
 def test_a_message_that_was_retained_before_says_so(mosquitto, protocol, topic, peers):
     sender = peers(mosquitto.url)
+    sender.subscribe(f"{topic}/old")
     sender.transport.publish(f"{topic}/old", b"old", 1, True)
+    assert sender.message() == (f"{topic}/old", b"old"), "the broker has it before anybody else asks"
     first = Keeper(peers, mosquitto.url, topic, protocol)
     old = first.next()
     first.acknowledge(old)
