@@ -46,9 +46,9 @@ class _Unit:
         widths, heights = 0x0040_0040_0000_0040, 0x0010_1010_1010_1010
         of_left = b.or_(b.shl(steps_left, _int(16 + 2)), _int(widths))
         rows = b.or_(b.shl(steps_left, _int(56)), _int(heights))
-        for place, value in enumerate((_int(1), _int(0), _int(0x0040_0040_0040_0040), of_left, _int(0), _int(0), rows)):
+        sums, nothing = _int(0x0040_0040_0040_0040), _int(0)
+        for place, value in enumerate((_int(1), nothing, sums, of_left, nothing, nothing, rows, nothing)):
             b.store(value, b.gep(at, [_int(place)]))
-        b.store(_int(0), b.gep(at, [_int(7)]))
         self._do("ldtilecfg", b.bitcast(at, _POINTER))
 
     def release(self) -> None:
@@ -102,7 +102,7 @@ class UnitTileWriter(StorageTileWriter):
         scratch.align = _ROW
         for j in range(self.vectors):
             unit.clear(j)
-        tiles = b.lshr(steps, _int(4))
+        tiles = b.udiv(steps, _int(_STEPS))
         loop(
             b,
             (_int(0), tiles, 1),
