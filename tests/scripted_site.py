@@ -153,7 +153,7 @@ class Site:
         except HeptiError as error:
             self.event(events.Solved(command.model, command.ticket, None, None, error))
             return
-        running = command.running and price(command.question, command.running, full=True).seconds
+        running = command.running and price(command.question, command.running, full=True).cost[0]
         self.event(events.Solved(command.model, command.ticket, decision, running))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:

@@ -2,8 +2,8 @@
 
 stdin: {"do": "load", "key", "model", "body", "reference": path of a .npy}, {"do": "bring", "key", "strategy",
 "options", "devices" (or null), "wire", "weights", "route" (or null), "objective"}, {"do": "measure"} with the same
-keys and "warmup", "repetitions", "describe", "requests" (so many always under way; 0: one by one), or {"do": "once"}
-with those of "bring".
+keys and "warmup", "repetitions", "describe", "requests" (so many always under way; 0: one by one), {"do": "settle"}
+with those of "bring" and "most_s", or {"do": "once"} with those of "bring".
 stdout: one line for each, {"ok": true, ...} or {"ok": false, "unix_s", "code", "message"}. The broker and the site are
 those of HEPTI_BROKER and HEPTI_SITE.
 """
@@ -33,6 +33,7 @@ from hepti_mqtt.simulate import RunTimes, load_of
 
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
+STANDS_S: Final = 25.0  # a served plan that stays for so long is the planner's last word: it rests 15 s after each
 LOOK_S: Final = 0.5
 PATIENCE_S: Final = 120.0  # of all this: a lab's hub may search for half a minute, and large models are long to load
 _PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route", "objective")
@@ -67,6 +68,20 @@ class Driver:
             elif not is_free or time.monotonic() - since >= SETTLED_S:
                 break
         return {}
+
+    def settle(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask until the plan stays what it is, or for so long: what runs teach, and what is tried, comes first."""
+        model, body, _ = self.inputs[order["key"]]
+        ask = partial(self.hepti.infer, model, **body, **_pins(order), timeout_s=TIMEOUT_S)
+        begun = since = time.monotonic()
+        found = ask().plan["id"]
+        plans = [found]
+        while (now := time.monotonic()) - begun < order["most_s"] and now - since < STANDS_S:
+            epoch = ask().plan["id"]
+            if epoch != found or under_way(self.hepti.plan(model)):
+                found, since = epoch, time.monotonic()
+                plans += [epoch] if epoch != plans[-1] else []
+        return {"settled": plans, "settled_s": time.monotonic() - begun}
 
     def _computes(self) -> bool:
         """Return whether a plan of any model is searched for or loaded: that takes the hub from who is measured."""
@@ -193,7 +208,8 @@ def main() -> int:
     """Answer every line of stdin until it ends."""
     with Hepti.connect() as hepti:
         driver = Driver(hepti)
-        actions = {"load": driver.load, "bring": driver.bring, "measure": driver.measure, "once": driver.once}
+        actions = {"load": driver.load, "bring": driver.bring, "settle": driver.settle}
+        actions |= {"measure": driver.measure, "once": driver.once}
         for line in sys.stdin:
             order, begun = json.loads(line), time.time()
             try:

@@ -98,7 +98,7 @@ class Experiment:
 
     outside: baselines that take turns with the strategies. weights: how the layers' matrices are kept. requests: that
     are asked at once, 0 for one after the other. objectives: by strategy. watched: strategies that are asked while the
-    changes are made.
+    changes are made. settle: seconds for which the planner's own choice is served first, at the most, until it stands.
     """
 
     name: str
@@ -117,6 +117,7 @@ class Experiment:
     objectives: Mapping[str, tuple[str, ...]]
     repetitions: int
     warmup: int
+    settle: int
     rounds: int
     seed: int
     layers: int | None
@@ -215,6 +216,7 @@ def parse(data: Mapping[str, Any], base: Path) -> Experiment:
         objectives=_objectives(data.get("objective", LATENCY), strategies),
         repetitions=whole("repetitions", data.get("repetitions", 3), 1),
         warmup=whole("warmup", data.get("warmup", 1), 0),
+        settle=whole("settle", data.get("settle", 0), 0),
         rounds=whole("rounds", data.get("rounds", 6), 1),
         seed=whole("seed", data.get("seed", 0), 0),
         layers=None if data.get("layers") is None else whole("layers", data["layers"], 1),
@@ -374,6 +376,7 @@ _KEYS: Final = (
         "bars",
         "repetitions",
         "warmup",
+        "settle",
         "rounds",
         "seed",
         "layers",

@@ -53,6 +53,8 @@ class Site:
         self._site.throttle(True)
         e = self._experiment
         fields = {"warmup": e.warmup, "repetitions": e.repetitions, "describe": describe, "requests": cell.requests}
+        if turn["ok"] and e.settle and cell.strategy == AUTO:
+            turn |= self._ask(order(cell, self._lab.spec, do="settle", most_s=e.settle))
         if turn["ok"]:
             turn |= self._ask(order(cell, self._lab.spec, do="measure", **fields))
         return turn

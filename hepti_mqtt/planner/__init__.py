@@ -9,8 +9,10 @@ from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
 from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_soon
+from hepti_mqtt.planner.trials import KNOWN, fits_beside, hopeful, worth_trying
 
 __all__ = [
+    "KNOWN",
     "Candidate",
     "Decision",
     "DriftRule",
@@ -22,8 +24,11 @@ __all__ = [
     "decide",
     "decide_soon",
     "decide_within",
+    "fits_beside",
+    "hopeful",
     "peak_bytes",
     "price",
     "still_best",
     "wire_errors",
+    "worth_trying",
 ]

@@ -87,7 +87,8 @@ class Floor:
         learned = self._question.learned
         if not learned.factors:
             return 1.0
-        return min(learned.factor(replace(plan, route=r)) for r in routes(self._question, plan.devices))
+        by_route = (replace(plan, route=r) for r in routes(self._question, plan.devices))
+        return min(learned.factor(routed) * learned.hoped(routed) for routed in by_route)
 
     def _way(self, plan: Plan) -> tuple[float, float]:
         """Return (seconds, seconds per byte) of the slowest way between devices of a plan."""

@@ -41,6 +41,10 @@ class DriftRule:
         self._since.clear()
         self._disturbed_at = now
 
+    def rests(self, now: float) -> bool:
+        """Return whether a plan, or a disturbance, is so recent that nothing is planned again but for gross changes."""
+        return now - max(self._made_at, self._disturbed_at) < self.rest_s
+
     def observe(self, values: Mapping[str, float], now: float, grown: float | None = None) -> str | None:
         """Return what has drifted, in words, or None; grown: the factor for values that are larger, if another."""
         for key, value in values.items():

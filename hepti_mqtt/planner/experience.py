@@ -18,6 +18,8 @@ from hepti_mqtt.plan import Plan
 KEPT: Final = 8  # late runs of each way
 ENOUGH: Final = 3  # runs before they count: the first ones after a change wait for caches
 FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow may be gone
+TRIED_S: Final = 3600.0  # so long a way that ran is not tried again for its own sake
+HOPE: Final = 0.9  # a way that was never tried may take so much of its price: predictions are off by that much
 # Bounds of a factor. The simulator leaves things out, so its mistakes are times that are too short. A run that was much
 # faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
 LEAST, MOST = 0.8, 8.0
@@ -33,9 +35,15 @@ def way(plan: Plan) -> Way:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Measured over predicted time, by way."""
+    """Measured over predicted time, by way.
+
+    tried: ways that have run of late, whether or not that counts still. hope: what part of its price an untried way is
+    taken to cost, 1 where a search is not for trying any.
+    """
 
     factors: Mapping[Way, float] = field(default_factory=dict)
+    tried: frozenset[Way] = frozenset()
+    hope: float = 1.0
 
     def factor(self, plan: Plan) -> float:
         """Return what to multiply a plan's predicted time by.
@@ -52,12 +60,21 @@ class Learned:
         others = [log(f) for (_, devices, replicas, *_rest), f in self.factors.items() if devices > 1 and not replicas]
         return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
 
+    def knows(self, plan: Plan) -> bool:
+        """Return whether runs have told what a plan's way takes."""
+        return way(plan) in self.factors
+
+    def hoped(self, plan: Plan) -> float:
+        """Return what to multiply a plan's cost by so that ways which were never tried get their turn."""
+        return 1.0 if self.knows(plan) or way(plan) in self.tried else self.hope
+
 
 class Experience:
     """The late runs of one model; times by any one clock, in seconds."""
 
     def __init__(self) -> None:
         self._runs: dict[Way, deque[tuple[float, float]]] = {}
+        self._tried_s: dict[Way, float] = {}
 
     def ran(self, plan: Plan, tokens: int, seconds: float, now: float, whole: Plan | None = None) -> None:
         """Take the measured time of a run of `tokens` tokens that had the devices to itself.
@@ -68,8 +85,11 @@ class Experience:
         if plan.predicted_s <= 0 or plan.predicted_tokens <= 0 or not 0.8 < tokens / plan.predicted_tokens < 1.25:
             return  # the time of another length is not in proportion
         ratio = seconds / (plan.predicted_s * tokens / plan.predicted_tokens)
-        runs = self._runs.setdefault(way(whole or plan), deque(maxlen=KEPT))
+        taught = way(whole or plan)
+        runs = self._runs.setdefault(taught, deque(maxlen=KEPT))
         runs.append((now, min(max(ratio, LEAST), MOST)))
+        if len(runs) >= ENOUGH:
+            self._tried_s[taught] = now
 
     def forget(self, since_s: float) -> None:
         """Forget what ran since then: what it was held against was predicted from links or speeds that were others."""
@@ -80,4 +100,5 @@ class Experience:
     def learned(self, now: float) -> Learned:
         """Return the median of every way's late runs, where there are enough."""
         late = {w: [r for at, r in runs if now - at < FORGET_S] for w, runs in self._runs.items()}
-        return Learned({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH})
+        tried = frozenset(w for w, at in self._tried_s.items() if now - at < TRIED_S)
+        return Learned({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH}, tried)

@@ -90,7 +90,8 @@ class Price:
     learned: how many times as long it took in earlier runs than the simulator says. load: what it does with several
     requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
     for what devices compute and send. room: bytes that each device has. objective: what plans are compared by.
-    played: the request under each replica, where all of its layers were simulated.
+    played: the request under each replica, where all of its layers were simulated. hope: the part of its time that it
+    is taken to cost for never having been tried (`Learned.hoped`).
     """
 
     seconds: float
@@ -104,6 +105,7 @@ class Price:
     room: Mapping[str, float] = field(default_factory=dict)
     objective: Objective = "latency"
     played: tuple[Played, ...] = ()
+    hope: float = 1.0
 
     @property
     def expected_s(self) -> float:
@@ -113,7 +115,7 @@ class Price:
     @property
     def cost(self) -> tuple[float, float]:
         """Return what plans are compared by, the less the better: that of the objective, then the expected seconds."""
-        costs = {"latency": self.expected_s, "throughput": self.between_s, "memory": self.share}
+        costs = {"latency": self.hope * self.expected_s, "throughput": self.between_s, "memory": self.share}
         return costs[self.objective], self.expected_s
 
     @property
@@ -220,6 +222,7 @@ def price(
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
         question.objective,
         tuple(Played(question.shape, run) for run in runs) if full else (),
+        question.learned.hoped(plan),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Experience, Learned
-from hepti_mqtt.planner.experience import ENOUGH, FORGET_S, LEAST, MOST, way
+from hepti_mqtt.planner.experience import ENOUGH, FORGET_S, LEAST, MOST, TRIED_S, way
 
 SPLIT = Plan("m", Epoch(1, 1), "row", ("a", "b"), "a", {"attention": "kv"}, predicted_s=0.2, predicted_tokens=100)
 OTHER = replace(SPLIT, strategy="column", options={})
@@ -110,4 +110,16 @@ def test_what_ran_since_a_link_failed_is_forgotten_and_no_more():
     experience.forget(20.0)
     assert experience.learned(30.0).factor(SPLIT) == pytest.approx(2.0)
     experience.forget(5.0)
-    assert experience.learned(30.0) == Learned()
+    assert not experience.learned(30.0).factors
+
+
+def test_a_way_has_its_turn_until_it_has_run_often_enough_and_again_after_an_hour():
+    hopeful = replace(after(*[0.2] * (ENOUGH - 1)).learned(0.0), hope=0.9)
+    assert hopeful.hoped(SPLIT) == 0.9
+    experience = after(*[0.2] * ENOUGH)
+    for now, part in [(0.0, 1.0), (FORGET_S, 1.0), (TRIED_S, 0.9)]:
+        assert replace(experience.learned(now), hope=0.9).hoped(SPLIT) == part
+        assert replace(experience.learned(now), hope=0.9).hoped(OTHER) == 0.9
+        assert experience.learned(now).hoped(OTHER) == 1.0, "only where a search is for trying"
+    experience.forget(-1.0)
+    assert replace(experience.learned(0.0), hope=0.9).hoped(SPLIT) == 1.0, "it ran, whatever it taught"

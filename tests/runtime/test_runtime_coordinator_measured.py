@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -113,13 +113,15 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
 
 
 def beside(times: float) -> Callable[[Question], Decision]:
-    """Return what decides as `decide` does, with one other candidate, that costs so many times as much."""
+    """Return what decides between one device and two, where two cost so many times as much by the simulator."""
 
     def decider(asked: Question) -> Decision:
-        decision = decide(asked)
-        price = replace(decision.chosen.price, seconds=times * decision.chosen.price.seconds)
-        plan = replace(decision.chosen.plan, strategy="block")
-        return replace(decision, ranking=(decision.ranking[0], replace(decision.chosen, plan=plan, price=price)))
+        alone, two = (decide(replace(asked, strategy=s, options=o)).chosen for s, o in (("single", {}), ("block", {})))
+        seconds = times * alone.price.seconds
+        two = replace(two, price=replace(two.price, seconds=seconds), plan=replace(two.plan, predicted_s=seconds))
+        ranking = tuple(sorted((alone, two), key=lambda c: c.price.cost))
+        digest = programs_digest(asked.spec, ranking[0].plan)
+        return Decision(ranking[0], ranking, "", asked.cluster, digest)
 
     return decider
 
@@ -142,6 +144,71 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
         site.drift({}, 10)
     told = [c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "drift"]
     assert any("the time of" in text for text in told) is looks, told
+
+
+def serve(site: Site, seconds: int, took: Mapping[str, float]) -> list[str]:
+    """Let a site serve and return which methods ran; took: times what was predicted, by method."""
+    (model,) = site.session.slots.models()
+    ran = []
+    for _ in range(seconds):
+        assert model.active is not None
+        site.submit(f"r{len(site.work) + 1}", 16)
+        site.answer(len(site.work))
+        for _ in range(8):
+            model.ran(model.active, 16, took[model.active.strategy] * model.active.predicted_s, site.now)
+        if not ran or ran[-1] != model.active.strategy:
+            ran.append(model.active.strategy)
+        site.drift({}, 1)
+        if model.plans.preparing is not None:
+            site.ready()
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("times", "took", "ran"),
+    [
+        (1.06, 0.92, ["single", "block"]),  # in truth it is better
+        (1.06, 1.0, ["single", "block", "single"]),  # it is as bad as predicted: the first one comes back
+        (1.06, 1.5, ["single", "block", "single"]),
+        (1.2, 0.8, ["single"]),  # too far behind to be tried
+    ],
+)
+def test_what_is_predicted_to_be_about_as_fast_is_tried_once_and_runs_decide(
+    times: float, took: float, ran: list[str]
+) -> None:
+    site = Site(decider=beside(times))
+    site.join("a", "b")
+    site.settle()
+    taken = {"single": 1.0, "block": took}
+    assert serve(site, 120, taken) == ran
+    trials = site.notes()["trial"]
+    assert bool(trials) is (len(ran) > 1)
+    assert serve(site, 120, taken) == ran[-1:], "what was tried once is not tried again"
+    assert site.notes()["trial"] == trials
+
+
+@pytest.mark.parametrize("pins", [Pins(strategy="single"), Pins(objective="memory")])
+def test_nothing_is_tried_where_the_method_is_pinned_or_time_is_not_what_counts(pins: Pins) -> None:
+    def decider(asked: Question) -> Decision:
+        found = beside(1.06)(replace(asked, objective="latency"))
+        told = tuple(replace(c, price=replace(c.price, objective=pins.objective)) for c in found.ranking)
+        return replace(found, chosen=told[0], ranking=told)
+
+    site = Site(pins=pins, decider=decider)
+    site.join("a", "b")
+    site.settle()
+    assert serve(site, 60, {"single": 1.0}) == ["single"]
+    assert not site.notes()["trial"]
+
+
+@pytest.mark.parametrize("memory", [2_000_000, 1 << 30])
+def test_nothing_is_tried_that_does_not_fit_beside_what_serves(memory: int) -> None:
+    site = Site(decider=beside(1.06))
+    site.join("a", "b", memory=memory)
+    plan = site.settle()
+    assert plan.strategy == "single"
+    ran = serve(site, 60, {"single": 1.0, "block": 0.9})
+    assert ran == (["single"] if memory < 1 << 30 else ["single", "block"])
 
 
 def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:

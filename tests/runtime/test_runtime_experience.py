@@ -88,14 +88,20 @@ def test_as_long_as_predictions_come_true_nothing_is_searched(site: Timed) -> No
 def test_a_split_that_is_slower_than_one_device_gives_way_to_it_and_stays_away(site: Timed) -> None:
     site.serve(0.25, single_s=0.16, times=60)
     assert site.strategy == "single"
-    assert "the time of row/kv on 2 is 2.50 times what the plan was made for" in str(site.seen)
     assert len(site.solves) == 1
+    (note,) = (
+        c for c in site.seen if isinstance(c, commands.Note) and c.kind in {"drift", "trial"} and "row" in c.text
+    )
+    assert "row/kv" in note.text
 
 
 def test_a_split_that_is_slower_than_predicted_and_still_faster_stays(site: Timed) -> None:
     site.serve(0.142, times=60)
     assert site.strategy == "row"
-    assert len(site.solves) == 1, "it is asked once, not again and again"
+    asked = len(site.solves)
+    assert asked <= 3, "of its own time, to try one device, and to come back"
+    site.serve(0.142, times=120)
+    assert len(site.solves) == asked, "it is asked once, not again and again"
 
 
 def test_one_slow_request_teaches_nothing(site: Timed) -> None:

@@ -15,7 +15,8 @@ from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_S
 from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.plans import PLANS, Plans
+from hepti_mqtt.runtime.planner.plan_states import PLANS
+from hepti_mqtt.runtime.planner.plans import Plans
 from hepti_mqtt.runtime.planner.rollout import PREPARE_S, STORY
 from hepti_mqtt.runtime.states import IllegalStepError, Machine, Story
 from hepti_mqtt.wire import messages

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.runtime.device.epochs import EPOCHS
-from hepti_mqtt.runtime.planner.plans import PLANS
+from hepti_mqtt.runtime.planner.plan_states import PLANS
 from hepti_mqtt.runtime.states import KEPT, IllegalStepError, Machine, Story, Table, Transition
 
 DOOR = Table(

@@ -211,7 +211,7 @@ def test_what_has_only_drifted_is_no_reason_for_a_whole_search_if_the_plan_costs
         assert solve(replace(drifted, question=other)).decision.chosen.plan.epoch != running.epoch, "searched for anew"
     found = solve(replace(drifted, question=replace(drifted.question, **then)))
     assert found.decision.chosen.plan.epoch == running.epoch
-    assert not found.worth_it
+    assert not found.worth_it()
     site.event(found)
     assert site.session.plan("m").epoch == running.epoch
     assert not site.session.slots.own("m").plans.busy()

@@ -16,7 +16,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question
+from hepti_mqtt.planner import Question, hopeful
 from hepti_mqtt.runtime.planner.believed import believed, caps_refused
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve, users_last
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
@@ -261,6 +261,7 @@ class CoordinatorSession:
             plans.ended(plans.searching, "outdated", now, "requests wait")
         model.search_begun(self.membership.observed(), now)
         ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
+        question = replace(question, learned=hopeful(question.learned)) if wanted.cause == "trial" else question
         plans.search(ticket, question.epoch, now)
         return [Solve(model.name, ticket, question, model.active, hurried, model.last, model.stands(wanted))]
 
@@ -290,7 +291,7 @@ class CoordinatorSession:
             return []
         model.error, model.latest = None, event.decision
         model.plan_made(chosen, now)
-        if kept := model.keeps(event.decision, search.forced or event.worth_it):
+        if kept := model.keeps(event.decision, search.forced or event.worth_it(model.worth(chosen, now))):
             plans.ended(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.show(model)]
         # Replicas are plans of their own to their devices, so each has an epoch of its own.
@@ -371,10 +372,9 @@ class CoordinatorSession:
                 model.plans.want(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 model.drift.disturbed(now)
-            drifted = model.drifted(self.membership.observed(), now)
-            if drifted is not None and not model.plans.busy():
-                out.append(Note("drift", drifted))
-                model.plans.want(now, now, drifted, drifted=True)
+            if (found := model.look_again(self.membership.observed(), now)) is not None:
+                out.append(Note(*found))
+                model.plans.want(now, now, found[1], cause=found[0])
         for model in self.slots.models():
             if model.shown != model.plans.story.told:
                 out.append(self._rollout.show(model))

@@ -76,12 +76,11 @@ class Solved:
     error: HeptiError | None = None
     hurried: bool = False
 
-    @property
-    def worth_it(self) -> bool:
-        """Return whether the plan that was found is better than the running one by more than a swap costs."""
+    def worth_it(self, part: float = WORTH) -> bool:
+        """Return whether the plan that was found costs no more than this part of the running one."""
         if self.running_s is None or self.decision is None:
             return True
-        return self.decision.chosen.price.cost[0] <= WORTH * self.running_s
+        return self.decision.chosen.price.cost[0] <= part * self.running_s
 
 
 @dataclass(frozen=True, slots=True)

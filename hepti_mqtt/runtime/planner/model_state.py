@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
-from typing import Final
+from typing import Final, Literal
 
 from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, DriftRule, Experience, Learned
+from hepti_mqtt.planner import KNOWN, Decision, DriftRule, Experience, Learned, fits_beside, worth_trying
+from hepti_mqtt.planner.experience import Way, way
 from hepti_mqtt.runtime.planner.alike import same_division
+from hepti_mqtt.runtime.planner.events import WORTH
 from hepti_mqtt.runtime.planner.falls import Falls
 from hepti_mqtt.runtime.planner.flight import Item, Job, Run
 from hepti_mqtt.runtime.planner.packs import choose, packed
@@ -46,6 +48,8 @@ class ModelState:
     displaced: bool = False
     drift: DriftRule = field(default_factory=DriftRule)
     experience: Experience = field(default_factory=Experience)
+    proposed: tuple[Epoch | None, frozenset[Way]] = (None, frozenset())  # what was to be tried in place of which plan
+    wish: tuple[Way, float] | None = None  # what may be tried next, and since when
     outdated: Epoch | None = None  # of the plan whose prediction is by links or speeds that are others now
     latest: Decision | None = None  # of the last search that found a plan
     asked_with: tuple[Mapping[str, float], Learned] = ({}, Learned())  # of the last search: what was measured and known
@@ -127,8 +131,47 @@ class ModelState:
         if record is None or record.decision.chosen.price.objective != "latency":
             return self.drift.factor
         chosen, ranking = record.decision.chosen, record.decision.ranking
-        others = (c.price.cost[0] for c in ranking if c.name != chosen.name and c.price.feasible)
-        return min(max(min(others, default=inf) / max(chosen.price.cost[0], 1e-9), CLOSE), self.drift.factor)
+        others = (c.price.expected_s for c in ranking if c.name != chosen.name and c.price.feasible)
+        return min(max(min(others, default=inf) / max(chosen.price.expected_s, 1e-9), CLOSE), self.drift.factor)
+
+    def look_again(self, measured: Mapping[str, float], now: float) -> tuple[Literal["drift", "trial"], str] | None:
+        """Return why another plan should be looked for, in words: what has drifted, or what is to be tried."""
+        drifted = self.drifted(measured, now)
+        if self.plans.busy():
+            return None
+        if drifted is not None:
+            return "drift", drifted
+        tried = self._to_try(now)
+        return None if tried is None else ("trial", tried)
+
+    def _to_try(self, now: float) -> str | None:
+        """Return in words what to try in place of the active plan, or None; each way once for each plan that runs.
+
+        Pins that name a method leave nothing to try; a search that has just been, or a load, is let pass first.
+        """
+        record = self.plans.active
+        free = self.plans.pins.strategy is None and not self.doubtful
+        if record is None or not free or not self.in_use(now) or self.drift.rests(now):
+            return None
+        before = self.proposed[1] if self.proposed[0] == record.epoch else frozenset[Way]()
+        learned, served = self.experience.learned(now), self.served
+        found = worth_trying(record.decision, learned, before)
+        if found is None or self.wish is None or self.wish[0] != way(found.plan):
+            self.wish = None if found is None else (way(found.plan), now)
+            return None
+        if now - self.wish[1] < self.drift.hold_s:
+            return None
+        self.proposed = (record.epoch, before | {way(found.plan)})
+        if not fits_beside(served.spec, record.decision, found):
+            return None
+        why = "by earlier runs it is faster" if learned.knows(found.plan) else "it was not tried yet and may be faster"
+        return f"{found.name} on {', '.join(found.plan.devices)}: {why} than {record.plan.method}"
+
+    def worth(self, chosen: Plan, now: float) -> float:
+        """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
+        running = self.active
+        known = running is not None and self.experience.learned(now).knows(running)
+        return KNOWN if known and running is not None and way(chosen) != way(running) else WORTH
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked of late."""
@@ -217,7 +260,8 @@ class ModelState:
     def stands(self, search: Search) -> Decision | None:
         """Return the decision for the active plan if that may stay what a search for measurements alone finds."""
         record = self.plans.active
-        return record.decision if record and search.drifted and not (search.forced or self.doubtful) else None
+        only_drift = search.cause == "drift" and not (search.forced or self.doubtful)
+        return record.decision if record and only_drift else None
 
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""

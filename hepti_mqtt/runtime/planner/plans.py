@@ -1,100 +1,21 @@
-"""A model's plans: one table of states, from the wish for a search to the release of what it found.
-
-    wanted -> searching -> preparing -> active -> retiring -> gone
-
-A plan that does not fit beside the old one is `swapping` until that one is gone. A plan under which a run never ended
-is `suspect`: it gets no more requests, but its weights stay until another plan takes its place.
-"""
+"""A model's plans: their states change here alone, by one table (`plan_states.py`)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, get_args
+from typing import Literal
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.runtime.planner.alike import priced_as, same_shares
 from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.planner.plan_states import PLANS, Cause, PlanEvent, PlanState
 from hepti_mqtt.runtime.planner.served import Standing
-from hepti_mqtt.runtime.states import Machine, Story, Table
+from hepti_mqtt.runtime.states import Machine, Story
 from hepti_mqtt.wire.messages import Ready
-
-PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
-PlanEvent = Literal[
-    "want",  # a device came or went, a measurement drifted, somebody pinned something, ...
-    "search",
-    "found",
-    "kept",  # what runs is as good
-    "no plan",
-    "outdated",  # something changed while the search ran
-    "ready",  # on every device
-    "lacks memory",  # beside the old plan
-    "room",  # the old plan is gone
-    "refused",
-    "silent",
-    "lost",  # one of its devices
-    "overdue",
-    "replaced",
-    "make room",  # for a plan that does not fit beside it
-    "idle",  # its last run has ended
-    "unused",  # nobody asks for its pins, and others need the place
-]
-
-PLANS: Final[Table[PlanState, PlanEvent]] = Table(
-    name="plan",
-    states=get_args(PlanState),
-    first=("want", "wanted"),
-    steps={
-        "wanted": {"want": "wanted", "search": "searching", "unused": "gone"},
-        "searching": {
-            "found": "preparing",
-            "kept": "gone",
-            "no plan": "gone",
-            "outdated": "gone",
-            "make room": "gone",
-            "unused": "gone",
-        },
-        "preparing": {
-            "ready": "active",
-            "lacks memory": "swapping",
-            "refused": "gone",
-            "silent": "gone",
-            "lost": "gone",
-            "make room": "gone",
-            "unused": "gone",
-        },
-        "swapping": {"room": "preparing", "lost": "gone", "make room": "gone", "unused": "gone"},
-        "active": {
-            "overdue": "suspect",
-            "replaced": "retiring",
-            "make room": "retiring",
-            "lost": "retiring",
-            "unused": "retiring",
-        },
-        "suspect": {
-            "no plan": "retiring",
-            "replaced": "retiring",
-            "make room": "retiring",
-            "lost": "retiring",
-            "unused": "retiring",
-        },
-        "retiring": {"idle": "gone"},
-        "gone": {},
-    },
-    safe={
-        "wanted": "gone",
-        "searching": "gone",
-        "preparing": "retiring",  # devices may hold something of it, so it is released
-        "swapping": "retiring",
-        "active": "retiring",
-        "suspect": "retiring",
-        "retiring": "retiring",
-        "gone": "gone",
-    },
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,14 +23,14 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: when instead, if requests wait that no plan serves. forced: what it finds is taken
-    even if it is no faster than what runs. drifted: for nothing but measurements. ticket: of the running search.
+    even if it is no faster than what runs. ticket: of the running search.
     """
 
     due_s: float
     soon_s: float
     forced: bool
     state: PlanState
-    drifted: bool = False
+    cause: Cause = "change"
     ticket: int = 0
     epoch: Epoch | None = None
 
@@ -262,21 +183,23 @@ class Plans:
         *,
         forced: bool = False,
         soon_s: float | None = None,
-        drifted: bool = False,
+        cause: Cause = "change",
     ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
-        soon_s: when instead, if requests wait without a plan, now or later. drifted: for nothing but measurements.
+        soon_s: when instead, if requests wait without a plan, now or later. Several causes together are a change.
         """
         soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(due_s, soon_s, running is not None and running.forced, state, drifted and running is None)
+            wanted = Search(
+                due_s, soon_s, running is not None and running.forced, state, cause if running is None else "change"
+            )
             self._searches.append(wanted)
         else:
             self._step_search(wanted, "want", now, why)
-            wanted.drifted &= drifted
+            wanted.cause = cause if cause == wanted.cause else "change"
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def search(self, ticket: int, epoch: Epoch, now: float) -> None:
