@@ -1,7 +1,8 @@
 """Probes: frames that a device sends to itself through the broker, or to a peer that answers each with a small one.
 
 A link that carries several times less than before is believed to do so after a few large probes in a row, one second
-apart: the shortest of those that are kept would hide it for as long as it is kept.
+apart: the shortest of those that are kept would hide it for as long as it is kept. It may have been others who used
+the link meanwhile, so it is measured again soon after.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SLOWER: Final = 2.0  # a large probe that takes so many times as long as the sho
 SLOW_S: Final = 6e-3  # ... unless its bytes took less than this for each way: a busy device answers so late by itself
 IN_DOUBT: Final = 3  # so many in a row are no accident
 AGAIN_S: Final = 1.0  # until the next large probe of a rate in doubt
+CHECKS: Final = 3  # large probes after a fall that come sooner than others: a plan made for a false one lasts a minute
+CHECK_S: Final = 2.0
 WAITING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
 
@@ -51,6 +54,7 @@ class Prober:
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
         self._slow_ones: list[float] = []  # in a row
         self._doubts = IN_DOUBT
+        self._checks = 0  # that are left of a fall
         self.falls = 0
         self._lock = threading.Lock()  # guards what is sent and what has come
 
@@ -78,10 +82,12 @@ class Prober:
         busy: between two runs. Then one that takes a little longer says nothing: somebody may still compute.
         """
         with self._lock:
-            every_s = 0.0 if self._large_sent < FIRST_LARGE else AGAIN_S if self._slow_ones else self._large_every_s
+            rarely_s = CHECK_S if self._checks else self._large_every_s
+            every_s = 0.0 if self._large_sent < FIRST_LARGE else AGAIN_S if self._slow_ones else rarely_s
             if not self._small or now - self._large_at_s < every_s or self._large_bytes <= 16 * SMALL_BYTES:
                 return []
             self._large_sent += 1
+            self._checks = max(self._checks - 1, 0)
             self._large_at_s = now
             return [self._make(self._large_bytes, now, busy)]
 
@@ -108,7 +114,7 @@ class Prober:
             self._slow_ones.append(seconds)
             if len(self._slow_ones) < self._doubts:
                 return
-            self.falls += 1
+            self.falls, self._checks = self.falls + 1, CHECKS
             self._large.clear()
             self._large.extend(self._slow_ones)
         elif not busy or not self._large or seconds < min(self._large):

@@ -33,7 +33,7 @@ from hepti_mqtt.simulate import RunTimes, load_of
 
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search
-STANDS_S: Final = 25.0  # a served plan that stays for so long is the planner's last word: it rests 15 s after each
+STANDS_S: Final = 35.0  # a served plan that stays for so long is the planner's last word: 20 s until it tries another
 LOOK_S: Final = 0.5
 PATIENCE_S: Final = 120.0  # of all this: a lab's hub may search for half a minute, and large models are long to load
 _PINNED: Final = ("strategy", "options", "devices", "wire", "weights", "route", "objective")

@@ -41,9 +41,9 @@ class DriftRule:
         self._since.clear()
         self._disturbed_at = now
 
-    def rests(self, now: float) -> bool:
-        """Return whether a plan, or a disturbance, is so recent that nothing is planned again but for gross changes."""
-        return now - max(self._made_at, self._disturbed_at) < self.rest_s
+    def rests(self, since: float, now: float) -> bool:
+        """Return whether what began at `since`, or a disturbance, is too recent to be judged by its times."""
+        return now - max(since, self._disturbed_at) < self.rest_s
 
     def observe(self, values: Mapping[str, float], now: float, grown: float | None = None) -> str | None:
         """Return what has drifted, in words, or None; grown: the factor for values that are larger, if another."""

@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from device_agent.probe import (
     AGAIN_S,
+    CHECK_S,
+    CHECKS,
     FIRST_LARGE,
     IN_DOUBT,
     KEPT,
@@ -162,7 +164,31 @@ def test_a_link_that_fails_is_believed_after_a_few_slow_probes_in_a_row():
         now += AGAIN_S
     assert prober.bandwidth_bytes_per_s() == pytest.approx(6e6, rel=1e-3)
     assert prober.falls == 1
-    assert not prober.large_due(now, busy=True), "then it is probed as rarely as before"
+
+
+def test_a_fall_is_checked_soon_and_then_the_link_is_probed_as_rarely_as_before():
+    prober, now = measured(3e7)
+    prober.doubt()
+    answer(prober, prober.large_due(now, busy=True), now, 0.001, 6e6)
+    assert prober.falls == 1
+    times = []
+    for tenths in range(600):
+        if probes := prober.large_due(now + tenths / 10, busy=True):
+            times.append(tenths / 10)
+            answer(prober, probes, now + tenths / 10, 0.001, 6e6)
+    each = (CHECK_S,) * CHECKS + (LARGE_EVERY_S,) * 5
+    assert times == pytest.approx([sum(each[: count + 1]) for count in range(len(each))])
+
+
+def test_a_fall_that_was_none_is_taken_back_by_the_first_check():
+    prober, now = measured(3e7)
+    for _ in range(IN_DOUBT):  # somebody else uses the link
+        now += LARGE_EVERY_S
+        answer(prober, prober.large_due(now, busy=True), now, 0.001, 1e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(1e7, rel=1e-3)
+    now += CHECK_S
+    answer(prober, prober.large_due(now, busy=True), now, 0.001, 3e7)
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
 
 
 def test_slow_probes_with_a_fast_one_between_them_are_accidents():

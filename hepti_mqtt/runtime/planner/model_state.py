@@ -147,11 +147,11 @@ class ModelState:
     def _to_try(self, now: float) -> str | None:
         """Return in words what to try in place of the active plan, or None; each way once for each plan that runs.
 
-        Pins that name a method leave nothing to try; a search that has just been, or a load, is let pass first.
+        Pins that name a method leave nothing to try; a plan is let run for a while first, and a load pass.
         """
         record = self.plans.active
         free = self.plans.pins.strategy is None and not self.doubtful
-        if record is None or not free or not self.in_use(now) or self.drift.rests(now):
+        if record is None or not free or not self.in_use(now) or self.drift.rests(record.begun_s, now):
             return None
         before = self.proposed[1] if self.proposed[0] == record.epoch else frozenset[Way]()
         learned, served = self.experience.learned(now), self.served
