@@ -13,7 +13,7 @@ from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, price
+from hepti_mqtt.planner import Candidate, Decision, Question, compared, decide, price
 from hepti_mqtt.runtime.planner import commands, events
 from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
 from hepti_mqtt.runtime.planner.flight import Chunk, Job, Pins, RequestKey
@@ -105,6 +105,7 @@ class Site:
         self.solves: list[commands.Solve] = []
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
+        self.ranked: Callable[[Question, Decision, Decision], Decision] = compared
 
     def event(self, event: events.CoordinatorEvent) -> list[commands.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
@@ -153,6 +154,8 @@ class Site:
         except HeptiError as error:
             self.event(events.Solved(command.model, command.ticket, None, None, error))
             return
+        if command.trial and command.kept is not None:
+            decision = self.ranked(command.question, decision, command.kept)
         running = command.running and price(command.question, command.running, full=True).cost[0]
         self.event(events.Solved(command.model, command.ticket, decision, running))
 

@@ -9,7 +9,7 @@ from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
 from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_soon
-from hepti_mqtt.planner.trials import KNOWN, fits_beside, hopeful, worth_trying
+from hepti_mqtt.planner.trials import KNOWN, compared, fits_beside, hopeful, worth_trying
 
 __all__ = [
     "KNOWN",
@@ -21,6 +21,7 @@ __all__ = [
     "Played",
     "Price",
     "Question",
+    "compared",
     "decide",
     "decide_soon",
     "decide_within",

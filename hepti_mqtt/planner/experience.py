@@ -19,7 +19,7 @@ KEPT: Final = 8  # late runs of each way
 ENOUGH: Final = 3  # runs before they count: the first ones after a change wait for caches
 FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow may be gone
 TRIED_S: Final = 3600.0  # so long a way that ran is not tried again for its own sake
-HOPE: Final = 0.9  # a way that was never tried may take so much of its price: predictions are off by that much
+HOPE: Final = 0.88  # a way that was never tried may take so much of its price: predictions are off by that much
 # Bounds of a factor. The simulator leaves things out, so its mistakes are times that are too short. A run that was much
 # faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
 LEAST, MOST = 0.8, 8.0

@@ -14,10 +14,12 @@ from typing import Final
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.experience import HOPE, Learned, Way, way
+from hepti_mqtt.planner.price import Question, price
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.spec import Spec
 
 KNOWN: Final = 0.96  # of the running plan's time: what another way must promise where runs have told what ours takes
+OTHERS: Final = 4  # ways that stay in sight after a trial
 LOADS_S: Final = 60.0  # a trial for which a device would load for longer costs more than it may win
 
 
@@ -42,6 +44,18 @@ def worth_trying(decision: Decision, learned: Learned, not_again: Set[Way] = fro
     others = (c for c in decision.ranking if c.price.feasible and way(c.plan) not in {way(chosen.plan), *not_again})
     best = min(others, key=hoped_s, default=None)
     return best if best is not None and hoped_s(best) < enough_s else None
+
+
+def compared(question: Question, found: Decision, last: Decision) -> Decision:
+    """Return the decision for a trial, ranked beside what the plan before it was compared with, at prices of now."""
+    names = {found.chosen.name}
+    there = question.cluster.devices.keys()
+    others = [c for c in last.ranking if c.name not in names and c.price.feasible and there >= set(c.plan.devices)]
+    now = (
+        replace(c, price=price(question, c.plan, full=True, known=(c.price.needs, c.price.missing)))
+        for c in others[:OTHERS]
+    )
+    return replace(found, ranking=(found.chosen, *sorted(now, key=lambda c: c.price.cost)))
 
 
 def fits_beside(spec: Spec, decision: Decision, c: Candidate) -> bool:

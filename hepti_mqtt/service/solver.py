@@ -24,7 +24,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.planner import decide_soon, decide_within, price, still_best, wire_errors
+from hepti_mqtt.planner import compared, decide_soon, decide_within, price, still_best, wire_errors
 from hepti_mqtt.planner.wires import Narrowed, narrowed
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
@@ -103,13 +103,15 @@ def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
             return Solved(command.model, command.ticket, decide_soon(question, command.last), None, hurried=True)
-    if command.kept is not None:
+    if command.kept is not None and not command.trial:
         with suppress(Exception):
             if (kept := still_best(question, command.kept)) is not None:
                 return Solved(command.model, command.ticket, kept, kept.chosen.price.cost[0])
     try:
         accuracy = accuracy or Accuracy(question.spec, {})
         decision = decide_within(question, accuracy.known, accuracy.measure)
+        if command.trial and command.kept is not None:
+            decision = compared(question, decision, command.kept)
         running_s = None
         if running is not None and set(running.devices) <= set(question.cluster.devices):
             running_s = price(question, running, full=True).cost[0]

@@ -22,7 +22,8 @@ class Solve:
 
     hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
     last: the one that was found before; it may have lost devices. kept: the decision for the running plan, which stands
-    unless its prices of now tell of a better one: nothing but measurements has changed.
+    unless its prices of now tell of a better one: nothing but measurements has changed. trial: the question is for one
+    way that is to be tried, and `kept` what that is compared with afterwards.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Solve:
     hurried: bool = False
     last: Plan | None = None
     kept: Decision | None = None
+    trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

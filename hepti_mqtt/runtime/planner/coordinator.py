@@ -16,7 +16,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question, hopeful
+from hepti_mqtt.planner import Question
 from hepti_mqtt.runtime.planner.believed import believed, caps_refused
 from hepti_mqtt.runtime.planner.commands import CoordinatorCommand, Note, SendTiles, Solve, users_last
 from hepti_mqtt.runtime.planner.dispatcher import Dispatcher
@@ -261,9 +261,10 @@ class CoordinatorSession:
             plans.ended(plans.searching, "outdated", now, "requests wait")
         model.search_begun(self.membership.observed(), now)
         ticket, question = self._rollout.next_txn(), self._standby.question(model, hurried, now)
-        question = replace(question, learned=hopeful(question.learned)) if wanted.cause == "trial" else question
+        if trial := wanted.cause == "trial":
+            question = model.tries(question)
         plans.search(ticket, question.epoch, now)
-        return [Solve(model.name, ticket, question, model.active, hurried, model.last, model.stands(wanted))]
+        return [Solve(model.name, ticket, question, model.active, hurried, model.last, model.stands(wanted), trial)]
 
     def _solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         model = self.slots.searching(event.model, event.ticket)
@@ -296,8 +297,7 @@ class CoordinatorSession:
             return [self._rollout.show(model)]
         # Replicas are plans of their own to their devices, so each has an epoch of its own.
         numbered = replace(event.decision.chosen, plan=chosen.under(chosen.epoch, self._next_epoch))
-        decision = replace(event.decision, chosen=numbered)
-        plans.found(search, decision, self._rollout.next_txn(), now)
+        plans.found(search, replace(event.decision, chosen=numbered), self._rollout.next_txn(), now)
         if event.hurried:
             plans.want(now + SETTLE_S, now, "the search was hurried")
         return [Note("replanned", chosen.reason), self._rollout.show(model)]
@@ -372,7 +372,7 @@ class CoordinatorSession:
                 model.plans.want(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 model.drift.disturbed(now)
-            if (found := model.look_again(self.membership.observed(), now)) is not None:
+            if (found := model.look_again(self.membership.telling(model.used, model.drift.planned), now)) is not None:
                 out.append(Note(*found))
                 model.plans.want(now, now, found[1], cause=found[0])
         for model in self.slots.models():

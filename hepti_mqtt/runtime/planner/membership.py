@@ -150,17 +150,21 @@ class Member:
         told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
         return next((cost for cost in told if cost is not None), None)
 
-    def observed(self, usual: float) -> dict[str, float]:
-        """Return what drift is watched on: the values that a plan made now is made with, measured or assumed."""
+    def observed(self, usual: float, better_than: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
+
+        better_than: only those that are better than the values of a plan.
+        """
+        rate = f"bandwidth of {self.name}"
         found = {
             f"slowdown of {self.name}": self.slowdown(usual),
-            f"bandwidth of {self.name}": min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
+            rate: min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
         }
         if self.endpoint is not None and not self.endpoint.loopback:
-            profile = self.profile(0)
-            cost = profile.seen or unseen(profile)
+            cost = self.profile(0).seen or unseen(self.profile(0))
             found[f"cost of frames of {self.name}"] = cost.frame_s + MIDDLING_BYTES * cost.byte_s
-        return found
+        then = found if better_than is None else better_than
+        return {k: v for k, v in found.items() if then is found or (k in then and (v < then[k]) is (k != rate))}
 
 
 class Membership:
@@ -359,6 +363,12 @@ class Membership:
         """Return what drift is watched on, of every usable device."""
         usable, usual = self.usable().values(), self._usual_slowdown()
         return {key: value for member in usable for key, value in member.observed(usual).items()}
+
+    def telling(self, used: Collection[str], planned: Mapping[str, float]) -> dict[str, float]:
+        """Return what is observed, but nothing worse than planned of devices that a plan does not use: it stays."""
+        usable, usual = self.usable().values(), self._usual_slowdown()
+        seen = (member.observed(usual, None if member.name in used else planned) for member in usable)
+        return {key: value for of_one in seen for key, value in of_one.items()}
 
     def _usual_slowdown(self) -> float:
         return median([m.slowdown() for m in self.usable().values()] or [1.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 from typing import Final, Literal
@@ -14,7 +14,18 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape, shape_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import KNOWN, Decision, DriftRule, Experience, Learned, fits_beside, worth_trying
+from hepti_mqtt.planner import (
+    KNOWN,
+    Candidate,
+    Decision,
+    DriftRule,
+    Experience,
+    Learned,
+    Question,
+    fits_beside,
+    hopeful,
+    worth_trying,
+)
 from hepti_mqtt.planner.experience import Way, way
 from hepti_mqtt.runtime.planner.alike import same_division
 from hepti_mqtt.runtime.planner.events import WORTH
@@ -50,6 +61,7 @@ class ModelState:
     experience: Experience = field(default_factory=Experience)
     proposed: tuple[Epoch | None, frozenset[Way]] = (None, frozenset())  # what was to be tried in place of which plan
     wish: tuple[Way, float] | None = None  # what may be tried next, and since when
+    trial: Candidate | None = None  # what was to be tried last
     outdated: Epoch | None = None  # of the plan whose prediction is by links or speeds that are others now
     latest: Decision | None = None  # of the last search that found a plan
     asked_with: tuple[Mapping[str, float], Learned] = ({}, Learned())  # of the last search: what was measured and known
@@ -86,6 +98,11 @@ class ModelState:
         """Return whether a part of the active plan is to be prepared anew, whatever a search finds."""
         record = self.plans.active
         return record is not None and bool(record.doubted)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Return the devices of the active plan."""
+        return () if self.active is None else self.active.devices
 
     @property
     def name(self) -> str:
@@ -161,11 +178,19 @@ class ModelState:
             return None
         if now - self.wish[1] < self.drift.hold_s:
             return None
-        self.proposed = (record.epoch, before | {way(found.plan)})
+        self.proposed, self.trial = (record.epoch, before | {way(found.plan)}), found
         if not fits_beside(served.spec, record.decision, found):
             return None
         why = "by earlier runs it is faster" if learned.knows(found.plan) else "it was not tried yet and may be faster"
         return f"{found.name} on {', '.join(found.plan.devices)}: {why} than {record.plan.method}"
+
+    def tries(self, question: Question) -> Question:
+        """Return the question for a trial: for that one way on its devices, not for all that there are."""
+        if self.trial is None:
+            return question
+        tried = self.trial.plan
+        asked = replace(question, learned=hopeful(question.learned), strategy=tried.strategy, options=tried.options)
+        return replace(asked, devices=tried.devices)
 
     def worth(self, chosen: Plan, now: float) -> float:
         """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
@@ -258,10 +283,10 @@ class ModelState:
         return None if is_better else record.epoch
 
     def stands(self, search: Search) -> Decision | None:
-        """Return the decision for the active plan if that may stay what a search for measurements alone finds."""
+        """Return the decision for the active plan if that may stay: in a search for measurements, or for a trial."""
         record = self.plans.active
-        only_drift = search.cause == "drift" and not (search.forced or self.doubtful)
-        return record.decision if record and only_drift else None
+        may_stay = search.cause != "change" and not (search.forced or self.doubtful)
+        return record.decision if record and may_stay else None
 
     def held(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
