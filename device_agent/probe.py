@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from typing import Final
+from typing import Final, NamedTuple
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.wire.frames import Frame, encode, frame_bytes
@@ -35,6 +35,15 @@ WAITING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
 
 
+class _Sent(NamedTuple):
+    """A probe that is not answered yet; beside: a small one before a large one."""
+
+    at_s: float
+    nbytes: int
+    busy: bool
+    beside: bool
+
+
 class Prober:
     """Makes probes and reads the answers; the time is an argument.
 
@@ -49,7 +58,8 @@ class Prober:
         self._sequence = 0
         self._large_sent = 0
         self._large_at_s = float("-inf")
-        self._sent: OrderedDict[int, tuple[float, int, bool]] = OrderedDict()
+        self._sent: OrderedDict[int, _Sent] = OrderedDict()
+        self._beside_s = 0.0  # what the small probe took that went just before the last large one
         self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
         self._slow_ones: list[float] = []  # in a row
@@ -77,9 +87,10 @@ class Prober:
         return [small] if busy else [small, *self.large_due(now, busy)]
 
     def large_due(self, now: float, busy: bool) -> list[bytes]:
-        """Return the large probe to publish now, if one is due.
+        """Return the large probe to publish now, if one is due, behind a small one.
 
-        busy: between two runs. Then one that takes a little longer says nothing: somebody may still compute.
+        busy: between two runs. Then one that takes a little longer says nothing: somebody may still compute. What holds
+        up the small one, a busy broker or this device itself, is not the link.
         """
         with self._lock:
             rarely_s = CHECK_S if self._checks else self._large_every_s
@@ -89,7 +100,9 @@ class Prober:
             self._large_sent += 1
             self._checks = max(self._checks - 1, 0)
             self._large_at_s = now
-            return [self._make(self._large_bytes, now, busy)]
+            self._beside_s = 0.0
+            beside = self._make(SMALL_BYTES, now, busy, beside=True)
+            return [beside, self._make(self._large_bytes, now, busy)]
 
     def doubt(self) -> None:
         """Take it that links carry less than before: measure this one again, and believe the first slow probe."""
@@ -102,11 +115,12 @@ class Prober:
             sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
             if sent is None:
                 return
-            sent_s, nbytes, busy = sent
-            if nbytes == SMALL_BYTES:
-                self._small.append(now - sent_s)
+            if sent.beside:  # it found threads awake, so it is none of the round trips
+                self._beside_s = now - sent.at_s
+            elif sent.nbytes == SMALL_BYTES:
+                self._small.append(now - sent.at_s)
             else:
-                self._took(now - sent_s, busy)
+                self._took(now - sent.at_s, sent.busy)
 
     def _took(self, seconds: float, busy: bool) -> None:
         """Keep what a large probe took; forget faster ones once that is the last of several slow ones in a row."""
@@ -128,7 +142,7 @@ class Prober:
             return False
         small_s = min(self._small)
         usual_s = max(min(self._large) - small_s, SHORTEST_S)
-        return seconds - small_s > max(SLOWER * usual_s, SLOW_S * self._travels)
+        return seconds - max(small_s, self._beside_s) > max(SLOWER * usual_s, SLOW_S * self._travels)
 
     def round_trip_s(self) -> float | None:
         """Return the shortest of the last round trips of a small probe, or None.
@@ -151,9 +165,9 @@ class Prober:
         extra_s = min(tuple(self._large)) - min(tuple(self._small))
         return self._travels * (self._large_bytes - SMALL_BYTES) / extra_s if extra_s > SHORTEST_S else None
 
-    def _make(self, nbytes: int, now: float, busy: bool) -> bytes:
+    def _make(self, nbytes: int, now: float, busy: bool, beside: bool = False) -> bytes:
         self._sequence += 1
-        self._sent[self._sequence] = (now, nbytes, busy)
+        self._sent[self._sequence] = _Sent(now, nbytes, busy, beside)
         while len(self._sent) > WAITING:
             self._sent.popitem(last=False)
         frame = Frame(

@@ -29,8 +29,9 @@ def pair():
 
 
 def probes(d):
-    """Return what a device has sent itself through the broker."""
-    return [p for topic, p, _, _ in d.planes["data"].published if topic == TOPICS.probe("d0")]
+    """Return the large probes that a device has sent itself through the broker."""
+    sent = d.planes["data"].published
+    return [p for topic, p, _, _ in sent if topic == TOPICS.probe("d0") and len(p) > LARGE_BYTES]
 
 
 def measured(d, large=True):

@@ -61,7 +61,7 @@ def test_large_probes_are_rare_and_never_while_busy():
     times = []
     for now in range(40):
         payloads = prober.due(float(now), busy=20 <= now < 30)
-        assert len(payloads) - len(large(payloads)) == 1
+        assert len(payloads) == 1 + 2 * len(large(payloads)), "a small one goes before each large one too"
         assert not (large(payloads) and 20 <= now < 30)
         times += [now] * len(large(payloads))
         answer(prober, payloads, now, 0.001, 1e7)
@@ -248,3 +248,23 @@ def test_a_doubt_that_one_fast_probe_refutes_changes_nothing():
     assert prober.falls == 0
     assert prober.bandwidth_bytes_per_s() == pytest.approx(3e7, rel=1e-3)
     assert not prober.large_due(now + AGAIN_S, busy=True)
+
+
+def test_a_link_is_not_slow_where_a_small_probe_was_held_up_as_long():
+    """The broker's machine searches for a plan, say: its answers to both come late."""
+    prober, now = measured(3e7)
+    before = prober.bandwidth_bytes_per_s()
+    for _ in range(4 * IN_DOUBT):
+        now += LARGE_EVERY_S
+        answer(prober, prober.large_due(now, busy=True), now, 0.2, 3e7)
+    assert prober.falls == 0
+    assert prober.bandwidth_bytes_per_s() == pytest.approx(before)
+    assert prober.round_trip_s() == pytest.approx(0.001), "what goes beside a large probe finds threads awake"
+
+
+def test_a_slow_probe_counts_where_the_small_one_before_it_is_lost():
+    prober, now = measured(3e7)
+    for _ in range(IN_DOUBT):
+        now += LARGE_EVERY_S
+        answer(prober, large(prober.large_due(now, busy=True)), now, 0.2, 3e7)
+    assert prober.falls == 1
