@@ -290,7 +290,7 @@ class CoordinatorSession:
             plans.want(now, now, "a device has left while the search ran")
             plans.ended(search, "outdated", now)
             return []
-        model.error, model.latest = None, event.decision
+        model.error = None
         model.plan_made(chosen, now)
         if kept := model.keeps(event.decision, search.forced or event.worth_it(model.worth(chosen, now))):
             plans.ended(search, "kept", now, f"plan {kept} is as good")

@@ -63,7 +63,7 @@ class ModelState:
     wish: tuple[Way, float] | None = None  # what may be tried next, and since when
     trial: Candidate | None = None  # what was to be tried last
     outdated: Epoch | None = None  # of the plan whose prediction is by links or speeds that are others now
-    latest: Decision | None = None  # of the last search that found a plan
+    latest: Decision | None = None  # of the last search that found the plan in use, or on its way
     asked_with: tuple[Mapping[str, float], Learned] = ({}, Learned())  # of the last search: what was measured and known
     queue: Waiting = field(default_factory=Waiting)
     runs: dict[int, Run] = field(default_factory=dict)
@@ -274,13 +274,16 @@ class ModelState:
         The same plan has its price from now on, by the measurements of now.
         """
         record = None if self.doubtful else self.plans.active
-        if record is None:
+        same = record is not None and same_division(record.plan, decision.chosen.plan)
+        if record is not None:
+            self.outdated = None
+            if not same and not is_better:
+                return record.epoch
+        self.latest = decision
+        if record is None or not same:
             return None
-        self.outdated = None
-        if same_division(record.plan, decision.chosen.plan):
-            record.price_anew(decision)
-            return record.epoch
-        return None if is_better else record.epoch
+        record.price_anew(decision)
+        return record.epoch
 
     def stands(self, search: Search) -> Decision | None:
         """Return the decision for the active plan if that may stay: in a search for measurements, or for a trial."""
