@@ -74,16 +74,17 @@ class Driver:
         model, body, _ = self.inputs[order["key"]]
         ask = partial(self.hepti.infer, model, **body, **_pins(order), timeout_s=TIMEOUT_S)
         begun = since = time.monotonic()
-        found = ask().plan["id"]
-        plans, changes = [found], False
-        # Who is under way after all is waited for: its load would be in the times that are measured next.
-        while (changes and time.monotonic() - begun < order["most_s"] + PATIENCE_S) or (
-            time.monotonic() - begun < order["most_s"] and time.monotonic() - since < STANDS_S
-        ):
+        plans, changes = [ask().plan["id"]], False
+        while changes or time.monotonic() - since < STANDS_S:
+            # What is under way at the end is waited for: its load would be in the times that are measured next.
+            if time.monotonic() - begun >= order["most_s"] + (PATIENCE_S if changes else 0.0):
+                break
             epoch, changes = ask().plan["id"], under_way(self.hepti.plan(model))
-            if epoch != found or changes:
-                found, since = epoch, time.monotonic()
-                plans += [epoch] if epoch != plans[-1] else []
+            if epoch != plans[-1]:
+                plans.append(epoch)
+                since = time.monotonic()
+            elif changes:
+                since = time.monotonic()
         return {"settled": plans, "settled_s": time.monotonic() - begun}
 
     def _computes(self) -> bool:

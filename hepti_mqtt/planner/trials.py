@@ -48,9 +48,8 @@ def worth_trying(decision: Decision, learned: Learned, not_again: Set[Way] = fro
 
 def compared(question: Question, found: Decision, last: Decision) -> Decision:
     """Return the decision for a trial, ranked beside what the plan before it was compared with, at prices of now."""
-    names = {found.chosen.name}
-    there = question.cluster.devices.keys()
-    others = [c for c in last.ranking if c.name not in names and c.price.feasible and there >= set(c.plan.devices)]
+    tried, there = found.chosen.name, question.cluster.devices.keys()
+    others = [c for c in last.ranking if c.name != tried and c.price.feasible and there >= set(c.plan.devices)]
     now = (
         replace(c, price=price(question, c.plan, full=True, known=(c.price.needs, c.price.missing)))
         for c in others[:OTHERS]

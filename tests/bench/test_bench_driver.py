@@ -81,3 +81,38 @@ def test_a_turn_begins_when_no_search_for_any_model_runs(monkeypatch: pytest.Mon
     pins = dict.fromkeys(("options", "devices", "wire", "weights", "route", "objective"))
     driver.bring({"key": "measured", "strategy": "row", **pins})
     assert site.asked == 4
+
+
+class Settling:
+    """A site whose plan changes with the third request and is searched for until the fifth; a request takes 10 s."""
+
+    def __init__(self, busy: bool) -> None:
+        self.asked, self.now, self.busy = 0, 0.0, busy
+
+    def infer(self, _model: str, **_how: object) -> SimpleNamespace:
+        self.asked += 1
+        self.now += 10.0
+        return SimpleNamespace(plan={"id": "7.1" if self.asked < 3 else "7.2"})
+
+    def plan(self, _model: str) -> dict[str, object]:
+        story = [{"plan": "m 7.3", "from": "wanted", "to": "searching" if self.busy or self.asked < 5 else "gone"}]
+        return {"story": story, "preparing": None, "pinned_preparing": []}
+
+
+@pytest.mark.parametrize(
+    ("busy", "most_s", "ends_s"),
+    [
+        (False, 300, 80.0),  # the last search was seen to run at 40 s
+        (False, 20, 50.0),  # what is under way at the end is waited for
+        (True, 20, 140.0),  # but not for ever
+    ],
+)
+def test_the_choice_serves_until_its_plan_stands(
+    monkeypatch: pytest.MonkeyPatch, busy: bool, most_s: int, ends_s: float
+) -> None:
+    site = Settling(busy)
+    monkeypatch.setattr(module.time, "monotonic", lambda: site.now)
+    driver = Driver(site, {"measured": ("measured", {}, np.zeros(1, np.float32))})  # type: ignore[arg-type]
+    pins = dict.fromkeys(("options", "devices", "wire", "weights", "route", "objective"))
+    told = driver.settle({"key": "measured", "strategy": "auto", "most_s": most_s, **pins})
+    assert told == {"settled": ["7.1", "7.2"], "settled_s": ends_s}

@@ -229,3 +229,18 @@ def test_whatever_else_has_changed_is_searched_for_as_a_whole() -> None:
     site.event(solve(site.solves[-1]))
     site.event(events.Pin("m", Pins(strategy="single")))
     assert site.solves[-1].kept is None
+
+
+def test_a_trial_is_ranked_beside_what_the_plan_before_it_was_compared_with() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    search = site.solves[-1]
+    last = solve(replace(search, question=replace(search.question, compare=True))).decision
+    tried = next(c.plan for c in last.ranking if c.name != last.chosen.name)
+    asked = replace(search.question, strategy=tried.strategy, options=tried.options, devices=tried.devices)
+    trial = replace(search, question=asked, running=last.chosen.plan, kept=last, trial=True)
+    found = solve(trial).decision
+    assert found.chosen.name == tried.method
+    assert last.chosen.name in [c.name for c in found.ranking[1:]]
+    assert [c.name for c in solve(replace(trial, trial=False, kept=None)).decision.ranking] == [tried.method]

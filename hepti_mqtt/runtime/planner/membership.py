@@ -150,21 +150,19 @@ class Member:
         told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
         return next((cost for cost in told if cost is not None), None)
 
-    def observed(self, usual: float, better_than: Mapping[str, float] | None = None) -> dict[str, float]:
+    def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
 
-        better_than: only those that are better than the values of a plan.
+        planned: the values of a plan; what is worse than these is told as they are.
         """
-        rate = f"bandwidth of {self.name}"
-        found = {
-            f"slowdown of {self.name}": self.slowdown(usual),
-            rate: min(self.link().up_bytes_per_s, FAST_BYTES_PER_S),
-        }
+        then = planned or {}
+        name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": self.slowdown(usual)}
         if self.endpoint is not None and not self.endpoint.loopback:
-            cost = self.profile(0).seen or unseen(self.profile(0))
+            profile = self.profile(0)
+            cost = profile.seen or unseen(profile)
             found[f"cost of frames of {self.name}"] = cost.frame_s + MIDDLING_BYTES * cost.byte_s
-        then = found if better_than is None else better_than
-        return {k: v for k, v in found.items() if then is found or (k in then and (v < then[k]) is (k != rate))}
+        rate = min(self.link().up_bytes_per_s, FAST_BYTES_PER_S)
+        return {name: max(rate, then.get(name, rate)), **{k: min(v, then.get(k, v)) for k, v in found.items()}}
 
 
 class Membership:

@@ -171,7 +171,7 @@ class ModelState:
         if record is None or not free or not self.in_use(now) or self.drift.rests(record.begun_s, now):
             return None
         before = self.proposed[1] if self.proposed[0] == record.epoch else frozenset[Way]()
-        learned, served = self.experience.learned(now), self.served
+        learned = self.experience.learned(now)
         found = worth_trying(record.decision, learned, before)
         if found is None or self.wish is None or self.wish[0] != way(found.plan):
             self.wish = None if found is None else (way(found.plan), now)
@@ -179,15 +179,14 @@ class ModelState:
         if now - self.wish[1] < self.drift.hold_s:
             return None
         self.proposed, self.trial = (record.epoch, before | {way(found.plan)}), found
-        if not fits_beside(served.spec, record.decision, found):
+        if not fits_beside(self.served.spec, record.decision, found):
             return None
         why = "by earlier runs it is faster" if learned.knows(found.plan) else "it was not tried yet and may be faster"
         return f"{found.name} on {', '.join(found.plan.devices)}: {why} than {record.plan.method}"
 
     def tries(self, question: Question) -> Question:
         """Return the question for a trial: for that one way on its devices, not for all that there are."""
-        if self.trial is None:
-            return question
+        assert self.trial is not None
         tried = self.trial.plan
         asked = replace(question, learned=hopeful(question.learned), strategy=tried.strategy, options=tried.options)
         return replace(asked, devices=tried.devices)
