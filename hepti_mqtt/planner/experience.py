@@ -65,8 +65,14 @@ class Learned:
         return way(plan) in self.factors
 
     def hoped(self, plan: Plan) -> float:
-        """Return what to multiply a plan's cost by so that ways which were never tried get their turn."""
-        return 1.0 if self.knows(plan) or way(plan) in self.tried else self.hope
+        """Return what to multiply a plan's cost by so that ways which were never tried get their turn.
+
+        The first plan of several devices may promise twice as much: no runs have told yet what exchanges take here.
+        """
+        if self.knows(plan) or way(plan) in self.tried:
+            return 1.0
+        split = any(devices > 1 and not replicas for _, devices, replicas, *_rest in {*self.factors, *self.tried})
+        return self.hope if split or len(plan.devices) == 1 or plan.replicas else self.hope**2
 
 
 class Experience:

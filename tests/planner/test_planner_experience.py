@@ -115,11 +115,19 @@ def test_what_ran_since_a_link_failed_is_forgotten_and_no_more():
 
 def test_a_way_has_its_turn_until_it_has_run_often_enough_and_again_after_an_hour():
     hopeful = replace(after(*[0.2] * (ENOUGH - 1)).learned(0.0), hope=0.9)
-    assert hopeful.hoped(SPLIT) == 0.9
+    assert hopeful.hoped(SINGLE) == 0.9
     experience = after(*[0.2] * ENOUGH)
-    for now, part in [(0.0, 1.0), (FORGET_S, 1.0), (TRIED_S, 0.9)]:
-        assert replace(experience.learned(now), hope=0.9).hoped(SPLIT) == part
-        assert replace(experience.learned(now), hope=0.9).hoped(OTHER) == 0.9
+    for now, split, other in [(0.0, 1.0, 0.9), (FORGET_S, 1.0, 0.9), (TRIED_S, 0.81, 0.81)]:
+        assert replace(experience.learned(now), hope=0.9).hoped(SPLIT) == pytest.approx(split)
+        assert replace(experience.learned(now), hope=0.9).hoped(OTHER) == pytest.approx(other)
         assert experience.learned(now).hoped(OTHER) == 1.0, "only where a search is for trying"
     experience.forget(-1.0)
     assert replace(experience.learned(0.0), hope=0.9).hoped(SPLIT) == 1.0, "it ran, whatever it taught"
+
+
+def test_the_first_plan_of_several_devices_may_promise_twice_as_much():
+    alone = replace(after(*[0.2] * ENOUGH, plan=SINGLE).learned(0.0), hope=0.9)
+    assert alone.hoped(SPLIT) == pytest.approx(0.81), "no runs have told what exchanges take"
+    assert alone.hoped(replace(SINGLE, wire="f16")) == 0.9
+    assert alone.hoped(side_by_side(("a",), ("b",))) == 0.9, "replicas exchange nothing"
+    assert replace(alone, tried=frozenset({way(OTHER)})).hoped(SPLIT) == 0.9

@@ -78,6 +78,16 @@ def test_the_next_way_is_tried_where_it_may_be_faster(
         assert worth_trying(between(last, other_s), Learned(told), {way(found.plan)}) is None
 
 
+def test_the_first_plan_of_several_devices_is_tried_from_further_behind(last: Decision) -> None:
+    alone = next(c for c in last.ranking if len(c.plan.devices) == 1)
+    split = next(c for c in last.ranking if len(c.plan.devices) > 1)
+    learned = Learned({way(alone.plan): 1.0})
+    for seconds, tried in [(0.99 * KNOWN / HOPE**2, True), (1.01 * KNOWN / HOPE**2, False)]:
+        ranking = (taking(alone, 1.0), taking(split, seconds))
+        found = worth_trying(replace(last, chosen=ranking[0], ranking=ranking), learned)
+        assert (found is not None) is tried
+
+
 def test_nothing_is_tried_for_other_objectives(last: Decision) -> None:
     found = between(last, 0.9)
     throughput = replace(found.chosen, price=replace(found.chosen.price, objective="throughput"))

@@ -74,7 +74,7 @@ def serve(site: Site, seconds: int, took: Mapping[str, float]) -> list[str]:
         (1.06, 0.92, ["single", "block"]),  # in truth it is better
         (1.06, 1.0, ["single", "block", "single"]),  # it is as bad as predicted: the first one comes back
         (1.06, 1.5, ["single", "block", "single"]),
-        (1.2, 0.8, ["single"]),  # too far behind to be tried
+        (1.3, 0.8, ["single"]),  # too far behind to be tried
     ],
 )
 def test_what_is_predicted_to_be_about_as_fast_is_tried_once_and_runs_decide(
