@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -36,6 +36,10 @@ from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 
+def _goes_on() -> None:
+    """Pause not at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be planned.
@@ -46,7 +50,7 @@ class Question:
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
     then. errors: how far they do. compare: work out the best of every strategy and variant, also where it cannot be
-    chosen any more.
+    chosen any more. pause: called before each price, so that a search can leave the processor to others.
     """
 
     naming: Naming
@@ -69,6 +73,7 @@ class Question:
     accuracy: float | None = None
     errors: Mapping[Narrowed, float] = field(default_factory=dict)
     compare: bool = True
+    pause: Callable[[], None] = field(default=_goes_on, compare=False)
 
     @property
     def plays(self) -> int:
@@ -202,6 +207,7 @@ def price(
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
     all layers are simulated, and so are several requests if the question asks for their throughput.
     """
+    question.pause()
     needs, missing = known or memory(question, plan)
     runs = [_alone(question, run, full) for run in plan.runs]
     load = None

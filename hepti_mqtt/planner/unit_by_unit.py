@@ -24,9 +24,13 @@ def unit_by_unit(question: Question, c: Candidate) -> Candidate:
         return c
     best = c
     few = sorted((parts[-1][1], kind) for kind, parts in c.plan.ranges.items() if parts[-1][1] <= MOST)
+    looked: dict[str, Candidate] = {}
     for _, kind in few * ROUNDS:
+        if looked.get(kind) is best:
+            continue  # nothing has moved since
         while (better := _better(question, best, kind)) is not None:
             best = better
+        looked[kind] = best
     return best
 
 
@@ -43,11 +47,12 @@ def _better(question: Question, c: Candidate, kind: str) -> Candidate | None:
 def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Range, ...]]:
     """Yield ranges with a unit, or a few, moved from one device to a less busy one.
 
-    Nobody who had some is left without. busy: seconds of each device, in all.
+    Devices that differ most come first; nobody who had some is left without. busy: seconds of each device, in all.
     """
     counts = [stop - start for start, stop in ranges]
     by = -(-sum(counts) // MOVES)
-    for source, target in permutations(range(len(counts)), 2):
+    pairs = sorted(permutations(range(len(counts)), 2), key=lambda pair: busy[pair[1]] - busy[pair[0]])
+    for source, target in pairs:
         if counts[source] > by and busy[source] > busy[target]:
             moved = [n + by * ((i == target) - (i == source)) for i, n in enumerate(counts)]
             yield tuple(pairwise(accumulate(moved, initial=0)))

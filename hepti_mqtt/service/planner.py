@@ -34,6 +34,7 @@ from hepti_mqtt.service.desk import Desk, Model, Reply
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.models import open_models
+from hepti_mqtt.service.pace import SWITCH_S, Pace
 from hepti_mqtt.service.post import Post
 from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
@@ -61,7 +62,6 @@ UNTOLD_BYTES: Final = 32 << 20
 READERS: Final = 2  # threads: what one client asks is read by one of them at a time
 TELLERS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
-SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -108,6 +108,7 @@ class _Planner:
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
         self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
+        self.pace = Pace()
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
         self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
@@ -244,7 +245,7 @@ class _Planner:
 
     def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
         while (command := searches.get()) is not None:
-            self.inbox.post(solve(command, self.accuracy[command.model]))
+            self.inbox.post(solve(self.pace.paced(command), self.accuracy[command.model]))
 
     # -- session thread ---------------------------------------------------------------------------------------------
 
@@ -308,7 +309,8 @@ class _Planner:
             wanted = [commands.Refuse(event.job, self._mistake(error))]
         for command in wanted:
             self._guarded(partial(self._carry_out, command))
-        self.forecasts.computing(self.session.slots.computing())
+        self.forecasts.computing(computing := self.session.slots.computing())
+        self.pace.serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.stand(standing)

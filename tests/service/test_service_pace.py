@@ -1,0 +1,79 @@
+"""Searches that leave the processor to requests, by clocks of the tests' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sites import FAMILIES
+
+from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import shape_for
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.runtime.planner.commands import Solve
+from hepti_mqtt.service.pace import AGAIN, MOST_S, Pace
+from hepti_mqtt.simulate import Naming
+
+SPEC = FAMILIES["bert-embedding"]
+DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, 1e9) for n in ("a", "b")}
+CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
+QUESTION = Question(Naming("home", "m"), SPEC, CLUSTER, shape_for(SPEC, 8), Epoch(1, 2))
+PLAN = decide(QUESTION).chosen.plan
+
+
+class Processor:
+    """A processor of which a search gets a part; `waited` has its pauses."""
+
+    def __init__(self) -> None:
+        self.now_s = self.computed_s = 0.0
+        self.waited: list[float] = []
+        self.pace = Pace(lambda: self.now_s, lambda: self.computed_s, self.wait)
+
+    def compute(self, seconds: float, part: float) -> None:
+        self.now_s += seconds / part
+        self.computed_s += seconds
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.waited.append(seconds)
+
+
+def searching(processor: Processor, **changes: Any) -> Solve:
+    return processor.pace.paced(replace(Solve("m", 1, QUESTION, PLAN), **changes))
+
+
+@pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
+def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part: float, pause: float) -> None:
+    processor = Processor()
+    processor.pace.serving(True)
+    pauses = searching(processor).question.pause
+    processor.compute(5.0, 0.1)  # another search, long ago
+    pauses()
+    for _ in range(3):
+        processor.compute(0.1, part)
+        pauses()
+    assert processor.waited == pytest.approx([pause] * 3)
+
+
+def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
+    processor = Processor()
+    pauses = searching(processor).question.pause
+    for _ in range(3):
+        processor.compute(0.1, 0.25)
+        pauses()
+    assert processor.waited == []
+
+
+@pytest.mark.parametrize("changes", [{"hurried": True}, {"running": None}])
+def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any]) -> None:
+    processor = Processor()
+    processor.pace.serving(True)
+    assert searching(processor, **changes).question.pause is QUESTION.pause
+
+
+def test_every_price_of_a_search_may_be_paused_at() -> None:
+    paused: list[int] = []
+    decide(replace(QUESTION, pause=lambda: paused.append(1)))
+    assert len(paused) > 5
