@@ -88,7 +88,7 @@ def prepare_models(experiment: Experiment, out: Path, wanted: Sequence[Cell]) ->
                 place = _reference(out, name, tokens)
                 if not place.exists():
                     place.parent.mkdir(parents=True, exist_ok=True)
-                    body = random_input(checkpoint.spec, tokens or 1, experiment.seed)
+                    body = random_input(checkpoint.spec, tokens or 1, experiment.seed, photographs=True)
                     place.with_suffix(".json").write_text(json.dumps(body))
                     np.save(place, reference(checkpoint, body))
     return found
