@@ -24,5 +24,5 @@ def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs: bo
     assert pixels.shape == (224, 224, 3)
     assert pixels.std() > 30
     between = np.abs(np.diff(pixels, axis=1)).mean()  # of neighbours
-    assert (between < 20) is photographs
+    assert bool(between < 20) is photographs
     assert len(random_input(spec, 2, 0, photographs)["images"]) == 2
