@@ -144,8 +144,12 @@ def programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
 
 def short_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
     """Return the Programs of all devices with equal layers once; `Lowered.repeated` says for how many one stands."""
-    made, run = lowered(spec, plan, shape), plan.runs[0]
-    return {device: passes(made.short(device), run) for device in run.devices}
+    return {device: short_program(spec, plan, shape, device) for device in plan.runs[0].devices}
+
+
+def short_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
+    """Return the Program of one device of a run with equal layers once."""
+    return passes(lowered(spec, plan, shape).short(device), plan.runs[0])
 
 
 def make_plan(

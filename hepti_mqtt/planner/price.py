@@ -11,7 +11,7 @@ from hepti_mqtt.cluster import Cluster
 from hepti_mqtt.ids import ALL, Epoch
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
-from hepti_mqtt.plan_programs import lowered, programs, resident_weights, short_programs
+from hepti_mqtt.plan_programs import lowered, program, resident_weights, short_program, short_programs
 from hepti_mqtt.planner.experience import Learned
 from hepti_mqtt.planner.wires import Narrowed
 from hepti_mqtt.program import ITEMSIZE
@@ -50,7 +50,7 @@ class Question:
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
     then. errors: how far they do. compare: work out the best of every strategy and variant, also where it cannot be
-    chosen any more. pause: called before each price, so that a search can leave the processor to others.
+    chosen any more. pause: called some ten times for each price: a search can leave the processor to others there.
     """
 
     naming: Naming
@@ -167,7 +167,10 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
 
 def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Return (bytes needed, bytes missing where they do not fit) by device."""
-    needs = {d: needed_bytes(question, plan, d) for d in plan.devices}
+    needs = {}
+    for device in plan.devices:
+        question.pause()
+        needs[device] = needed_bytes(question, plan, device)
     room = {d: question.cluster.devices[d].memory_bytes for d in plan.devices}
     return needs, {d: int(n - room[d]) for d, n in needs.items() if n > room[d]}
 
@@ -207,7 +210,6 @@ def price(
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
     all layers are simulated, and so are several requests if the question asks for their throughput.
     """
-    question.pause()
     needs, missing = known or memory(question, plan)
     runs = [_alone(question, run, full) for run in plan.runs]
     load = None
@@ -236,7 +238,12 @@ def _alone(question: Question, plan: Plan, full: bool) -> Simulation:
     """Return one request under a plan without replicas; not full: with equal layers once."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lowered(spec, plan, shape).repeated
-    parts = (programs if repeated is None else short_programs)(spec, plan, shape)
+    made = program if repeated is None else short_program
+    parts = {}
+    for device in plan.devices:
+        question.pause()
+        parts[device] = made(spec, plan, shape, device)
+    question.pause()
     return simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
 
 

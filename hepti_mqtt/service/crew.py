@@ -65,12 +65,16 @@ class Crew:
         here: on this thread at once, if nothing waits and nothing is being done: to wake another takes longer than a
         small thing does.
         """
-        with self._changed:
-            is_free = self._turns.idle
-        if here and is_free:
+        if here and self.idle:
             self._guarded(act)
         else:
             self.offer(client, act, 0, lambda: None)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing waits and nothing is being done."""
+        with self._changed:
+            return self._turns.idle
 
     def step(self, wait: bool = False) -> bool:
         """Do one thing on this thread; return False if it is nobody's turn, with `wait` only after `close`."""

@@ -10,29 +10,43 @@ from typing import Final
 
 from hepti_mqtt.runtime.planner.commands import Solve
 
-AGAIN: Final = 2.0  # times as long as a search had to wait for the processor it leaves that to others
-SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
+AGAIN: Final = 1.0  # times as long as a search had to wait for the processor it leaves that to others
 MOST_S: Final = 2.0  # of one pause
+LOOKS_S: Final = 0.005  # until it is asked again whether the planner has something in hand
+SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
 class Pace:
     """The pauses of searches beside requests.
 
-    On a processor of its own a search has no pauses. Where it has to wait for its turn others wait for theirs because
-    of it: a share of a core in a container, an agent on the same board. clock, computed: seconds that have passed, and
-    that the calling thread has computed. wait: for so many seconds, or until no run is under way any more.
+    A search does nothing while the planner has something in hand: reads, deals with or answers a request. Beside runs
+    it has pauses where it had to wait for the processor itself, because others wait for theirs because of it: in a
+    container with a share of a core, or with an agent on the same board. in_hand: whether threads of the planner have
+    something to do. clock, computed: seconds that have passed, and that the calling thread has computed. sleep: for so
+    many seconds; wait: for so many, or until no run is under way any more.
     """
 
     def __init__(
         self,
+        in_hand: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         computed: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        self._clock, self._computed = clock, computed
+        self._in_hand, self._clock, self._computed, self._sleep = in_hand, clock, computed, sleep
+        self._is_first = False
         self._unused = threading.Event()
         self._unused.set()
         self._wait = wait or self._unused.wait
+
+    def first(self, act: Callable[[], None]) -> None:
+        """Do something of the session thread, for which searches pause."""
+        self._is_first = True
+        try:
+            act()
+        finally:
+            self._is_first = False
 
     def serving(self, is_serving: bool) -> None:
         """Take whether runs are under way."""
@@ -55,6 +69,9 @@ class Pace:
             if last is not None and not self._unused.is_set():
                 waited = (self._clock() - last[0]) - (self._computed() - last[1])
                 self._wait(min(AGAIN * max(waited, 0.0), MOST_S))
+            until_s = self._clock() + MOST_S
+            while (self._is_first or self._in_hand()) and self._clock() < until_s:
+                self._sleep(LOOKS_S)
             last = self._clock(), self._computed()
 
         return pause

@@ -108,7 +108,7 @@ class _Planner:
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
         self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
-        self.pace = Pace()
+        self.pace = Pace(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
         self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
         self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
@@ -292,7 +292,7 @@ class _Planner:
             if isinstance(item, events.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.post.again(time.monotonic())
-            self._guarded(item if callable(item) else partial(self._handle, item))
+            self.pace.first(partial(self._guarded, item if callable(item) else partial(self._handle, item)))
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

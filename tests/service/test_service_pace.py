@@ -13,7 +13,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.planner.commands import Solve
-from hepti_mqtt.service.pace import AGAIN, MOST_S, Pace
+from hepti_mqtt.service.pace import AGAIN, LOOKS_S, MOST_S, Pace
 from hepti_mqtt.simulate import Naming
 
 SPEC = FAMILIES["bert-embedding"]
@@ -29,15 +29,20 @@ class Processor:
     def __init__(self) -> None:
         self.now_s = self.computed_s = 0.0
         self.waited: list[float] = []
-        self.pace = Pace(lambda: self.now_s, lambda: self.computed_s, self.wait)
+        self.in_hand_until_s = 0.0
+        clocks = (lambda: self.now_s, lambda: self.computed_s)
+        self.pace = Pace(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
 
     def compute(self, seconds: float, part: float) -> None:
         self.now_s += seconds / part
         self.computed_s += seconds
 
     def wait(self, seconds: float) -> None:
-        self.now_s += seconds
+        self.sleep(seconds)
         self.waited.append(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 def searching(processor: Processor, **changes: Any) -> Solve:
@@ -55,6 +60,25 @@ def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part:
         processor.compute(0.1, part)
         pauses()
     assert processor.waited == pytest.approx([pause] * 3)
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, MOST_S)])
+def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds: float, pause: float) -> None:
+    processor = Processor()
+    processor.in_hand_until_s = seconds
+    searching(processor).question.pause()
+    assert processor.now_s == pytest.approx(pause, abs=LOOKS_S)
+
+
+def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
+    processor = Processor()
+    pauses = searching(processor).question.pause
+    processor.pace.first(pauses)
+    assert processor.now_s == pytest.approx(MOST_S, abs=LOOKS_S)
+    with pytest.raises(ZeroDivisionError):
+        processor.pace.first(lambda: print(1 / 0))
+    pauses()
+    assert processor.now_s == pytest.approx(MOST_S, abs=LOOKS_S), "it is over"
 
 
 def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
