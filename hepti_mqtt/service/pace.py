@@ -11,7 +11,8 @@ from typing import Final
 from hepti_mqtt.runtime.planner.commands import Solve
 
 AGAIN: Final = 1.0  # times as long as a search had to wait for the processor it leaves that to others
-MOST_S: Final = 2.0  # of one pause
+MOST_S: Final = 2.0  # of one such pause
+IN_HAND_S: Final = 0.25  # of one for the planner: it may be busy without an end, and a search must come to one
 LOOKS_S: Final = 0.005  # until it is asked again whether the planner has something in hand
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
@@ -69,7 +70,7 @@ class Pace:
             if last is not None and not self._unused.is_set():
                 waited = (self._clock() - last[0]) - (self._computed() - last[1])
                 self._wait(min(AGAIN * max(waited, 0.0), MOST_S))
-            until_s = self._clock() + MOST_S
+            until_s = self._clock() + IN_HAND_S
             while (self._is_first or self._in_hand()) and self._clock() < until_s:
                 self._sleep(LOOKS_S)
             last = self._clock(), self._computed()

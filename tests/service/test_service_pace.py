@@ -13,7 +13,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.planner.commands import Solve
-from hepti_mqtt.service.pace import AGAIN, LOOKS_S, MOST_S, Pace
+from hepti_mqtt.service.pace import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, Pace
 from hepti_mqtt.simulate import Naming
 
 SPEC = FAMILIES["bert-embedding"]
@@ -62,7 +62,7 @@ def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part:
     assert processor.waited == pytest.approx([pause] * 3)
 
 
-@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, MOST_S)])
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, IN_HAND_S)])
 def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds: float, pause: float) -> None:
     processor = Processor()
     processor.in_hand_until_s = seconds
@@ -74,11 +74,11 @@ def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
     processor = Processor()
     pauses = searching(processor).question.pause
     processor.pace.first(pauses)
-    assert processor.now_s == pytest.approx(MOST_S, abs=LOOKS_S)
+    assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S)
     with pytest.raises(ZeroDivisionError):
         processor.pace.first(lambda: print(1 / 0))
     pauses()
-    assert processor.now_s == pytest.approx(MOST_S, abs=LOOKS_S), "it is over"
+    assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S), "it is over"
 
 
 def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
