@@ -9,7 +9,7 @@ from hepti_mqtt.planner.drift import DriftRule
 from hepti_mqtt.planner.experience import Experience, Learned
 from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_soon
-from hepti_mqtt.planner.trials import KNOWN, compared, fits_beside, hopeful, tried, worth_trying
+from hepti_mqtt.planner.trials import KNOWN, compared, fits_beside, hopeful, worth_trying
 
 __all__ = [
     "KNOWN",
@@ -30,7 +30,6 @@ __all__ = [
     "peak_bytes",
     "price",
     "still_best",
-    "tried",
     "wire_errors",
     "worth_trying",
 ]

@@ -95,21 +95,6 @@ def decide_soon(question: Question, last: Plan | None = None) -> Decision:
     return _decision(question, _worth_dividing(question, sorted((left, alone.chosen), key=_order)))
 
 
-def decide_on(question: Question, known: Plan, weights: Sequence[float]) -> Decision | None:
-    """Return the best shares, from these weights on, of a plan that another search has made; None if it cannot be.
-
-    No other way is looked at, for which a search that is pinned to this one takes twice as long.
-    """
-    if known.replicas or question.accuracy is not None or known.route not in routes(question, known.devices):
-        return None
-    plan = on_route(question, reweighted(question, replace(known, epoch=question.epoch), weights), known.route)
-    needs, missing = memory(question, plan)
-    if missing or not gets_through(question, plan):
-        return None
-    c = _step_by_step(question, balanced(question, priced(question, Draft(plan, tuple(weights), needs, missing))))
-    return _decision(question, [_final(question, unit_by_unit(question, c))])
-
-
 def _on_those_left(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:
     """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be.
 

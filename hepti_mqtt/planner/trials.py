@@ -15,7 +15,6 @@ from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.decision import Candidate, Decision
 from hepti_mqtt.planner.experience import HOPE, Learned, Way, way
 from hepti_mqtt.planner.price import Question, price
-from hepti_mqtt.planner.search import decide_on
 from hepti_mqtt.simulate import weight_total
 from hepti_mqtt.spec import Spec
 
@@ -45,21 +44,6 @@ def worth_trying(decision: Decision, learned: Learned, not_again: Set[Way] = fro
     others = (c for c in decision.ranking if c.price.feasible and way(c.plan) not in {way(chosen.plan), *not_again})
     best = min(others, key=hoped_s, default=None)
     return best if best is not None and hoped_s(best) < enough_s else None
-
-
-def tried(question: Question, last: Decision) -> Decision | None:
-    """Return the decision for the way that a question asks for, from its shares in the last ranking on.
-
-    None if it is not there or cannot be any more; what stands in the way, a search for it says.
-    """
-    asked = (question.strategy, dict(question.options), question.devices)
-    there = (c for c in last.ranking if (c.plan.strategy, dict(c.plan.options), c.plan.devices) == asked)
-    if (known := next(there, None)) is None or not {*known.plan.devices} <= question.cluster.devices.keys():
-        return None
-    rows = max(question.shape.size // len(known.plan.devices), 1)
-    now, then = ([of.devices[d].speed(rows) for d in known.plan.devices] for of in (question.cluster, last.cluster))
-    weights = [w * after / before for w, after, before in zip(known.weights, now, then, strict=True)]
-    return decide_on(question, known.plan, weights)
 
 
 def compared(question: Question, found: Decision, last: Decision) -> Decision:

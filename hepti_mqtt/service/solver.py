@@ -24,7 +24,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.planner import compared, decide_soon, decide_within, price, still_best, tried, wire_errors
+from hepti_mqtt.planner import compared, decide_soon, decide_within, price, still_best, wire_errors
 from hepti_mqtt.planner.wires import Narrowed, narrowed
 from hepti_mqtt.runtime.planner.commands import Solve
 from hepti_mqtt.runtime.planner.events import Solved
@@ -109,11 +109,9 @@ def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
                 return Solved(command.model, command.ticket, kept, kept.chosen.price.cost[0])
     try:
         accuracy = accuracy or Accuracy(question.spec, {})
-        trial = command.kept if command.trial else None
-        known = None if trial is None else tried(question, trial)
-        decision = known or decide_within(question, accuracy.known, accuracy.measure)
-        if trial is not None:
-            decision = compared(question, decision, trial)
+        decision = decide_within(question, accuracy.known, accuracy.measure)
+        if command.trial and command.kept is not None:
+            decision = compared(question, decision, command.kept)
         running_s = None
         if running is not None and set(running.devices) <= set(question.cluster.devices):
             running_s = price(question, running, full=True).cost[0]
