@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.transport.mesh import Mesh, Place
+from hepti_mqtt.transport.mesh import Address, Mesh
 from hepti_mqtt.wire.frames import Frame, decode, encode_parts
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -33,7 +33,7 @@ class OwnMesh:
     def __enter__(self) -> OwnMesh:
         """Connect them; raises TimeoutError if that takes long."""
         self._near.admit("far", "self", "token", [_TOPIC])
-        self._far.join("near", "self", Place("127.0.0.1", self._near.port), "token", [_TOPIC])
+        self._far.join("near", "self", Address("127.0.0.1", self._near.port), "token", [_TOPIC])
         try:
             self._until(self._events)
         except TimeoutError:

@@ -13,7 +13,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.runtime.device.commands import Admit, Join, Part
 from hepti_mqtt.runtime.device.events import FrameIn, PeerBehind, PeerJoined, PeerLost, PeerRefused
 from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, MeshEvent, Place, Refused
+from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, MeshEvent, Refused
 from hepti_mqtt.wire import frames
 from hepti_mqtt.wire.arrivals import Arrival, Exchanges
 from hepti_mqtt.wire.frames import Frame
@@ -86,7 +86,7 @@ class MeshLinks:
         self._joined[key] = self._joined.get(key, frozenset()).union(peer.device for peer in command.peers)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, peer.device, self._device)
-            place = Place(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
+            place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
             self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def part(self, command: Part) -> None:
@@ -125,7 +125,7 @@ class MeshLinks:
 
     def edges(self) -> Mapping[str, Edge]:
         """Return what went to and came from each peer, of as many as a heartbeat takes; from any thread."""
-        found = self.mesh.edges()
+        found = self.mesh.stats()
         now = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
         newest = list(found)[::-1]
         told = [*(name for name in newest if name in now), *(name for name in newest if name not in now)]

@@ -17,7 +17,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from hepti_mqtt.errors import BenchError
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
-from hepti_mqtt.transport.mesh import Joined, Mesh, MeshEvent, Place
+from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0
@@ -162,7 +162,7 @@ class OverMesh:
         for rank in others:
             self._mesh.admit(f"d{rank}", 0, "token", filters(self._rank, rank))
         for rank in others:
-            there = Place(self._addresses[rank], ports[rank])
+            there = Address(self._addresses[rank], ports[rank])
             self._mesh.join(f"d{rank}", 0, there, "token", filters(rank, self._rank), limit_bytes=self._limit)
         until = time.monotonic() + PATIENCE_S
         while self._joined < len(others):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,25 @@ from contextlib import suppress
 from typing import Final
 
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport.codec import (
+    FAILURE,
+    FROM_BROKER,
+    Connack,
+    Connect,
+    Control,
+    Decoder,
+    Disconnect,
+    Malformed,
+    Pingreq,
+    Pingresp,
+    Puback,
+    Publish,
+    Suback,
+    Subscribe,
+    Unsubscribe,
+    encode,
+    publish_head,
+)
 from hepti_mqtt.transport.link import (
     KEEPALIVE_S,
     MISC_S,
@@ -29,36 +47,23 @@ from hepti_mqtt.transport.link import (
     refused,
 )
 from hepti_mqtt.transport.link import silent as silent_broker
-from hepti_mqtt.transport.mesh.buffers import Buffers
-from hepti_mqtt.transport.mesh.intake import Intake
-from hepti_mqtt.transport.mesh.lines import Line, low_water, mesh_possible, tune_receiver, tune_sender
-from hepti_mqtt.transport.mesh.packets import (
-    CONNACK,
-    CONNECT,
-    DISCONNECT,
-    MAX_LENGTH,
-    PINGREQ,
-    PINGRESP,
-    PUBLISH,
-    SUBACK,
-    UNSUBACK,
-    Fields,
-    Malformed,
-    packet,
-    publish_head,
-    subscribe,
-    text,
-    unsubscribe,
+from hepti_mqtt.transport.sockets import (
+    Connection,
+    TlsConnection,
+    local,
+    low_water,
+    mesh_possible,
+    tune_receiver,
+    tune_sender,
+    unacknowledged,
 )
-from hepti_mqtt.transport.mesh.tls import TlsLine
-from hepti_mqtt.transport.sockets import local, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.wake import Wake
 
 LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
 MAX_READS: Final = 64  # before the caller has its turn
 _REASONS: Final = {2: "client identifier rejected", 4: "bad user name or password", 5: "not authorised"}
-_WRONG_VERSION, _UNAVAILABLE, _FAILURE = 1, 3, 0x80
+_WRONG_VERSION, _UNAVAILABLE = 1, 3
 
 
 class Unreadable(LinkLost):
@@ -78,13 +83,13 @@ class DataLink:
 
     def __init__(self, url: BrokerUrl, client_id: str, *, listener: Listener, wake: Wake) -> None:
         self._url, self._client_id, self._listener, self._wake = url, client_id, listener, wake
-        self._intake = Intake(Buffers(), self._on_publish, self._on_control, MAX_LENGTH)
+        self._decoder = Decoder(FROM_BROKER)
         self._connack: int | None = None
         self.sending = threading.RLock()  # who has it may send: any thread, but one at a time
         self._out: list[memoryview] = []
         self._sock: socket.socket | None = None
-        self._line: Line | None = None
-        self._secured: TlsLine | None = None
+        self._connection: Connection | None = None
+        self._secured: TlsConnection | None = None
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
         self._events, self._low, self._id = 0, 1, 0
@@ -128,11 +133,11 @@ class DataLink:
 
     def turn(self, timeout_s: float) -> bool:
         """Wait for the socket or a wake-up, read and write; return whether it was woken. Raises `LinkLost`."""
-        if self._line is None:
+        if self._connection is None:
             raise LinkLost("the socket is closed")
         events = select.POLLIN | (select.POLLOUT if self._out else 0)
         if events != self._events:
-            self._poll.register(self._line.fileno(), events)
+            self._poll.register(self._connection.fileno(), events)
             self._events = events
         pending = self._secured is not None and self._secured.pending() > 0
         # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
@@ -157,7 +162,7 @@ class DataLink:
         thread that turns sends it. Over TLS that thread sends everything: one connection cannot read and write at once.
         """
         with self.sending:
-            if self._line is None or self._secured is not None or self._out or not first():
+            if self._connection is None or self._secured is not None or self._out or not first():
                 return False
             views = [memoryview(part) for part in parts]
             head = memoryview(publish_head(topic, sum(view.nbytes for view in views), self.protocol))
@@ -181,12 +186,12 @@ class DataLink:
 
     def subscribe(self, filters: tuple[tuple[str, int], ...]) -> int:
         """Send a SUBSCRIBE at QoS 0; return its packet id."""
-        self._say(subscribe(self._next_id(), [name for name, _ in filters]))
+        self._say(encode(Subscribe(self._next_id(), tuple((name, 0) for name, _ in filters))))
         return self._id
 
     def unsubscribe(self, filters: tuple[str, ...]) -> None:
         """Send an UNSUBSCRIBE."""
-        self._say(unsubscribe(self._next_id(), filters))
+        self._say(encode(Unsubscribe(self._next_id(), filters)))
 
     def acknowledge(self, mid: int) -> None:
         """Do nothing: what comes at QoS 0 is kept by nobody."""
@@ -194,14 +199,14 @@ class DataLink:
     def flush(self) -> None:
         """Write what the socket takes. Raises `LinkLost`."""
         with self.sending:
-            if self._out and self._line is not None:
+            if self._out and self._connection is not None:
                 self._guarded(self._write)
 
     def disconnect(self, timeout_s: float) -> None:
         """Write what is queued and DISCONNECT, for at most `timeout_s`, and close the socket."""
         deadline = time.monotonic() + timeout_s
         try:
-            self._say(packet(DISCONNECT))
+            self._say(encode(Disconnect()))
             while self._out and time.monotonic() < deadline:
                 self.turn(max(deadline - time.monotonic(), 0.0))
         except LinkLost:
@@ -212,13 +217,13 @@ class DataLink:
     def close(self) -> None:
         """Close the socket without a word."""
         with self.sending:
-            if self._line is not None:
+            if self._connection is not None:
                 with suppress(KeyError):
-                    self._poll.unregister(self._line.fileno())
-                self._line.close()
+                    self._poll.unregister(self._connection.fileno())
+                self._connection.close()
             elif self._sock is not None:
                 self._sock.close()
-            self._sock = self._line = self._secured = None
+            self._sock = self._connection = self._secured = None
             self.cut = self.cut or self.busy
             self._out.clear()
 
@@ -231,21 +236,17 @@ class DataLink:
             context = url.ssl_context()
             if context is not None:  # shakes hands at once, within the same time
                 self._sock = secured = context.wrap_socket(sock, server_hostname=url.host)
-                self._line = self._secured = TlsLine(secured)
+                self._connection = self._secured = TlsConnection(secured)
             else:
-                self._line = sock
+                self._connection = sock
             tune_sender(self._sock)
             tune_receiver(self._sock)
         except (OSError, UnicodeError) as error:
             self.close()
             raise absent(url, error) from error
-        flags, login = 0x02, b""  # a clean session
-        if url.user is not None:
-            flags, login = flags | 0x80, text(url.user)
-            if url.password is not None:
-                flags, login = flags | 0x40, login + text(url.password)
-        head = text("MQTT") + struct.pack(">BBH", self.protocol, flags, KEEPALIVE_S)
-        self._out.append(memoryview(packet(CONNECT, head, text(self._client_id), login)))
+        password = None if url.password is None else url.password.encode()
+        asked = Connect(self.protocol, self._client_id, url.user, password, keepalive_s=KEEPALIVE_S)
+        self._out.append(memoryview(encode(asked)))
 
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
@@ -259,7 +260,7 @@ class DataLink:
 
     def _say(self, data: bytes) -> None:
         with self.sending:
-            if self._line is None:
+            if self._connection is None:
                 raise LinkLost("the socket is closed")
             self._out.append(memoryview(data))
             self.flush()
@@ -269,9 +270,9 @@ class DataLink:
         return self._id
 
     def _write(self) -> None:
-        assert self._line is not None
+        assert self._connection is not None
         while self._out:
-            sent = self._line.sendmsg(self._out[:64])
+            sent = self._connection.sendmsg(self._out[:64])
             self._written += sent
             while self._out and sent >= self._out[0].nbytes:
                 sent -= self._out.pop(0).nbytes
@@ -293,7 +294,7 @@ class DataLink:
 
     def _ping(self, now: float) -> None:
         with self.sending:
-            self._say(packet(PINGREQ))
+            self._say(encode(Pingreq()))
             if self._answer_by == float("inf"):
                 self._answer_by = now + KEEPALIVE_S
                 self._ping_end = self._written + sum(part.nbytes for part in self._out)
@@ -305,7 +306,7 @@ class DataLink:
         It may lie behind megabytes in our own, which asks for nothing more meanwhile. What is sent after it proves
         nothing: kernels take that for long after a broker has stopped.
         """
-        left = None if self._line is None else unacknowledged(self._line)
+        left = None if self._connection is None else unacknowledged(self._connection)
         if left is None:
             return False
         before, self._gone = self._gone, min(self._written - left, self._ping_end)
@@ -315,41 +316,45 @@ class DataLink:
 
     def _read(self) -> None:
         """Take what is there, at most one large payload."""
-        intake, line = self._intake, self._line
-        assert line is not None
+        decoder, connection = self._decoder, self._connection
+        assert connection is not None
         try:
             for _ in range(MAX_READS):
-                room = intake.room()
-                nbytes = line.recv_into(room)
+                room = decoder.buffer()
+                nbytes = connection.recv_into(room)
                 if not nbytes:
                     raise OSError("it hung up")
                 self._flowed = True
-                intake.took(nbytes)
-                if not intake.missing and nbytes < room.nbytes and self._secured is None:
+                decoder.received(nbytes)
+                while (event := decoder.next_event()) is not None:
+                    if isinstance(event, Publish):
+                        self._on_publish(event)
+                    else:
+                        self._on_control(event)
+                if not decoder.missing and nbytes < room.nbytes and self._secured is None:
                     break
         finally:
-            low = min(max(intake.missing, 1), LOW_WATER)
+            low = min(max(decoder.missing, 1), LOW_WATER)
             if low != self._low and self._secured is None and self._sock is not None:
                 low_water(self._sock, low)
                 self._low = low
 
-    def _on_publish(self, topic: str, payload: memoryview) -> None:
-        self._listener.on_message(topic, payload, 0, 0, False)
+    def _on_publish(self, message: Publish) -> None:
+        if message.qos:  # though every subscription is of QoS 0
+            self._say(encode(Puback(message.packet_id)))
+        self._listener.on_message(message.topic, message.payload, 0, 0, False)
 
-    def _on_control(self, first: int, body: bytes) -> None:
-        if first == CONNACK and len(body) == 2 and self._connack is None:
-            self._connack = body[1]
-        elif first == SUBACK and len(body) > 2:
-            refusals = tuple("the broker does not allow it" if code >= _FAILURE else None for code in body[2:])
-            self._listener.on_subscribed(int.from_bytes(body[:2], "big"), refusals)
-        elif first == PINGRESP:
-            self._answer_by = float("inf")
-        elif first & ~1 == PUBLISH:  # retained by somebody; as good as any
-            fields = Fields(body)
-            topic = fields.text()
-            self._listener.on_message(topic, body[2 + len(topic.encode()) :], 0, 0, False)
-        elif first != UNSUBACK:
-            raise Malformed(f"packet {first:#x} is not for a subscriber")
+    def _on_control(self, event: Control) -> None:
+        match event:
+            case Connack(code) if self._connack is None:
+                self._connack = code
+            case Suback(packet_id, codes):
+                refusals = tuple("the broker does not allow it" if code >= FAILURE else None for code in codes)
+                self._listener.on_subscribed(packet_id, refusals)
+            case Pingresp():
+                self._answer_by = float("inf")
+            case Connack() | Puback() | Disconnect():
+                raise Malformed(f"{type(event).__name__.upper()} is out of place")
 
 
 def data_link_possible() -> bool:

@@ -1,14 +1,123 @@
-"""What a link asks of its socket."""
+"""Sockets for MQTT: never blocking, no Nagle, dead hosts noticed by the kernel; plain, or with TLS between devices.
+
+Each device has a TLS key of its own, and peers pin its certificate by the fingerprint that it announces.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
+import os
+import re
+import select
 import socket
 import ssl
 import sys
 import termios
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.transport.codec import Buffer, Malformed
+
+SEND_BUFFER: Final = 2 << 20  # so that the kernel takes whole payloads at once; it caps this at net.core.wmem_max
+RECEIVE_AHEAD: Final = 2 << 20  # what it may hold while we compute
+_KEEP_ALIVE: Final = (("NODELAY", 1), ("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 15_000))
+RECORD: Final = 16_384  # what one TLS record holds
+_CHACHA_FIRST: Final = "ECDHE+CHACHA20:ECDHE+AESGCM"
+_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Connection(Protocol):
+    """A connected socket, plain or with TLS. All raise BlockingIOError where the kernel would let them wait."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+
+    def sendmsg(self, parts: Sequence[Buffer], /) -> int:
+        """Send the beginning of these parts; return how many bytes."""
+
+    def send(self, data: Buffer, /) -> int:
+        """Send the beginning of this; return how many bytes."""
+
+    def recv(self, nbytes: int, /) -> bytes:
+        """Receive at most so much; b"" when the other side has hung up."""
+
+    def recv_into(self, room: memoryview, /) -> int:
+        """Receive into memory; 0 when the other side has hung up."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class SecureConnection(Connection, Protocol):
+    """A connection with TLS."""
+
+    def handshake(self) -> None:
+        """Return once the handshake is done; raises Malformed if the other side is not who it should be."""
+
+    def pending(self) -> int:
+        """Return how many bytes are decrypted and not received."""
+
+
+def mesh_possible() -> bool:
+    """Return whether this machine has what the mesh needs: Linux."""
+    return hasattr(select, "epoll") and hasattr(os, "eventfd") and hasattr(socket, "TCP_USER_TIMEOUT")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; host "" is every address of IPv4."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=64)
+    listener.setblocking(False)
+    return listener
+
+
+def tune_sender(sock: socket.socket) -> None:
+    """Make an accepted socket as an endpoint wants it."""
+    _tune(sock)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+
+def tune_receiver(sock: socket.socket) -> None:
+    """Make a socket as a subscriber wants it."""
+    _tune(sock)
+    # The receive buffer grows with the low-water mark and stays: it takes whole payloads while we compute.
+    low_water(sock, RECEIVE_AHEAD)
+    low_water(sock, 1)
+
+
+def begin(host: str, port: int) -> socket.socket:
+    """Begin to connect to an address, without waiting."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    tune_receiver(sock)
+    sock.connect_ex((host, port))  # what comes of it is asked for once the socket can be written
+    return sock
+
+
+def low_water(sock: socket.socket, nbytes: int) -> None:
+    """Let the socket be readable only once so much is there."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+
+def connected(sock: socket.socket) -> None:
+    """Raise OSError, in its own words, unless the connection that was begun stands."""
+    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+    sock.getpeername()
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 def no_delay(sock: Any) -> None:
@@ -28,7 +137,7 @@ def linger(sock: Any, deadline: float) -> None:
 
 
 def buffered(sock: Any) -> bool:
-    """Return whether bytes have been read from the kernel that nobody has taken yet."""
+    """Return whether TLS holds decrypted bytes that nobody has received."""
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
@@ -41,12 +150,139 @@ def local(sock: Any) -> bool:
 
 
 def unacknowledged(sock: Any) -> int | None:
-    """Return how many bytes the kernel has taken and the other side's has not acknowledged; None where nobody tells.
+    """Return how many bytes the kernel has taken and the other side's has not acknowledged; None if unknown.
 
-    What falls here flows, also while the kernel takes nothing more of ours, or has taken everything.
+    While this number falls, bytes flow, even if the kernel takes nothing more of ours or has taken everything.
     """
     try:
-        told = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        left = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
     except (AttributeError, OSError, ValueError):  # no such socket, or closed
         return None
-    return int.from_bytes(told, sys.byteorder)
+    return int.from_bytes(left, sys.byteorder)
+
+
+# -- TLS between devices ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MeshTls:
+    """How a mesh encrypts: this device's certificate as a server, and its fingerprint for peers."""
+
+    serving: ssl.SSLContext
+    asking: ssl.SSLContext
+    fingerprint: str
+
+    @classmethod
+    def load(cls, certificate: Path, key: Path, *, aes: bool | None = None) -> MeshTls:
+        """Read this device's certificate and key (PEM); its own is the first certificate in the file, as in a login.
+
+        aes: whether the processor has AES instructions; None: look. Without them ChaCha20 is several times as fast, and
+        Python can ask for it up to TLS 1.2 only. Raises ConfigError if the files are not a certificate and its key.
+        """
+        try:
+            found = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
+            own = ssl.PEM_cert_to_DER_cert(found.group() if found else "")
+            serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            serving.load_cert_chain(certificate, key)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{certificate} and {key} are not this device's certificate and its key: {error}; both are "
+                "PEM files, the key without a password"
+            ) from error
+        serving.num_tickets = 0  # no resumption: connections are few
+        asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        asking.check_hostname = False
+        asking.verify_mode = ssl.CERT_NONE  # the fingerprint says more than any authority
+        aes = has_aes() if aes is None else aes
+        if aes:
+            serving.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE  # the peer chooses: it may have no AES
+        for context in (serving, asking):
+            context.options |= ssl.OP_NO_RENEGOTIATION
+            if not aes:
+                context.maximum_version = ssl.TLSVersion.TLSv1_2
+                context.set_ciphers(_CHACHA_FIRST)
+        return cls(serving, asking, hashlib.sha256(own).hexdigest())
+
+    def serve(self, sock: socket.socket) -> TlsConnection:
+        """Return the connection of an accepted socket; its handshake happens while it receives."""
+        return TlsConnection(self.serving.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+
+    def ask(self, sock: socket.socket, fingerprint: str) -> TlsConnection:
+        """Return the connection of a connected socket; nothing may be sent before `handshake` has returned."""
+        return TlsConnection(self.asking.wrap_socket(sock, do_handshake_on_connect=False), fingerprint)
+
+
+class TlsConnection:
+    """A socket with TLS that never blocks: see `SecureConnection`."""
+
+    def __init__(self, sock: ssl.SSLSocket, fingerprint: str = "") -> None:
+        self._sock, self._fingerprint = sock, fingerprint
+        self.fileno, self.pending, self.close = sock.fileno, sock.pending, sock.close
+
+    def handshake(self) -> None:
+        """Return once the handshake is done; raises Malformed if the other side has another certificate."""
+        try:
+            self._sock.do_handshake()
+        except _WAIT:
+            raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise Malformed(f"no TLS with it: {error.reason}") from error
+        shown = hashlib.sha256(self._sock.getpeercert(binary_form=True) or b"").hexdigest()
+        if not hmac.compare_digest(shown, self._fingerprint):
+            raise Malformed(
+                f"it shows another certificate ({shown[:12]}...) than it announced ({self._fingerprint[:12]}...)"
+            )
+
+    def sendmsg(self, parts: Sequence[Buffer], /) -> int:
+        """Send the beginning of these parts; return how many bytes."""
+        sent = 0
+        try:
+            for chunk in _records(parts):
+                done = 0
+                while done < chunk.nbytes:  # one record at a time
+                    record = self._sock.send(chunk[done:])
+                    done, sent = done + record, sent + record
+        except _WAIT:
+            if not sent:
+                raise BlockingIOError from None
+        return sent
+
+    def send(self, data: Buffer, /) -> int:
+        """Send the beginning of this; return how many bytes."""
+        return self.sendmsg((data,))
+
+    def recv(self, nbytes: int, /) -> bytes:
+        """Receive at most so much; b"" when the other side has hung up."""
+        room = bytearray(nbytes)
+        return bytes(room[: self.recv_into(memoryview(room))])
+
+    def recv_into(self, room: memoryview, /) -> int:
+        """Receive into memory; 0 when the other side has hung up."""
+        try:
+            return self._sock.recv_into(room)
+        except _WAIT:
+            raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise Malformed(f"TLS broken: {error.reason}") from error
+
+
+def has_aes() -> bool:
+    """Return whether the processor has instructions for AES."""
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return re.search(r"^(flags|Features)\s*:.*\baes\b", said, re.MULTILINE) is not None
+
+
+def _records(parts: Sequence[Buffer]) -> list[memoryview]:
+    """Return the parts, small ones joined: each would be a record of its own."""
+    joined, chunks = bytearray(), []
+    for part in parts:
+        view = memoryview(part)
+        if len(joined) + view.nbytes <= RECORD:
+            joined += view
+            continue
+        chunks += [memoryview(joined), view.cast("B")] if joined else [view.cast("B")]
+        joined = bytearray()
+    return [*chunks, memoryview(joined)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hepti_mqtt.transport.mesh import Dropped, Joined, Lost, Mesh, Place, Refused
+from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, Refused
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
@@ -21,7 +21,7 @@ class Node:
 
     @property
     def place(self):
-        return Place(self.host, self.mesh.port, self.fingerprint)
+        return Address(self.host, self.mesh.port, self.fingerprint)
 
     def hear(self, peer, topic, payload):
         self.messages.append((peer, topic, bytes(payload)))

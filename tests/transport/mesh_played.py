@@ -6,8 +6,8 @@ import select
 
 from mesh_nodes import HOST, PATIENCE_S, filters, pump
 
-from hepti_mqtt.transport.mesh import Joined, Place
-from hepti_mqtt.transport.mesh.lines import listen
+from hepti_mqtt.transport.mesh import Address, Joined
+from hepti_mqtt.transport.sockets import listen
 
 KEY, OTHER = ("bert", 1), ("bert", 2)
 IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"
@@ -29,7 +29,7 @@ class Played:
 
     def __init__(self):
         self.listener = listen(HOST, 0)
-        self.place = Place(HOST, self.listener.getsockname()[1])
+        self.place = Address(HOST, self.listener.getsockname()[1])
         self.sock = None
 
     def accept(self, node):

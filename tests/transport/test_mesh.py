@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 import pytest
-from mesh_bytes import connect
-from mesh_bytes import subscribe as mqtt_subscribe
 from mesh_nodes import HOST, PATIENCE_S, Dropped, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+from mqtt_bytes import connect
+from mqtt_bytes import subscribe as mqtt_subscribe
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.transport.mesh import Joined, Place, mesh_possible
+from hepti_mqtt.transport.mesh import Address, Joined, mesh_possible
 
 KEY = ("bert", 1)
 
@@ -63,10 +63,10 @@ def test_messages_of_every_size_arrive_in_order(pair):
         assert a.mesh.publish(topic("a", "b"), data) == 1
     pump(pair, lambda: len(b.messages) == len(sent))
     assert [data for _, _, data in b.messages] == sent
-    edge = a.mesh.edges()["b"]
-    assert (edge.frames_out, edge.bytes_out, edge.queued_bytes) == (len(sent), sum(sizes), 0)
-    edge = b.mesh.edges()["a"]
-    assert (edge.frames_in, edge.bytes_in, edge.joined) == (len(sent), sum(sizes), True)
+    stats = a.mesh.stats()["b"]
+    assert (stats.frames_out, stats.bytes_out, stats.queued_bytes) == (len(sent), sum(sizes), 0)
+    stats = b.mesh.stats()["a"]
+    assert (stats.frames_in, stats.bytes_in, stats.joined) == (len(sent), sum(sizes), True)
 
 
 def test_two_threads_play_ping_pong():
@@ -127,7 +127,7 @@ def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
     b.mesh.join("a", KEY, a.place, "secret", filters("a", "b"))
     pump((a, b), lambda: b.told(Refused))
     assert b.told(Refused)[0].key == KEY
-    assert "let us in" in b.mesh.edges()["a"].trouble
+    assert "let us in" in b.mesh.stats()["a"].trouble
     assert a.mesh.publish(topic("a"), b"early") == 0
     a.mesh.admit("b", KEY, "secret", filters("a", "b"))
     pump((a, b), joined(b))
@@ -135,7 +135,7 @@ def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
     pump((a, b), lambda: b.messages)
     assert [data for _, _, data in b.messages] == [b"now"]
     assert b.told(Lost) == []
-    assert b.mesh.edges()["a"].trouble == ""
+    assert b.mesh.stats()["a"].trouble == ""
 
 
 def test_wake_ends_a_wait_of_another_thread(nodes):
@@ -159,10 +159,10 @@ def test_a_closed_mesh_wakes_nobody_else():
 
 
 def test_a_place_is_an_address():
-    with pytest.raises(WireError, match="no IP address"):
-        Place("pi.local", 1883)
+    with pytest.raises(WireError, match="not an IP address"):
+        Address("pi.local", 1883)
     with pytest.raises(WireError, match="port 0"):
-        Place(HOST, 0)
+        Address(HOST, 0)
 
 
 def test_a_subscriber_that_stops_is_told_of_by_name(nodes):
@@ -176,12 +176,12 @@ def test_a_subscriber_that_stops_is_told_of_by_name(nodes):
             a.mesh.wait(0)
         assert a.told(Dropped)[0].peer == "b"
         assert a.told(Dropped)[0].nbytes > 200_000
-        edge = a.mesh.edges()["b"]
-        assert edge.dropped == len(a.told(Dropped))
-        assert 1 << 19 < edge.queued_bytes <= 1 << 20
+        stats = a.mesh.stats()["b"]
+        assert stats.dropped == len(a.told(Dropped))
+        assert 1 << 19 < stats.queued_bytes <= 1 << 20
         a.mesh.expel("b", KEY)
-        assert a.mesh.edges()["b"].queued_bytes == 0
-        pump((a,), lambda: a.told(Dropped)[-1].nbytes == edge.queued_bytes)
+        assert a.mesh.stats()["b"].queued_bytes == 0
+        pump((a,), lambda: a.told(Dropped)[-1].nbytes == stats.queued_bytes)
 
 
 def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
@@ -227,11 +227,11 @@ def test_payloads_may_be_kept(nodes):
 
 
 def test_counts_of_peers_are_bounded(nodes, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.mesh.mesh._MAX_EDGES", 3)
+    monkeypatch.setattr("hepti_mqtt.transport.mesh._MAX_PEERS", 3)
     (a,) = nodes("a")
     for i in range(9):
-        a.mesh._edge(f"d{i}").frames_in = i
-    assert {name: edge.frames_in for name, edge in a.mesh.edges().items()} == {"d6": 6, "d7": 7, "d8": 8}
+        a.mesh._stats_of(f"d{i}").frames_in = i
+    assert {name: stats.frames_in for name, stats in a.mesh.stats().items()} == {"d6": 6, "d7": 7, "d8": 8}
 
 
 def test_this_machine_can():

@@ -9,11 +9,11 @@ import struct
 
 import numpy as np
 import pytest
-from mesh_bytes import connect, plain_parse, publish, subscribe
 from mesh_nodes import HOST, PATIENCE_S
+from mqtt_bytes import connect, plain_parse, publish, subscribe
 
-from hepti_mqtt.transport.mesh.endpoint import INTRODUCE_S, MAX_GUESTS, STALL_S, Endpoint
-from hepti_mqtt.transport.mesh.events import Edge
+from hepti_mqtt.transport.endpoint import CONNECT_S, MAX_CLIENTS, STALL_S, Endpoint
+from hepti_mqtt.transport.mesh import PeerStats
 
 TOPIC = "x/m/a"
 LIMIT = 1 << 20
@@ -25,16 +25,16 @@ class Site:
     def __init__(self):
         self.now = 1000.0
         self.drops = []
-        self.edges = {}
+        self.by_user = {}
         self.endpoint = Endpoint(
-            HOST, 0, clock=lambda: self.now, edge_of=self.edge, on_drop=lambda user, n: self.drops.append((user, n))
+            HOST, 0, clock=lambda: self.now, stats_of=self.stats, on_drop=lambda user, n: self.drops.append((user, n))
         )
         self.clients = []
         for user in ("b", "c"):
             self.endpoint.admit(user, 1, "secret", ["x/#"], LIMIT)
 
-    def edge(self, user):
-        return self.edges.setdefault(user, Edge())
+    def stats(self, user):
+        return self.by_user.setdefault(user, PeerStats())
 
     def dial(self, data=b"", receive_bytes=None):
         sock = socket.socket()
@@ -113,16 +113,16 @@ def site():
     made.close()
 
 
-def test_who_does_not_introduce_itself_is_sent_away(site):
+def test_who_does_not_introduce_itself_is_rejected(site):
     silent = site.dial(connect()[:5])
     site.until(site.endpoint.busy)
     site.endpoint.turn(0.1)
-    site.move(INTRODUCE_S - 0.1)
+    site.move(CONNECT_S - 0.1)
     assert not is_closed(silent)
     site.move(0.2)
     assert is_closed(silent)
     assert not site.endpoint.busy()
-    assert site.endpoint.sent_away == 1
+    assert site.endpoint.rejected == 1
 
 
 def test_who_has_come_in_may_be_silent_for_ever(site):
@@ -132,7 +132,7 @@ def test_who_has_come_in_may_be_silent_for_ever(site):
     assert site.answer(client, 14) == publish(TOPIC, b"still")
 
 
-def test_who_promised_to_be_heard_of_is_sent_away_when_silent(site):
+def test_who_promised_to_be_heard_of_is_rejected_when_silent(site):
     client = site.dial(connect(keepalive_s=10) + subscribe("x/#"))
     site.answer(client, 9)
     site.move(14.0)
@@ -150,7 +150,7 @@ def test_who_breaks_a_rule_is_closed_and_counted(site, said):
     client.sendall(said)
     site.until(lambda: not site.endpoint.busy())
     assert is_closed(client)
-    assert site.endpoint.sent_away == 1
+    assert site.endpoint.rejected == 1
 
 
 def test_who_is_refused_hears_why(site):
@@ -167,7 +167,7 @@ def test_who_says_goodbye_is_not_counted(site):
     client = site.let_in()
     client.close()
     site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.sent_away == 0
+    assert site.endpoint.rejected == 0
 
 
 def test_a_reset_is_not_an_offence(site):
@@ -175,7 +175,7 @@ def test_a_reset_is_not_an_offence(site):
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.sent_away == 0
+    assert site.endpoint.rejected == 0
 
 
 def test_a_client_that_comes_again_takes_the_place_of_its_old_connection(site):
@@ -201,7 +201,7 @@ def test_what_did_not_fit_arrives_whole_and_in_order(site):
     assert not broken
     assert [int.from_bytes(payload[:4], "big") for _, payload in heard] == list(range(count))
     assert site.endpoint.queued_bytes() == {"b": 0}
-    assert (site.edges["b"].frames_out, site.edges["b"].dropped, site.drops) == (count, 0, [])
+    assert (site.by_user["b"].frames_out, site.by_user["b"].dropped, site.drops) == (count, 0, [])
 
 
 def test_a_full_queue_drops_whole_messages_and_nobody_else_is_touched(site):
@@ -217,8 +217,8 @@ def test_a_full_queue_drops_whole_messages_and_nobody_else_is_touched(site):
         site.endpoint.turn(0)
         received += len(quick.recv(1 << 20))
     assert site.drops == [("b", len(publish(TOPIC, bytes(nbytes))))] * 5
-    assert (site.edges["b"].dropped, site.edges["b"].frames_out) == (5, sent - 5)
-    assert (site.edges["c"].dropped, site.edges["c"].frames_out) == (0, sent)
+    assert (site.by_user["b"].dropped, site.by_user["b"].frames_out) == (5, sent - 5)
+    assert (site.by_user["c"].dropped, site.by_user["c"].frames_out) == (0, sent)
     heard = bytearray()
     while len(heard) < (sent - 5) * len(publish(TOPIC, bytes(nbytes))):
         heard += slow.recv(1 << 20)
@@ -226,7 +226,7 @@ def test_a_full_queue_drops_whole_messages_and_nobody_else_is_touched(site):
     assert plain_parse(bytes(heard), LIMIT) == ([(TOPIC, bytes(nbytes))] * (sent - 5), False)
 
 
-def test_a_reader_that_stops_is_sent_away(site):
+def test_a_reader_that_stops_is_rejected(site):
     client = site.let_in(receive_bytes=65_536)
     stuff(site)
     waiting = site.endpoint.queued_bytes()["b"]
@@ -234,7 +234,7 @@ def test_a_reader_that_stops_is_sent_away(site):
     assert site.drops == []
     site.move(0.2)
     assert site.drops == [("b", waiting)]
-    assert site.edges["b"].dropped == 1
+    assert site.by_user["b"].dropped == 1
     assert not site.endpoint.busy()
     assert site.endpoint.publish(TOPIC, b"x") == 0
     assert is_closed(client)
@@ -272,17 +272,17 @@ def test_who_asks_without_reading_answers_is_not_heard_meanwhile(site):
 
 def test_silent_connections_keep_nobody_out(site):
     silent = []
-    for _ in range(MAX_GUESTS + 3):
+    for _ in range(MAX_CLIENTS + 3):
         silent.append(site.dial())
         site.endpoint.turn(PATIENCE_S)
     client = site.let_in()
-    assert [is_closed(sock) for sock in silent] == [True] * 4 + [False] * (MAX_GUESTS - 1)
+    assert [is_closed(sock) for sock in silent] == [True] * 4 + [False] * (MAX_CLIENTS - 1)
     assert site.endpoint.publish(TOPIC, b"x") == 1
     assert peek(client, 1)
 
 
 def test_no_more_than_so_many_come_in(site):
-    clients = [site.let_in() for _ in range(MAX_GUESTS)]
+    clients = [site.let_in() for _ in range(MAX_CLIENTS)]
     late = site.dial(connect())
     site.until(lambda: is_closed(late))
     assert site.endpoint.publish(TOPIC, b"x") == len(clients)
@@ -297,7 +297,7 @@ def test_what_a_client_says_it_cannot_take_is_not_sent(site):
     assert site.endpoint.publish(TOPIC, bytes(100)) == 0
     assert site.endpoint.publish(TOPIC, bytes(10)) == 1
     assert site.answer(client, 20) == publish(TOPIC, bytes(10), version=5)
-    assert site.edges["b"].dropped == 1
+    assert site.by_user["b"].dropped == 1
 
 
 def test_a_grant_that_ends_takes_its_filters_with_it(site):
@@ -335,11 +335,11 @@ def test_without_descriptors_who_knocks_waits_for_the_next_tick(site, monkeypatc
 
 
 def test_ways_to_readers_are_not_remembered_for_ever(site, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.mesh.endpoint.MAX_CACHED", 10)
+    monkeypatch.setattr("hepti_mqtt.transport.endpoint.MAX_CACHED", 10)
     client = site.let_in()
     for i in range(25):
         site.endpoint.publish(f"x/{i}", b"")
-    assert len(site.endpoint._ways) <= 10
+    assert len(site.endpoint._routes) <= 10
     data = site.answer(client, sum(len(publish(f"x/{i}", b"")) for i in range(25)))
     assert [name for name, _ in plain_parse(data, LIMIT)[0]] == [f"x/{i}" for i in range(25)]
 
@@ -389,7 +389,7 @@ def test_a_socket_that_is_full_already_takes_nothing(site):
     (subscriber,) = site.endpoint._subscribers.values()
     with contextlib.suppress(BlockingIOError):
         while True:
-            subscriber.line.send(publish(TOPIC, bytes(10_000)))
+            subscriber.connection.send(publish(TOPIC, bytes(10_000)))
     assert site.endpoint.publish(TOPIC, b"last") == 1
     assert site.endpoint.queued_bytes() == {"b": len(publish(TOPIC, b"last"))}
     data = bytearray()
@@ -400,9 +400,9 @@ def test_a_socket_that_is_full_already_takes_nothing(site):
 
 def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatch, caplog):
     client, other = site.let_in("b"), site.let_in("c")
-    monkeypatch.setattr("hepti_mqtt.transport.mesh.guest.Guest.feed", lambda *_: 1 / 0)
+    monkeypatch.setattr("hepti_mqtt.transport.endpoint.ClientSession.feed", lambda *_: 1 / 0)
     client.sendall(b"\xc0\0")
     site.until(lambda: site.endpoint.publish(TOPIC, b"x") == 1)
     assert is_closed(client)
     assert not is_closed(other)
-    assert "a subscriber of this device is sent away" in caplog.text
+    assert "a subscriber of this device is disconnected" in caplog.text

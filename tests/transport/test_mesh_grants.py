@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hepti_mqtt.transport.mesh.filters import covers, is_filter, is_topic, matches
-from hepti_mqtt.transport.mesh.grants import Grants
+from hepti_mqtt.transport.codec import covers, is_filter, is_topic, matches
+from hepti_mqtt.transport.endpoint import Acl
 
 
 @pytest.mark.parametrize("pattern", ["a", "/", "a/b", "+", "#", "a/+", "+/b", "a/#", "+/#", "a//b", "/#"])
@@ -63,7 +63,7 @@ def test_what_covers_is_never_more_than_what_matches():
 
 
 def test_all_grants_of_a_user_count_together():
-    grants = Grants()
+    grants = Acl()
     grants.admit("b", 1, "one", ["x/m/+"], 10)
     grants.admit("b", 2, "two", ["x/n/+"], 20)
     assert grants.knows("b", b"one")
@@ -78,7 +78,7 @@ def test_all_grants_of_a_user_count_together():
 
 
 def test_a_token_ends_with_its_grant():
-    grants = Grants()
+    grants = Acl()
     grants.admit("b", 1, "one", ["x/m/+"], 10)
     grants.admit("b", 2, "two", ["x/n/+"], 20)
     grants.expel("b", 2)
@@ -95,7 +95,7 @@ def test_a_token_ends_with_its_grant():
 
 
 def test_nobody_without_a_name_comes_in_unless_admitted():
-    grants = Grants()
+    grants = Acl()
     assert not grants.knows("", b"")
     grants.admit("", "anybody", "", ["x/#"], 10)
     assert grants.knows("", b"")

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import pytest
-from mesh_bytes import Anybody, connect, subscribe, unsubscribe
+from mqtt_bytes import Anybody, connect, packet, subscribe, unsubscribe
 
-from hepti_mqtt.transport.mesh.guest import MAX_ASKED, MAX_AT_ONCE, MAX_FILTERS, Guest
-from hepti_mqtt.transport.mesh.packets import Malformed, packet, text
+from hepti_mqtt.transport.codec import Malformed, text
+from hepti_mqtt.transport.endpoint import MAX_ASKED, MAX_AT_ONCE, MAX_FILTERS, ClientSession
 
 IN_311, IN_5 = b"\x20\x02\0\0", b"\x20\x10\0\0\x0d\x24\0\x25\0\x29\0\x2a\0\x27\0\0\x40\0"
 PING, PONG, BYE = b"\xc0\0", b"\xd0\0", b"\xe0\0"
 
 
-def guest(version=4):
+def session(version=4):
     """Return a guest that is in."""
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     made.feed(connect(version=version))
     return made
 
 
 @pytest.mark.parametrize(("version", "answer"), [(4, IN_311), (5, IN_5)])
 def test_a_known_user_comes_in(version, answer):
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     assert made.feed(connect(version=version)) == answer
     assert (made.version, made.user, made.client, made.over) == (version, "b", "b", False)
 
 
 def test_a_client_of_version_5_without_a_name_is_given_one():
-    first, second = Guest(Anybody()), Guest(Anybody())
-    names = [made.feed(connect(client="", version=5)).split(b"guest-")[1] for made in (first, second)]
+    first, second = ClientSession(Anybody()), ClientSession(Anybody())
+    names = [made.feed(connect(client="", version=5)).split(b"client-")[1] for made in (first, second)]
     assert names[0] != names[1]
 
 
 def test_a_client_of_version_3_without_a_name_must_want_a_clean_session():
-    assert Guest(Anybody()).feed(connect(client="")) == IN_311
-    made = Guest(Anybody())
+    assert ClientSession(Anybody()).feed(connect(client="")) == IN_311
+    made = ClientSession(Anybody())
     assert made.feed(connect(client="", flags=0xC0)) == b"\x20\x02\0\x02"
     assert made.over
 
@@ -53,16 +53,16 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "answer"), REFUSED)
 def test_who_is_refused_is_told_and_closed(asked, answer):
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     assert made.feed(asked + subscribe("x/#")) == answer
     assert (made.over, made.version, made.filters) == (True, 0, set())
 
 
 def test_wills_keep_alive_and_limits_of_a_client_are_understood():
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     assert made.feed(connect(flags=0xC6, keepalive_s=10, will=text("w") + text("gone"))) == IN_311
     assert made.silence_s == 15.0
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     own = b"\x27\0\0\x10\0" + b"\x11\0\0\0\x09" + b"\x26" + text("a") + text("b")
     will = b"\x05\x18\0\0\0\x01" + text("w") + text("gone")
     assert made.feed(connect(version=5, flags=0xC6, properties=own, will=will)) == IN_5
@@ -70,7 +70,7 @@ def test_wills_keep_alive_and_limits_of_a_client_are_understood():
 
 
 def test_subscriptions_are_granted_one_by_one():
-    made = guest()
+    made = session()
     assert made.feed(subscribe("x/a", "y/a", "x/a#", packet_id=258)) == b"\x90\x05\x01\x02\0\x80\x80"
     assert made.filters == {"x/a"}
     assert made.feed(unsubscribe("x/a", "x/b")) == b"\xb0\x02\0\x01"
@@ -78,7 +78,7 @@ def test_subscriptions_are_granted_one_by_one():
 
 
 def test_version_5_says_why():
-    made = guest(5)
+    made = session(5)
     asked = subscribe("x/a", "y/a", "x/a#", options=0x2E, version=5, properties=b"\x0b\x07")
     assert made.feed(asked) == b"\x90\x06\0\x01\0\0\x87\x8f"
     assert made.feed(unsubscribe("x/a", "x/b", version=5)) == b"\xb0\x05\0\x01\0\0\x11"
@@ -86,7 +86,7 @@ def test_version_5_says_why():
 
 @pytest.mark.parametrize(("version", "code"), [(4, 0x80), (5, 0x97)])
 def test_filters_are_limited(version, code):
-    made = guest(version)
+    made = session(version)
     for i in range(MAX_FILTERS):
         assert made.feed(subscribe(f"x/{i}", version=version))[-1] == 0
     assert made.feed(subscribe("x/more", "x/0", version=version))[-2:] == bytes((code, 0))
@@ -94,7 +94,7 @@ def test_filters_are_limited(version, code):
 
 
 def test_ping_and_farewell():
-    made = guest()
+    made = session()
     assert made.feed(PING + PING) == PONG + PONG
     assert made.feed(BYE + PING) == b""
     assert made.over
@@ -127,7 +127,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("asked", MALFORMED.values(), ids=MALFORMED)
 def test_who_breaks_the_rules_before_coming_in_is_closed(asked):
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     with pytest.raises(Malformed):
         made.feed(asked)
     assert not made.version
@@ -158,7 +158,7 @@ NOT_FOR_ENDPOINTS = {
 
 @pytest.mark.parametrize("asked", NOT_FOR_ENDPOINTS.values(), ids=NOT_FOR_ENDPOINTS)
 def test_what_a_subscriber_may_not_send(asked):
-    made = guest()
+    made = session()
     with pytest.raises(Malformed):
         made.feed(asked)
 
@@ -166,24 +166,24 @@ def test_what_a_subscriber_may_not_send(asked):
 @pytest.mark.parametrize("options", [0x03, 0x30, 0x40])
 def test_options_of_version_5(options):
     with pytest.raises(Malformed):
-        guest(5).feed(subscribe("x/a", options=options, version=5))
+        session(5).feed(subscribe("x/a", options=options, version=5))
 
 
 @pytest.mark.parametrize("version", [4, 5])
 def test_every_split_gives_the_same_answers(version):
     asked = connect(version=version, keepalive_s=3) + subscribe("x/a", "y", version=version) + PING
     asked += unsubscribe("x/a", version=version) + BYE
-    whole = Guest(Anybody()).feed(asked)
+    whole = ClientSession(Anybody()).feed(asked)
     for at in range(len(asked) + 1):
-        made = Guest(Anybody())
+        made = ClientSession(Anybody())
         assert made.feed(asked[:at]) + made.feed(asked[at:]) == whole
         assert made.over
-    made = Guest(Anybody())
+    made = ClientSession(Anybody())
     assert b"".join(made.feed(asked[i : i + 1]) for i in range(len(asked))) == whole
 
 
 def test_what_is_kept_of_an_unfinished_packet_is_bounded():
-    made = guest()
+    made = session()
     made.feed(b"\x82\xff\x7f")
     for _ in range(8):
         made.feed(bytes(2047))

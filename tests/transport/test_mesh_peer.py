@@ -6,12 +6,12 @@ import contextlib
 import socket
 
 import pytest
-from mesh_bytes import publish
 from mesh_nodes import HOST, Lost, Node, Refused, filters, joined, pump, subscribe, topic
 from mesh_played import GRANTED, IN, KEY, OTHER, TOKEN, join, readable, up
+from mqtt_bytes import publish
 
-from hepti_mqtt.transport.mesh import Joined, Place
-from hepti_mqtt.transport.mesh.peer import ANSWER_S, BACKOFF_S, LOW_WATER, MAX_TOPICS
+from hepti_mqtt.transport.mesh import Address, Joined
+from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S, LOW_WATER, MAX_TOPICS
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_connect_and_subscribe_leave_together(node, played):
     said = up(node, played)
     assert said.startswith(b"\x10\x18\0\x04MQTT\x04\xc2\0\0\0\x01b\0\x01b\0\x06secret")
     assert said.endswith(b"hepti/v1/home/x/bert/+/a/all\0")
-    assert node.mesh.edges()["a"].joined
+    assert node.mesh.stats()["a"].joined
 
 
 MALFORMED = {
@@ -55,13 +55,13 @@ def test_an_endpoint_that_breaks_the_rules_is_left_and_asked_again(node, played,
     up(node, played)
     played.say(node, said)
     assert [type(event) for event in node.events] == [Joined, Lost]
-    assert node.events[1].reason == node.mesh.edges()["a"].trouble != ""
+    assert node.events[1].reason == node.mesh.stats()["a"].trouble != ""
     assert played.sock.recv(1) == b""
     clock.now += BACKOFF_S[0]
     played.accept(node)
     played.say(node, IN + b"\x90\x04\0\x02\0\0")
     assert node.events[2:] == [Joined("a", KEY)]
-    assert node.mesh.edges()["a"].reconnections == 1
+    assert node.mesh.stats()["a"].reconnections == 1
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_no_endpoint_is_left(node, played, said):
     played.say(node, said)
     assert node.events == []
     assert node.messages == []
-    assert node.mesh.edges()["a"].trouble
+    assert node.mesh.stats()["a"].trouble
 
 
 def test_wrong_number_of_answers(node, played):
@@ -81,7 +81,7 @@ def test_wrong_number_of_answers(node, played):
     played.accept(node)
     played.say(node, IN + b"\x90\x03\0\x01\0")
     assert node.told(Joined) == []
-    assert node.mesh.edges()["a"].trouble == "1 answers to 2 filters"
+    assert node.mesh.stats()["a"].trouble == "1 answers to 2 filters"
 
 
 def test_who_does_not_answer_is_asked_again_later_and_later(node, played, clock):
@@ -100,7 +100,7 @@ def test_who_does_not_answer_is_asked_again_later_and_later(node, played, clock)
     assert BACKOFF_S[0] / 2 <= waits[0] <= BACKOFF_S[0] + 0.02
     assert BACKOFF_S[1] / 2 <= waits[-1] <= BACKOFF_S[1] + 0.02
     assert sum(waits) > 4 * BACKOFF_S[1] / 2
-    assert "no answer from 127.0.0.1" in node.mesh.edges()["a"].trouble
+    assert "no answer from 127.0.0.1" in node.mesh.stats()["a"].trouble
     assert node.events == []
 
 
@@ -127,7 +127,7 @@ def test_a_refused_filter_is_asked_for_again_on_the_same_connection(node, played
         assert said[2 + (said[1] > 127) :][:2] == bytes((0, again))
         played.say(node, b"\x90\x04" + bytes((0, again, 0, code)))
     assert node.events == [Refused("a", KEY, reason), Joined("a", KEY)]
-    assert node.mesh.edges()["a"].trouble == ""
+    assert node.mesh.stats()["a"].trouble == ""
 
 
 def test_every_token_has_its_turn(node, played, clock):
@@ -148,9 +148,9 @@ def test_a_key_that_joins_later_uses_the_same_connection(node, played):
     join(node, played, OTHER, "second", ["hepti/v1/home/x/vit/+/a/all"])
     said = played.sock.recv(4096)
     assert said == b"\x82\x20\0\x02\0\x1bhepti/v1/home/x/vit/+/a/all\0"
-    assert not node.mesh.edges()["a"].joined
+    assert not node.mesh.stats()["a"].joined
     played.say(node, b"\x90\x03\0\x02\0")
-    assert node.mesh.edges()["a"].joined
+    assert node.mesh.stats()["a"].joined
     assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
 
 
@@ -163,7 +163,7 @@ def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     assert played.sock.recv(4096) == b"\xa2\x09\0\x03\0\x05x/own"
     played.say(node, b"\xb0\x02\0\x03" + publish("x/own", b"too late") + publish(topic("a"), b"still"))
     assert node.messages == [("a", topic("a"), b"still")]
-    assert node.mesh.edges()["a"].unwanted == 1
+    assert node.mesh.stats()["a"].unwanted == 1
     node.mesh.leave("a", KEY)
     assert played.sock.recv(4096) == b"\xe0\0"
     assert played.sock.recv(4096) == b""
@@ -197,7 +197,7 @@ def test_a_peer_that_listens_elsewhere_is_followed(nodes):
     pump((b, first), joined(b))
     subscribe(b, second)
     pump((b, first, second), joined(b, 2))
-    assert [event.reason for event in b.told(Lost)] == ["it listens elsewhere now"]
+    assert [event.reason for event in b.told(Lost)] == ["it moved to another address"]
     assert second.mesh.publish(topic("a"), b"here") == 1
     pump((b,), lambda: b.messages)
 
@@ -252,9 +252,9 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     (b,) = nodes("b")
     with socket.create_server((HOST, 0)) as reserved:
         port = reserved.getsockname()[1]
-    b.mesh.join("a", KEY, Place(HOST, port), TOKEN, filters("a", "b"))
-    pump((b,), lambda: b.mesh.edges()["a"].trouble)
-    assert "refused" in b.mesh.edges()["a"].trouble
+    b.mesh.join("a", KEY, Address(HOST, port), TOKEN, filters("a", "b"))
+    pump((b,), lambda: b.mesh.stats()["a"].trouble)
+    assert "refused" in b.mesh.stats()["a"].trouble
     assert b.events == []
     a = Node("a", port=port)
     try:
@@ -271,7 +271,7 @@ def test_topics_that_nobody_asked_for_are_not_remembered_for_ever(node, played):
     for i in range(MAX_TOPICS + 5):
         peer._on_publish(f"y/{i}", memoryview(b""))
     assert len(peer._topics) == 5
-    assert node.mesh.edges()["a"].unwanted == MAX_TOPICS + 5
+    assert node.mesh.stats()["a"].unwanted == MAX_TOPICS + 5
 
 
 def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
@@ -290,7 +290,7 @@ def test_a_payload_that_there_is_no_memory_for_is_a_lost_connection(node, played
     def full(nbytes):
         raise MemoryError(f"no {nbytes} bytes")
 
-    monkeypatch.setattr(node.mesh._around.buffers, "take", full)
+    monkeypatch.setattr(node.mesh._callbacks.buffers, "take", full)
     played.say(node, publish(topic("a"), bytes(10)))
     assert node.told(Lost) == [Lost("a", "no 10 bytes")]
 
@@ -301,6 +301,6 @@ def test_an_endpoint_that_does_not_listen_is_left(node, played):
         while node.mesh._peers["a"]._sock.send(bytes(1 << 20)):
             continue
     join(node, played, OTHER)
-    assert node.mesh.edges()["a"].trouble == "it does not take what we ask for"
+    assert node.mesh.stats()["a"].trouble == "it does not take what we ask for"
     node.mesh.wait(0)
     assert node.told(Lost) == [Lost("a", "it does not take what we ask for")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 
 import pytest
-from mesh_bytes import publish
 from mesh_nodes import Lost, joined, pump, topic
 from mesh_played import GRANTED, IN, KEY, OTHER, join, up
+from mqtt_bytes import publish
 from test_mesh_endpoint import Site, stuff
 
+from hepti_mqtt.transport.endpoint import STALL_S
 from hepti_mqtt.transport.mesh import Joined
-from hepti_mqtt.transport.mesh.endpoint import STALL_S
-from hepti_mqtt.transport.mesh.peer import ANSWER_S
+from hepti_mqtt.transport.peer import ANSWER_S
 from hepti_mqtt.transport.sockets import unacknowledged
 
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way
@@ -57,11 +57,11 @@ def test_a_reader_on_a_slow_link_stays_while_its_kernel_takes_something(site):
     stuff(site)
     (reader,) = site.endpoint._subscribers.values()
     for _ in range(3 * int(STALL_S)):
-        take_a_little(client, reader.line)
+        take_a_little(client, reader.connection)
         assert site.endpoint._epoll.poll(0) == [], "our kernel has more than enough"
         site.move(1.0)
     assert site.drops == []
-    settle(reader.line)
+    settle(reader.connection)
     for _ in range(int(STALL_S)):
         site.move(1.0)
     assert site.drops == []

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 from mesh_nodes import PATIENCE_S, Dropped, Node, filters, pump, topic
 
-from hepti_mqtt.transport.mesh.endpoint import STALL_S
+from hepti_mqtt.transport.endpoint import STALL_S
 
 READER = """
 import sys
 from mesh_nodes import Joined, Lost, Node, filters
-from hepti_mqtt.transport.mesh import Place
+from hepti_mqtt.transport.mesh import Address
 
 node = Node("b")
-node.mesh.join("a", 1, Place(sys.argv[1], int(sys.argv[2])), "secret", filters("a", "b"))
+node.mesh.join("a", 1, Address(sys.argv[1], int(sys.argv[2])), "secret", filters("a", "b"))
 while True:
     node.mesh.wait(None)
     for event in node.events:
@@ -56,15 +56,15 @@ def test_a_stopped_process_costs_its_peers_no_more_than_the_limit():
             a.mesh.wait(0)
         assert len(a.told(Dropped)) > 50
         assert psutil.Process().memory_info().rss - before < LIMIT + 16 * NBYTES
-        assert a.mesh.edges()["b"].queued_bytes <= LIMIT
+        assert a.mesh.stats()["b"].queued_bytes <= LIMIT
 
-        def sent_away():
+        def rejected():
             nonlocal ahead_s
             ahead_s += STALL_S + 1  # again and again: the kernel may still take some of it
             return not a.mesh._endpoint.busy()
 
-        pump((a,), sent_away)
-        assert a.mesh.edges()["b"].queued_bytes == 0
+        pump((a,), rejected)
+        assert a.mesh.stats()["b"].queued_bytes == 0
         assert a.mesh.publish(topic("a"), payload) == 0
         reader.send_signal(signal.SIGCONT)
         said = [reader.stdout.readline()]

@@ -14,8 +14,8 @@ from mesh_nodes import HOST, PATIENCE_S, Joined, Node, Refused, filters, joined,
 
 from hepti_mqtt.closed_site.certificates import make_own_certificate
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.transport.mesh import MeshTls, Place
-from hepti_mqtt.transport.mesh.tls import has_aes
+from hepti_mqtt.transport.mesh import Address, MeshTls
+from hepti_mqtt.transport.sockets import has_aes
 
 KEY = ("bert", 1)
 
@@ -61,7 +61,7 @@ def test_tensors_travel_encrypted(device, aes):
     b.mesh.publish(topic("b"), b"back")
     pump((a, b), lambda: len(b.messages) == len(sent) and a.messages)
     assert [data for _, _, data in b.messages] == [b"header" + data for data in sent]
-    line = b.mesh._peers["a"]._line
+    line = b.mesh._peers["a"]._connection
     assert line._sock.version() == ("TLSv1.3" if aes else "TLSv1.2")
     assert ("CHACHA20" in line._sock.cipher()[0]) is not aes
 
@@ -71,12 +71,12 @@ def test_what_does_not_fit_waits_whole_records(device):
     subscribe(b, a)
     pump((a, b), joined(b))
     count = 0
-    while a.mesh.edges()["b"].queued_bytes < 4 << 20:
+    while a.mesh.stats()["b"].queued_bytes < 4 << 20:
         assert a.mesh.publish(topic("a"), count.to_bytes(4, "big"), bytes(300_000)) == 1
         count += 1
     (subscriber,) = a.mesh._endpoint._subscribers.values()
     with a.mesh._endpoint._lock, pytest.raises(BlockingIOError):
-        subscriber.line.send(subscriber.out[0])
+        subscriber.connection.send(subscriber.out[0])
     pump((b,), lambda: len(b.messages) == count)
     assert [int.from_bytes(data[:4], "big") for _, _, data in b.messages] == list(range(count))
     assert {len(data) for _, _, data in b.messages} == {300_004}
@@ -85,11 +85,11 @@ def test_what_does_not_fit_waits_whole_records(device):
 def test_another_certificate_gets_no_token(device, files):
     a, b = device("a"), device("b")
     a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, b.fingerprint), "secret", filters("a", "b"))
-    pump((a, b), lambda: b.mesh.edges()["a"].trouble)
-    assert "another certificate" in b.mesh.edges()["a"].trouble
+    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, b.fingerprint), "secret", filters("a", "b"))
+    pump((a, b), lambda: b.mesh.stats()["a"].trouble)
+    assert "another certificate" in b.mesh.stats()["a"].trouble
     assert b.events == []
-    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
     pump((a, b), joined(b))
 
 
@@ -97,8 +97,8 @@ def test_never_plain_where_one_side_wants_tls(device):
     a, plain = device("a"), Node("b")
     try:
         a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-        plain.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
-        a.mesh.join("b", KEY, Place(HOST, plain.mesh.port), "secret", filters("b", "a"))
+        plain.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+        a.mesh.join("b", KEY, Address(HOST, plain.mesh.port), "secret", filters("b", "a"))
         pump((a, plain), lambda: a.told(Refused) and plain.told(Refused))
         assert plain.told(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
         assert a.told(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
@@ -108,40 +108,40 @@ def test_never_plain_where_one_side_wants_tls(device):
         plain.mesh.close()
 
 
-def test_who_speaks_no_tls_is_sent_away(device):
+def test_who_speaks_no_tls_is_rejected(device):
     a = device("a")
     with socket.create_connection((HOST, a.mesh.port), PATIENCE_S) as sock:
         sock.sendall(b"\x10\x18\0\x04MQTT\x04\xc2\0\0\0\x01b\0\x01b\0\x06secret")
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(100):  # an alert
                 continue
-    pump((a,), lambda: a.mesh.sent_away == 1)
+    pump((a,), lambda: a.mesh.rejected == 1)
 
 
 def test_an_endpoint_that_speaks_no_tls_is_given_up(device):
     b = device("b")
     with socket.create_server((HOST, 0)) as listener:
-        b.mesh.join("a", KEY, Place(HOST, listener.getsockname()[1], "00"), "secret", filters("a", "b"))
+        b.mesh.join("a", KEY, Address(HOST, listener.getsockname()[1], "00"), "secret", filters("a", "b"))
         pump((b,), lambda: b.mesh._peers["a"]._secured is not None)
         sock, _ = listener.accept()
         with sock:
             said = sock.recv(1000)
             sock.sendall(b"\x20\x02\0\0\x90\x03\0\x01\0")
-            pump((b,), lambda: b.mesh.edges()["a"].trouble)
+            pump((b,), lambda: b.mesh.stats()["a"].trouble)
     assert b"secret" not in said
-    assert "no TLS" in b.mesh.edges()["a"].trouble
+    assert "no TLS" in b.mesh.stats()["a"].trouble
 
 
 def test_broken_records_end_a_connection(device):
     a, b = device("a"), device("b")
     a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-    b.mesh.join("a", KEY, Place(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
     pump((a, b), joined(b))
-    line = b.mesh._peers["a"]._line
+    line = b.mesh._peers["a"]._connection
     with socket.socket(fileno=line.fileno()) as below:
         below.send(b"\x17\x03\x03\0\x20" + bytes(32))
         below.detach()
-    pump((a, b), lambda: a.mesh.sent_away == 1)
+    pump((a, b), lambda: a.mesh.rejected == 1)
 
 
 @pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
@@ -172,7 +172,7 @@ def test_aes_is_looked_for(monkeypatch, tmp_path):
         monkeypatch.setattr("pathlib.Path.read_text", lambda *_, text=text, **__: text)
         assert has_aes() is found
     monkeypatch.undo()
-    monkeypatch.setattr("hepti_mqtt.transport.mesh.tls.Path", lambda _: tmp_path / "none")
+    monkeypatch.setattr("hepti_mqtt.transport.sockets.Path", lambda _: tmp_path / "none")
     assert has_aes() is True
 
 
@@ -182,7 +182,7 @@ def test_contexts_do_not_renegotiate(files):
 
 
 def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.mesh.peer.MAX_READS", 1)
+    monkeypatch.setattr("hepti_mqtt.transport.peer.MAX_READS", 1)
     a, b = device("a"), device("b")
     subscribe(b, a)
     pump((a, b), joined(b))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import NUMPY_DTYPE
-from hepti_mqtt.transport.mesh.buffers import Buffers
+from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.wire import arrivals
 from hepti_mqtt.wire.arrivals import Exchanges
 from hepti_mqtt.wire.frames import DTYPES, HEADER_BYTES, Frame, decode, encode

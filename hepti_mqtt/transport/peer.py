@@ -1,7 +1,8 @@
-"""The subscription of this device at one peer's endpoint: one connection for every plan, which mends itself."""
+"""This device's subscription at one peer's endpoint: one connection for every plan, restored after a loss."""
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import select
 import socket
@@ -11,22 +12,25 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from hepti_mqtt.transport.mesh.buffers import Buffers
-from hepti_mqtt.transport.mesh.events import Edge, Joined, Lost, MeshEvent, Place, Refused
-from hepti_mqtt.transport.mesh.filters import matches
-from hepti_mqtt.transport.mesh.intake import Intake
-from hepti_mqtt.transport.mesh.lines import Line, SecureLine, begin, connected, low_water
-from hepti_mqtt.transport.mesh.packets import (
-    CONNACK,
-    DISCONNECT,
-    SUBACK,
-    UNSUBACK,
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.transport.buffers import Buffers
+from hepti_mqtt.transport.codec import (
+    FROM_ENDPOINT,
+    Connack,
+    Connect,
+    Decoder,
+    Disconnect,
+    Event,
     Malformed,
-    connect,
-    packet,
-    subscribe,
-    unsubscribe,
+    Publish,
+    Suback,
+    Subscribe,
+    Unsuback,
+    Unsubscribe,
+    encode,
+    matches,
 )
+from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected, low_water
 
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
 BACKOFF_S: Final = (0.1, 5.0)
@@ -34,6 +38,85 @@ LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every se
 MAX_TOPICS: Final = 4096
 MAX_READS: Final = 64  # of one connection before others have their turn
 NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an endpoint listens: an IP address, and the SHA-256 of its certificate in hex, "" without TLS.
+
+    Raises WireError if a peer announced anything else.
+    """
+
+    host: str
+    port: int
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            # A name would have to be looked up, which blocks.
+            raise WireError(f"a peer announced its endpoint at {self.host!r}, which is not an IP address") from None
+        if not 0 < self.port < 65_536:
+            raise WireError(f"a peer announced its endpoint on port {self.port}, which is not a port")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Every filter of this key is granted at this peer's endpoint, on an open connection."""
+
+    peer: str
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A peer's endpoint refused this key, reported once per connection; the subscription is retried."""
+
+    peer: str
+    key: Hashable
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection to a peer's endpoint is lost with what was half received; it is being made again."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Messages for this subscriber were dropped whole: its queue was full, or it was disconnected."""
+
+    peer: str
+    nbytes: int
+
+
+MeshEvent = Joined | Refused | Lost | Dropped
+
+
+@dataclass(slots=True)
+class PeerStats:
+    """What went between this device and one peer since the mesh began; bytes are those of payloads.
+
+    queued_bytes: what waits for the peer now. dropped: messages that it did not get. unwanted:
+    messages from it that no filter here takes in (any more). reconnections: how often the
+    connection to its endpoint was restored. joined: whether everything that was joined there is granted. trouble: why
+    not, in words.
+    """
+
+    frames_in: int = 0
+    bytes_in: int = 0
+    frames_out: int = 0
+    bytes_out: int = 0
+    queued_bytes: int = 0
+    dropped: int = 0
+    unwanted: int = 0
+    reconnections: int = 0
+    joined: bool = False
+    trouble: str = ""
 
 
 class _State(Enum):
@@ -64,12 +147,12 @@ class _Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a peer has around it.
+class Callbacks:
+    """What a peer calls and shares.
 
     user: this device. watch(fd, events, peer): wait for these events on this descriptor, 0: no more. timed: called
     after `due` was set. tell, hear: where events and messages (peer, topic, payload) go. again: call `ready` without
-    waiting. secure: makes a TLS line of a connected socket, the other side known by its fingerprint.
+    waiting. secure: starts TLS on a connected socket to the holder of this certificate's fingerprint.
     """
 
     user: str
@@ -80,46 +163,46 @@ class Surroundings:
     hear: Callable[[tuple[str, str, memoryview]], None]
     again: Callable[[Peer], None]
     buffers: Buffers
-    secure: Callable[[socket.socket, str], SecureLine] | None
+    secure: Callable[[socket.socket, str], SecureConnection] | None
 
 
 class Peer:
-    """Subscribes at one endpoint for every key that joined, and hears what it sends.
+    """Subscribes at one endpoint for every key that joined, and receives what it sends.
 
     The caller waits for its descriptor and calls `ready`; at `due` it calls `timer`. No name is looked up and nothing
-    waits. edge: what it counts.
+    waits. stats: what it counts.
     """
 
-    def __init__(self, name: str, place: Place, edge: Edge, around: Surroundings) -> None:
-        self.name, self.edge, self.due = name, edge, NEVER
-        self._place, self._around, self._clock = place, around, around.clock
+    def __init__(self, name: str, address: Address, stats: PeerStats, callbacks: Callbacks) -> None:
+        self.name, self.stats, self.due = name, stats, NEVER
+        self._address, self._callbacks, self._clock = address, callbacks, callbacks.clock
         self._joins: dict[Hashable, _Join] = {}
         self._state = _State.IDLE
         self._sock: socket.socket | None = None
-        self._line: Line | None = None  # the socket itself, or TLS over it
-        self._secured: SecureLine | None = None  # the line, if it is TLS
+        self._connection: Connection | None = None  # the socket itself, or TLS over it
+        self._secured: SecureConnection | None = None  # the line, if it is TLS
         self._stood = False  # was up before
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]
         self._ids = self._tries = 0
         self._topics: dict[str, bool] = {}  # whether somebody has asked for it
         self._fd, self._low = -1, 1
-        self._intake = self._new_intake()
+        self._decoder = self._new_decoder()
 
     # -- what the caller wants ---------------------------------------------------------------------------------------
 
-    def join(self, key: Hashable, place: Place, token: str, filters: Sequence[str], limit_bytes: int) -> None:
+    def join(self, key: Hashable, address: Address, token: str, filters: Sequence[str], limit_bytes: int) -> None:
         """Subscribe for this key; limit_bytes: the largest packet that may come."""
-        if place != self._place:
-            self._place = place
+        if address != self._address:
+            self._address = address
             if self._state is not _State.IDLE:
-                self._give_up("it listens elsewhere now")
+                self._give_up("it moved to another address")
         self._joins[key] = _Join(token, tuple(filters), limit_bytes)
         self._topics.clear()
-        if bool(place.fingerprint) != (self._around.secure is not None):
+        if bool(address.fingerprint) != (self._callbacks.secure is not None):
             self._cannot(key)
             return
-        self._intake.limit_bytes = self._limit_bytes()
+        self._decoder.limit_bytes = self._limit_bytes()
         if self._state is _State.IDLE:
             self._delay_s = BACKOFF_S[0]
             self._try(self._connect)
@@ -127,11 +210,11 @@ class Peer:
             self._try(lambda: self._ask(key))
 
     def _cannot(self, key: Hashable) -> None:
-        """Say no ourselves: a token is never sent without TLS where there should be TLS."""
-        with_tls, without = ("it has", "we have") if self._place.fingerprint else ("we have", "it has")
-        self._deadline, self.edge.trouble = NEVER, f"{with_tls} TLS, {without} none"
+        """Refuse without asking: a token is never sent without TLS where TLS is expected."""
+        with_tls, without = ("it has", "we have") if self._address.fingerprint else ("we have", "it has")
+        self._deadline, self.stats.trouble = NEVER, f"{with_tls} TLS, {without} none"
         self._schedule()
-        self._around.tell(Refused(self.name, key, self.edge.trouble))
+        self._callbacks.tell(Refused(self.name, key, self.stats.trouble))
 
     def leave(self, key: Hashable) -> bool:
         """End the subscriptions of a key, and the connection with the last one; return whether any key is left."""
@@ -140,13 +223,13 @@ class Peer:
         if not self._joins:
             if self._state is _State.UP:
                 with suppress(Malformed, OSError):
-                    self._say(packet(DISCONNECT))
+                    self._say(encode(Disconnect()))
             self._close()
         elif join is not None and self._state in (_State.GREETING, _State.UP):
             others = {name for other in self._joins.values() for name in other.filters}
             gone = [name for name in join.filters if name not in others]
             if gone:
-                self._try(lambda: self._say(unsubscribe(self._next_id(), gone)))
+                self._try(lambda: self._say(encode(Unsubscribe(self._next_id(), tuple(gone)))))
         self._schedule()
         return bool(self._joins)
 
@@ -172,7 +255,7 @@ class Peer:
 
     def timer(self) -> None:
         """Do what is due."""
-        if self._late() and self._state is _State.UP and not self.edge.joined:
+        if self._late() and self._state is _State.UP and not self.stats.joined:
             self.ready()  # something may have come, only less than wakes us
         if self._late():
             self._try(self._act)
@@ -185,7 +268,7 @@ class Peer:
             self._connect()
             return
         if self._state is not _State.UP:
-            raise Malformed(f"no answer from {self._place.host} port {self._place.port} within {ANSWER_S:g} s")
+            raise Malformed(f"no answer from {self._address.host} port {self._address.port} within {ANSWER_S:g} s")
         for key, join in self._joins.items():
             if join.due <= self._clock():
                 if join.state is _Asked.WAITING:
@@ -203,70 +286,70 @@ class Peer:
     def _schedule(self) -> None:
         """Work out when something is due, and whether all is well."""
         joins = self._joins.values()
-        self.edge.joined = self._state is _State.UP and all(join.state is _Asked.GRANTED for join in joins)
-        if self.edge.joined:
-            self.edge.trouble, self._delay_s = "", BACKOFF_S[0]
+        self.stats.joined = self._state is _State.UP and all(join.state is _Asked.GRANTED for join in joins)
+        if self.stats.joined:
+            self.stats.trouble, self._delay_s = "", BACKOFF_S[0]
         if not self._joins:
             self.due = NEVER
         elif self._state is _State.UP:
             self.due = min(join.due for join in joins)
         else:
             self.due = self._deadline
-        self._around.timed()
+        self._callbacks.timed()
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._state, self._deadline = _State.CONNECTING, self._clock() + ANSWER_S
-        self._intake, self._low = self._new_intake(), 1
+        self._decoder, self._low = self._new_decoder(), 1
         self._topics.clear()
-        self._sock = self._line = begin(self._place.host, self._place.port)
+        self._sock = self._connection = begin(self._address.host, self._address.port)
         self._fd = self._sock.fileno()
-        self._around.watch(self._fd, select.EPOLLOUT, self)
+        self._callbacks.watch(self._fd, select.EPOLLOUT, self)
 
     def _greet(self) -> None:
         """Go on as far as it goes: connected, secured, and then CONNECT and SUBSCRIBE together."""
         assert self._sock is not None
         if self._state is _State.CONNECTING:
             connected(self._sock)
-            self._around.watch(self._fd, select.EPOLLIN, self)
+            self._callbacks.watch(self._fd, select.EPOLLIN, self)
             self._state = _State.SECURING
-            if self._around.secure is not None:
-                self._line = self._secured = self._around.secure(self._sock, self._place.fingerprint)
+            if self._callbacks.secure is not None:
+                self._connection = self._secured = self._callbacks.secure(self._sock, self._address.fingerprint)
         self._heard()
         if self._secured is not None:
-            self._secured.shake()
-        tokens = [join.token for join in reversed(self._joins.values())]
-        self._state = _State.GREETING
-        asked = [self._question(key) for key in self._joins]
-        self._say(connect(self._around.user, tokens[self._tries % len(tokens)]) + b"".join(asked))
+            self._secured.handshake()
+        tokens = [join.token.encode() for join in reversed(self._joins.values())]
+        self._state, user = _State.GREETING, self._callbacks.user
+        login = (user, tokens[self._tries % len(tokens)]) if user else (None, None)
+        self._say(encode(Connect(4, user, *login)) + b"".join([self._question(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:
         """Close the connection, and try again after a while."""
         was_up = self._state is _State.UP
         self._close()
-        self.edge.trouble = reason
+        self.stats.trouble = reason
         self._deadline = self._clock() + self._delay_s * random.uniform(0.5, 1.0)
         self._delay_s = min(2 * self._delay_s, BACKOFF_S[1])
         self._tries += 1
         self._schedule()
         if was_up:
-            self._around.tell(Lost(self.name, reason))
+            self._callbacks.tell(Lost(self.name, reason))
 
     def _close(self) -> None:
-        if self._line is not None:
-            self._around.watch(self._fd, 0, self)
-            self._line.close()
-        self._sock = self._line = self._secured = None
+        if self._connection is not None:
+            self._callbacks.watch(self._fd, 0, self)
+            self._connection.close()
+        self._sock = self._connection = self._secured = None
         self._state = _State.IDLE
         for join in self._joins.values():
             join.state, join.due, join.told = _Asked.NOT_YET, NEVER, False
 
     def _say(self, data: bytes) -> None:
-        assert self._line is not None
-        # An endpoint hears us while it has nothing to send, and these are few bytes: the kernel takes them.
+        assert self._connection is not None
+        # An endpoint reads while it has nothing to send, and these are few bytes: the kernel takes them.
         try:
-            taken = self._line.send(data)
+            taken = self._connection.send(data)
         except BlockingIOError:
             taken = 0
         if taken < len(data):
@@ -280,10 +363,10 @@ class Peer:
     def _question(self, key: Hashable) -> bytes:
         join, packet_id = self._joins[key], self._next_id()
         join.state, join.due, join.packet_id = _Asked.WAITING, self._clock() + ANSWER_S, packet_id
-        return subscribe(packet_id, join.filters)
+        return encode(Subscribe(packet_id, tuple((name, 0) for name in join.filters)))
 
     def _heard(self) -> None:
-        """Give more time to whoever sends: its answer comes after what it sent before."""
+        """Allow an endpoint that sends more time: its answer comes after what it sent before."""
         late = self._clock() + ANSWER_S
         if self._state is not _State.UP:
             self._deadline = late
@@ -296,75 +379,83 @@ class Peer:
         self._ids = self._ids % 65_535 + 1
         return self._ids
 
-    def _on_control(self, first: int, body: bytes) -> None:
-        if first == CONNACK and len(body) == 2 and self._state is _State.GREETING:
-            self._let_in(body[1])
-        elif first == SUBACK and len(body) > 2 and self._state is _State.UP:
-            self._answered(int.from_bytes(body[:2], "big"), body[2:])
-        elif first != UNSUBACK or self._state is not _State.UP:
-            raise Malformed(f"packet {first:#x} is not for a subscriber")
+    def _on_control(self, event: Event) -> None:
+        match event:
+            case Connack(code) if self._state is _State.GREETING:
+                self._let_in(code)
+            case Suback(packet_id, codes) if self._state is _State.UP:
+                self._answered(packet_id, codes)
+            case Unsuback() if self._state is _State.UP:
+                pass
+            case _:
+                raise Malformed(f"{type(event).__name__.upper()} is out of place")
         self._schedule()
 
     def _let_in(self, code: int) -> None:
         if code:
             reason = f"it does not let us in (code {code})"
             for key in self._joins:
-                self._around.tell(Refused(self.name, key, reason))
+                self._callbacks.tell(Refused(self.name, key, reason))
             raise Malformed(reason)
         self._state = _State.UP
-        self.edge.reconnections += self._stood
+        self.stats.reconnections += self._stood
         self._stood = True
 
     def _answered(self, packet_id: int, codes: bytes) -> None:
         key, join = next(((k, j) for k, j in self._joins.items() if j.packet_id == packet_id), (None, None))
         if join is None or join.state is not _Asked.WAITING:
-            return  # of a key that has left, or was joined anew
+            return  # of a key that has left, or was joined again
         if len(codes) != len(join.filters):
             raise Malformed(f"{len(codes)} answers to {len(join.filters)} filters")
         if any(code > 2 for code in codes):
             reason = f"it does not let us read {join.filters[[code > 2 for code in codes].index(True)]}"
             join.state, join.due = _Asked.REFUSED, self._clock() + join.delay_s * random.uniform(0.5, 1.0)
             join.delay_s = min(2 * join.delay_s, BACKOFF_S[1])
-            self.edge.trouble = reason
+            self.stats.trouble = reason
             if not join.told:
                 join.told = True
-                self._around.tell(Refused(self.name, key, reason))
+                self._callbacks.tell(Refused(self.name, key, reason))
             return
         join.state, join.due, join.delay_s = _Asked.GRANTED, NEVER, BACKOFF_S[0]
-        self._around.tell(Joined(self.name, key))
+        self._callbacks.tell(Joined(self.name, key))
 
     # -- what comes --------------------------------------------------------------------------------------------------
 
-    def _new_intake(self) -> Intake:
-        return Intake(self._around.buffers, self._on_publish, self._on_control, self._limit_bytes())
+    def _new_decoder(self) -> Decoder:
+        return Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
 
     def _limit_bytes(self) -> int:
         return max((join.limit_bytes for join in self._joins.values()), default=0)
 
     def _receive(self) -> None:
         """Take what is there, at most one large payload."""
-        intake, line, secured = self._intake, self._line, self._secured
-        assert line is not None
+        decoder, connection, secured = self._decoder, self._connection, self._secured
+        assert connection is not None
         try:
             for _ in range(MAX_READS):
-                room = intake.room()
-                nbytes = line.recv_into(room)
+                room = decoder.buffer()
+                nbytes = connection.recv_into(room)
                 if not nbytes:
                     raise Malformed("it hung up")
-                if not self.edge.joined:
+                if not self.stats.joined:
                     self._heard()
-                intake.took(nbytes)
+                decoder.received(nbytes)
+                while (event := decoder.next_event()) is not None:
+                    if isinstance(event, Publish):
+                        self._on_publish(event.topic, event.payload)
+                    else:
+                        self._on_control(event)
                 if secured is not None:
-                    if not intake.missing and not secured.pending():
+                    if not decoder.missing and not secured.pending():
                         return
-                elif not intake.missing or nbytes < room.nbytes:
+                elif not decoder.missing or nbytes < room.nbytes:
                     break
             else:
-                self._around.again(self)
+                self._callbacks.again(self)
         except BlockingIOError:
             pass
         if secured is None:
-            self._wake_for(intake.missing)
+            self._wake_for(decoder.missing)
 
     def _wake_for(self, nbytes: int) -> None:
         """Wake up once for the rest of a payload instead of once for every few segments."""
@@ -384,8 +475,8 @@ class Peer:
             filters = [name for join in self._joins.values() for name in join.filters]
             wanted = self._topics[topic] = any(matches(name, topic) for name in filters)
         if wanted:
-            self.edge.frames_in += 1
-            self.edge.bytes_in += payload.nbytes
-            self._around.hear((self.name, topic, payload))
+            self.stats.frames_in += 1
+            self.stats.bytes_in += payload.nbytes
+            self._callbacks.hear((self.name, topic, payload))
         else:
-            self.edge.unwanted += 1
+            self.stats.unwanted += 1

@@ -1,4 +1,4 @@
-"""One device's endpoint and its subscriptions at its peers' endpoints, driven by the thread that computes."""
+"""Tensors from device to device without a broker: one device's endpoint and its subscriptions at its peers'."""
 
 from __future__ import annotations
 
@@ -12,16 +12,39 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from hepti_mqtt.transport.mesh.buffers import Buffers
-from hepti_mqtt.transport.mesh.endpoint import Endpoint
-from hepti_mqtt.transport.mesh.events import Dropped, Edge, MeshEvent, Place
-from hepti_mqtt.transport.mesh.peer import NEVER, Peer, Surroundings
-from hepti_mqtt.transport.mesh.tls import MeshTls
+from hepti_mqtt.transport.buffers import Buffers
+from hepti_mqtt.transport.endpoint import Endpoint
+from hepti_mqtt.transport.peer import (
+    NEVER,
+    Address,
+    Callbacks,
+    Dropped,
+    Joined,
+    Lost,
+    MeshEvent,
+    Peer,
+    PeerStats,
+    Refused,
+)
+from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
+
+__all__ = [
+    "Address",
+    "Dropped",
+    "Joined",
+    "Lost",
+    "Mesh",
+    "MeshEvent",
+    "MeshTls",
+    "PeerStats",
+    "Refused",
+    "mesh_possible",
+]
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
 TICK_S: Final = 1.0
-_MAX_EDGES: Final = 1024
+_MAX_PEERS: Final = 1024
 
 OnMessage = Callable[[str, str, memoryview], None]
 OnEvent = Callable[[MeshEvent], None]
@@ -50,33 +73,33 @@ class Mesh:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
-        self._edges: dict[str, Edge] = {}
+        self._stats: dict[str, PeerStats] = {}
         # First, because it may fail and leaves nothing behind then.
         self._endpoint = Endpoint(
-            host, port, clock=clock, edge_of=self._edge, on_drop=self._dropped, secure=tls.serve if tls else None
+            host, port, clock=clock, stats_of=self._stats_of, on_drop=self._dropped, secure=tls.serve if tls else None
         )
         self.port = self._endpoint.port
         # Sends one message, its payload in C-contiguous parts; returns to how many subscribers it went. It never waits;
-        # the parts are the caller's again on return. `Dropped` tells who did not get it.
+        # the parts are the caller's again on return. `Dropped` names the subscribers that did not get it.
         self.publish: Callable[..., int] = self._endpoint.publish
         self._peers: dict[str, Peer] = {}
         self._due = NEVER  # when the first timer of a peer is
         self._by_fd: dict[int, Peer] = {}
         self._eager: list[Peer] = []  # have read some of what came, and not all
-        # What is told on this thread in `wait`, in the order in which it came.
-        self._told: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
+        # Reported on this thread in `wait`, in order of arrival.
+        self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
         self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._clock = clock
-        self._around = Surroundings(
+        self._callbacks = Callbacks(
             user=user,
             clock=clock,
             watch=self._watch,
             timed=self._timed,
-            tell=self._told.append,
-            hear=self._told.append,
+            tell=self._reported.append,
+            hear=self._reported.append,
             again=self._eager.append,
             buffers=Buffers(),
             secure=tls.ask if tls else None,
@@ -96,14 +119,14 @@ class Mesh:
         self._endpoint.admit(user, key, token, filters, limit_bytes or self._limit_bytes)
 
     def expel(self, user: str, key: Hashable) -> None:
-        """End a grant: what no other grant covers is sent no more; without any grant the user is disconnected."""
+        """End a grant: what no other grant covers is no longer sent; without any grant the user is disconnected."""
         self._endpoint.expel(user, key)
 
     def join(
         self,
         peer: str,
         key: Hashable,
-        place: Place,
+        address: Address,
         token: str,
         filters: Sequence[str],
         limit_bytes: int = PACKET_BYTES,
@@ -114,8 +137,8 @@ class Mesh:
         """
         there = self._peers.get(peer)
         if there is None:
-            there = self._peers[peer] = Peer(peer, place, self._edge(peer), self._around)
-        there.join(key, place, token, filters, limit_bytes)
+            there = self._peers[peer] = Peer(peer, address, self._stats_of(peer), self._callbacks)
+        there.join(key, address, token, filters, limit_bytes)
 
     def leave(self, peer: str, key: Hashable) -> None:
         """End the subscriptions of this key at a peer, and the connection with the last one."""
@@ -124,8 +147,8 @@ class Mesh:
             del self._peers[peer]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until something has come, `wake` was called or the time is over; tell what has come."""
-        if self._told or self._eager:
+        """Wait until something has come, `wake` was called or the time is over; report what has come."""
+        if self._reported or self._eager:
             timeout_s = 0.0
         elif self._due < NEVER:
             timeout_s = self._until(timeout_s)
@@ -143,9 +166,9 @@ class Mesh:
                 peer.ready()
         if self._due < NEVER:  # after what came: this thread may have been away for longer than an answer may take
             self._act()
-        told = self._told
-        while told:
-            each = told.popleft()
+        reported = self._reported
+        while reported:
+            each = reported.popleft()
             if isinstance(each, tuple):
                 self._on_message(*each)
             else:
@@ -157,18 +180,18 @@ class Mesh:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def edges(self) -> Mapping[str, Edge]:
+    def stats(self) -> Mapping[str, PeerStats]:
         """Return what went to and from each peer so far, and what waits."""
         queued = self._endpoint.queued_bytes()
         return {
-            name: dataclasses.replace(edge, queued_bytes=queued.get(name, 0))
-            for name, edge in list(self._edges.items())
+            name: dataclasses.replace(stats, queued_bytes=queued.get(name, 0))
+            for name, stats in list(self._stats.items())
         }
 
     @property
-    def sent_away(self) -> int:
+    def rejected(self) -> int:
         """Return how many connections to this endpoint were closed because they broke a rule."""
-        return self._endpoint.sent_away
+        return self._endpoint.rejected
 
     def close(self) -> None:
         """Close every connection."""
@@ -208,14 +231,14 @@ class Mesh:
             self._by_fd[fd] = peer
             self._epoll.register(fd, events)
 
-    def _edge(self, name: str) -> Edge:
+    def _stats_of(self, name: str) -> PeerStats:
         """Return the counts of a peer, which outlive its connections."""
-        if name not in self._edges and len(self._edges) >= _MAX_EDGES:
-            self._edges.pop(next(iter(self._edges)))
-        return self._edges.setdefault(name, Edge())
+        if name not in self._stats and len(self._stats) >= _MAX_PEERS:
+            self._stats.pop(next(iter(self._stats)))
+        return self._stats.setdefault(name, PeerStats())
 
     def _dropped(self, user: str, nbytes: int) -> None:
-        self._told.append(Dropped(user, nbytes))
+        self._reported.append(Dropped(user, nbytes))
         self.wake()
 
     def _help(self) -> None:

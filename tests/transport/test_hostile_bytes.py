@@ -1,9 +1,9 @@
-"""Both parsers of the mesh among damaged streams; the same at length is `wide`."""
+"""Both ends of the codec among damaged streams; the same at length is `wide`."""
 
 from __future__ import annotations
 
 import pytest
-from mesh_hostile import run
+from hostile_bytes import run
 
 
 def test_a_sample_of_damaged_streams():
