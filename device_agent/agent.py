@@ -46,7 +46,17 @@ from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.kernels.machine.release import release_compiler, return_large_blocks
 from hepti_mqtt.runtime.device.worker import WorkerSession
 from hepti_mqtt.runtime.publish import Plane
-from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, open_broker_warning
+from hepti_mqtt.transport import (
+    DataConnection,
+    Inbox,
+    OnMessage,
+    OnState,
+    PahoTransport,
+    Transport,
+    Will,
+    data_connection_possible,
+    open_broker_warning,
+)
 from hepti_mqtt.wire.described import Caps, Status
 from hepti_mqtt.wire.messages import TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.wire.topics import Topics
@@ -218,18 +228,20 @@ class _Agent:
         status = encode_status(Status("offline", self._boot))
         return Will(self._topics.status(self._config.device_id), status, 1, True)
 
-    def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> PahoTransport:
+    def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
         config = self._config
+        client_id, name = f"hepti-{config.site}-{config.device_id}-{plane}", f"hepti-{plane}"
+        if plane == "data" and data_link() != "paho" and data_connection_possible():
+            return DataConnection(config.url, client_id, on_message=on_message, on_state=on_state, name=name)
         return PahoTransport(
             config.url,
-            f"hepti-{config.site}-{config.device_id}-{plane}",
+            client_id,
             on_message=on_message,
             on_state=on_state,
             # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
             protocol=None if plane == "control" else 4,
-            tensors=plane == "data" and data_link() != "paho",
             will=self._will() if plane == "control" else None,
-            name=f"hepti-{plane}",
+            name=name,
         )
 
     def _connect(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
@@ -16,7 +17,7 @@ from paho.mqtt.client import Client
 from paho.mqtt.enums import CallbackAPIVersion
 
 from hepti_mqtt.errors import BenchError
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
+from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport, Subscribed
 from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
@@ -272,13 +273,12 @@ class OwnTransport(ByBroker):
     tensors = True
 
     def _start(self, names: Sequence[str]) -> None:
-        transport = PahoTransport(
+        make = DataConnection if self.tensors else partial(PahoTransport, protocol=4)
+        transport = make(
             self._broker,
             f"{self._kind}-{self._rank}",
             on_message=self._hear,
             on_state=lambda state: self._up.put(None) if isinstance(state, Subscribed) else None,
-            protocol=4,
-            tensors=self.tensors,
         )
         transport.connect(PATIENCE_S)
         transport.subscribe([(name, self._qos) for name in names])

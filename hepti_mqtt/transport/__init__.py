@@ -5,6 +5,7 @@ from hepti_mqtt.transport.base import (
     Counts,
     Delivery,
     Disconnected,
+    Inbox,
     OnDelivery,
     OnMessage,
     OnState,
@@ -15,8 +16,8 @@ from hepti_mqtt.transport.base import (
     Transport,
     Will,
 )
-from hepti_mqtt.transport.client import PahoTransport
-from hepti_mqtt.transport.inbox import Inbox
+from hepti_mqtt.transport.control import PahoTransport
+from hepti_mqtt.transport.data_connection import DataConnection, data_connection_possible
 from hepti_mqtt.transport.limits import largest_packet
 from hepti_mqtt.transport.open import is_loopback, open_broker_warning, open_line
 from hepti_mqtt.transport.room import Room, queue_room
@@ -26,6 +27,7 @@ __all__ = [
     "BrokerUrl",
     "Connected",
     "Counts",
+    "DataConnection",
     "Delivery",
     "Disconnected",
     "Inbox",
@@ -40,6 +42,7 @@ __all__ = [
     "Subscribed",
     "Transport",
     "Will",
+    "data_connection_possible",
     "is_loopback",
     "largest_packet",
     "open_broker_warning",

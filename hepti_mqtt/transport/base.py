@@ -1,17 +1,35 @@
-"""What the rest of Hepti sees of a connection to a broker: a protocol, its events, its counters."""
+"""What the rest of Hepti sees of a connection to a broker, and what its two kinds share.
+
+The protocol `Transport`, its events and counters, the inbox that events go to, checks, errors and backoff.
+"""
 
 from __future__ import annotations
 
+import random
+import ssl
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.transport.codec import is_filter, is_topic
+from hepti_mqtt.transport.url import BrokerUrl
+
+KEEPALIVE_S: Final = 10
+MAX_QUEUED_BYTES: Final = 64 * 2**20
+MAX_QUEUED: Final = 10_000
+UNAVAILABLE: Final = frozenset({3, 136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
+_VERSIONS: Final = {4: "3.1.1", 5: "5"}
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The connection stands, and every subscription made before is acknowledged again.
+    """The connection is up, and every subscription made before is acknowledged again.
 
-    protocol: 4 (MQTT 3.1.1) or 5. largest_packet_bytes: the broker's word (MQTT 5 only), None without one. local: the
+    protocol: 4 (MQTT 3.1.1) or 5. largest_packet_bytes: as the broker announces it (MQTT 5 only), else None. local: the
     broker is on this machine, both ends of the connection having one address. resumed: it knew our session.
     """
 
@@ -23,7 +41,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The connection was lost; it is being made again."""
+    """The connection was lost; it is being restored."""
 
     reason: str
 
@@ -39,7 +57,7 @@ class Subscribed:
 class Refused:
     """The broker refused filters of a `subscribe`, or (token None) a publish of QoS 1.
 
-    It refuses a publish in words of MQTT 5, or by hanging up on it time after time.
+    It refuses a publish with a reason (MQTT 5), or by hanging up on it repeatedly.
     """
 
     token: int | None
@@ -48,7 +66,7 @@ class Refused:
 
 
 class Receipt(NamedTuple):
-    """By what a message is acknowledged: the connection on which it came, by number, and its packet id."""
+    """What acknowledges a message: the number of the connection on which it came, and its packet id."""
 
     connection: int
     packet: int
@@ -58,8 +76,8 @@ class Receipt(NamedTuple):
 class Delivery:
     """A message that the broker keeps until it is acknowledged; it comes again on the next connection otherwise.
 
-    receipt: None for a message of QoS 0, which nobody keeps. repeated: the broker has sent it before. retained: it is
-    old, and comes with every subscription; what is published now has it unset, even if it is to be retained.
+    receipt: None at QoS 0. repeated: the broker has sent it before. retained: it is old, and comes with every
+    subscription; a message published now has this unset, even if it is to be retained.
     """
 
     topic: str
@@ -69,11 +87,12 @@ class Delivery:
     retained: bool = False
 
 
+Body = bytes | memoryview
 State = Connected | Disconnected | Subscribed | Refused
-OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or of a connection for tensors a memoryview
+OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or on the data connection a memoryview
 OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
-OnTaken = Callable[[bool], None]  # whether somebody is subscribed to the topic
+OnTaken = Callable[[bool], None]  # whether anybody is subscribed to the topic
 
 
 class Will(NamedTuple):
@@ -103,15 +122,15 @@ class Counts:
 
 
 class Transport(Protocol):
-    """A connection to one broker that mends itself. All methods may be called from any thread."""
+    """A connection to one broker that restores itself. All methods may be called from any thread."""
 
     @property
     def connected(self) -> bool:
-        """Return whether the connection stands at this moment."""
+        """Return whether the connection is up at this moment."""
         ...
 
     def connect(self, timeout_s: float = 5.0) -> None:
-        """Connect once; later losses are mended. Raises NetworkError, RefusedError or ConfigError."""
+        """Connect once; later losses are repaired. Raises NetworkError, RefusedError or ConfigError."""
         ...
 
     def publish(
@@ -143,3 +162,157 @@ class Transport(Protocol):
     def close(self, last: Will | None = None, timeout_s: float = 2.0) -> None:
         """Send what is queued, then `last`, and disconnect cleanly, so that the will is not published."""
         ...
+
+
+class VersionRefused(NetworkError):
+    """The broker does not speak this version of MQTT, or closes the connection or keeps silent on our CONNECT."""
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def absent(url: BrokerUrl, error: Exception) -> NetworkError:
+    """Return the error for a broker to which there is no connection."""
+    if isinstance(error, ssl.SSLError):
+        return NetworkError(
+            f"TLS with the broker at {url.place} failed: {error}; name its authority with ?ca=FILE, or use mqtt:// if "
+            "it does not encrypt"
+        )
+    return NetworkError(
+        f"no broker answers at {url.place} ({error}); start one (`hepti broker`, or mosquitto) or name another "
+        "with --broker or HEPTI_BROKER"
+    )
+
+
+def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
+    """Return the error for a broker that does not answer our CONNECT."""
+    return VersionRefused(
+        f"{url.place} accepts connections but does not answer as a broker of MQTT "
+        f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
+    )
+
+
+def hung_up(url: BrokerUrl, error: object) -> VersionRefused:
+    """Return the error for a broker that ends the connection instead of answering."""
+    return VersionRefused(
+        f"{url.place} closed the connection before answering ({error}); check the port, and mqtt:// against mqtts://"
+    )
+
+
+def refused(url: BrokerUrl, reason: str) -> RefusedError:
+    """Return the error for a broker that does not let us in."""
+    user = f"user {url.user!r}" if url.user else "a connection without user"
+    return RefusedError(
+        f"the broker at {url.place} refused {user}: {reason}; check user and password in the broker's URL"
+    )
+
+
+def wrong_version(url: BrokerUrl, protocol: int) -> VersionRefused:
+    """Return the error for a broker that does not speak a version."""
+    return VersionRefused(f"the broker at {url.place} does not speak MQTT {_VERSIONS[protocol]}")
+
+
+def unavailable(url: BrokerUrl, reason: str) -> NetworkError:
+    """Return the error for a broker that accepts no clients at the moment."""
+    return NetworkError(f"the broker at {url.place} cannot take us now ({reason}); try again later")
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_message(topic: str, payload: object, qos: int) -> None:
+    """Raise TypeError for a payload that is not bytes, ValueError for a topic or QoS that MQTT does not allow."""
+    if not isinstance(payload, (bytes, bytearray)):
+        raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
+    if not is_topic(topic) or qos not in (0, 1, 2):
+        raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
+
+
+def check_filters(filters: Sequence[tuple[str, int]]) -> None:
+    """Raise ValueError without filters or for one that MQTT does not allow."""
+    if not filters:
+        raise ValueError("name at least one filter")
+    for name, qos in filters:
+        if not is_filter(name) or qos not in (0, 1, 2):
+            raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
+
+
+# -- reconnection ----------------------------------------------------------------------------------------------------
+
+BACKOFF_S: Final = (0.1, 5.0)
+SOON_S: Final = 30.0  # a broker that is away for no longer than a restart is tried every ...
+SOON_DELAY_S: Final = 0.5  # ... so often
+
+
+class Backoff:
+    """Pauses before a broker is tried again: they double, with jitter, so that devices do not return all at once."""
+
+    def __init__(self) -> None:
+        self._delay_s, self._lost_at = BACKOFF_S[0], float("-inf")
+
+    def lost(self, up_s: float) -> None:
+        """A connection that was up for so long is lost."""
+        if up_s > BACKOFF_S[1]:
+            # Not sooner: two clients of one name would disconnect each other for ever.
+            self._delay_s, self._lost_at = BACKOFF_S[0], time.monotonic()
+
+    def pause_s(self) -> float:
+        """Return how long to wait now."""
+        pause_s = self._delay_s * random.uniform(0.5, 1.0)
+        soon = time.monotonic() - self._lost_at < SOON_S
+        self._delay_s = min(2 * self._delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
+        return pause_s
+
+
+# -- the inbox -------------------------------------------------------------------------------------------------------
+
+Event = TypeVar("Event")
+
+
+class Inbox(Generic[Event]):
+    """Events for one reading thread.
+
+    What is repeated or may be missed (`offer`) is bounded by number and bytes, because a peer may send faster than the
+    reader works. What nobody repeats (`post`: wills, outputs, reports, control messages, this process's own
+    reports) is never refused. `overflowed` counts refused offers; `empty()` tells whether nothing waits. wake: called
+    after every event that was put, by the thread that did, for a reader that waits elsewhere too.
+    """
+
+    def __init__(self, limit: int = 16_384, limit_bytes: int = 96 << 20) -> None:
+        self._queue: SimpleQueue[tuple[Event, int]] = SimpleQueue()
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._lock = threading.Lock()
+        self._offered_bytes = 0
+        self._taken_bytes = 0  # written by the reading thread only, so that taking needs no lock
+        self.overflowed = 0
+        self.wake: Callable[[], None] = _nobody
+        self.empty: Callable[[], bool] = self._queue.empty  # asked before every op, so without a call in between
+
+    def offer(self, event: Event, nbytes: int) -> bool:
+        """Put an event that holds `nbytes`; return False, and count, if there is no room for it."""
+        with self._lock:
+            waiting = self._offered_bytes - self._taken_bytes
+            # One that is larger than the bound may still come alone, or it could never come at all.
+            full = waiting > 0 and waiting + nbytes > self._limit_bytes
+            if full or self._queue.qsize() >= self._limit:
+                self.overflowed += 1
+                return False
+            self._offered_bytes += nbytes
+        self._queue.put((event, nbytes))
+        self.wake()
+        return True
+
+    def post(self, event: Event) -> None:
+        """Put an event that must not be lost, whatever waits already; safe in a signal handler."""
+        self._queue.put((event, 0))
+        self.wake()
+
+    def get(self, timeout_s: float | None = None) -> Event:
+        """Wait for the next event and return it; raises queue.Empty if none comes within `timeout_s`."""
+        event, nbytes = self._queue.get(timeout=timeout_s)
+        self._taken_bytes += nbytes
+        return event
+
+
+def _nobody() -> None:
+    """Wake nobody: the reader waits in `get`."""

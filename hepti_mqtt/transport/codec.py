@@ -451,7 +451,7 @@ FROM_BROKER: Final[Reads] = {
 
 
 class Decoder:
-    """Reads what one end of a connection sends: receive into `buffer()`, say how much came, ask for events.
+    """Reads what the other end sends: receive into `buffer()`, say how much came (`received`), take events until None.
 
     reads: which packets the other end may send now. version: of MQTT, 4 or 5. limit_bytes: the longest PUBLISH;
     control_bytes: the longest other packet. missing: bytes of the payload on its way that have not come yet. Once a
@@ -488,28 +488,26 @@ class Decoder:
             self._start, self._end = 0, left
         return self._stage[left:]
 
-    def received(self, nbytes: int) -> None:
-        """So many bytes have come into `buffer()`; `next_event` must then be called until it returns None."""
-        if self.missing:
-            self.missing -= nbytes
-        else:
+    def received(self, nbytes: int) -> Event | None:
+        """So many bytes have come into `buffer()`; return as `next_event`, to be called until it returns None."""
+        if not self.missing:
             self._end += nbytes
+            return self.next_event()
+        self.missing -= nbytes
+        if self.missing:
+            return None
+        begun, self._begun = self._begun, None  # a view that is kept would keep the buffer
+        return begun
 
     def next_event(self) -> Event | None:
         """Return what came next, None if more bytes are needed. Raises Malformed."""
-        begun = self._begun
-        if begun is not None:
-            if self.missing:
-                return None
-            self._begun = None  # a view that is kept would keep the buffer
-            return begun
         stage, start, end = self._stage, self._start, self._end
+        if start == end or self.missing:
+            return None
         if end - start >= LEAD:
             known = self._leads.get(bytes(stage[start : start + LEAD]))
             if known is not None and known[2] <= self.limit_bytes:
                 return self._publish(PUBLISH, start + known[0], start + known[1], start + known[2])
-        if start == end:
-            return None
         first = stage[start]
         read = self.reads.get(first)
         if read is None:
@@ -525,11 +523,10 @@ class Decoder:
         self._start = at + length
         return read(Fields(bytes(stage[at : at + length])), self.version)
 
-    def feed(self, data: Buffer) -> None:
-        """Receive bytes that lie elsewhere, for packets that are small; raises ValueError if there is no room."""
-        room = self.buffer()
-        room[: len(data)] = data
-        self.received(len(data))
+    def feed(self, data: Buffer) -> Event | None:
+        """Receive bytes that lie elsewhere and return as `received`; raises ValueError if `buffer()` has no room."""
+        self.buffer()[: len(data)] = data
+        return self.received(len(data))
 
     def _length(self, limit: int) -> tuple[int, int] | None:
         """Return (where the body starts, its length), None if the stage holds too little to tell."""
@@ -591,7 +588,8 @@ class Decoder:
         name = bytes(stage[name_at : name_end or start])
         topic = self._topics.get(name) or self._new_topic(name)
         payload = self._buffers.take(stop - start)
-        message = Publish(topic, payload, first >> 1 & 3, bool(first & RETAIN), packet_id)
+        # Without the arguments of `Publish` to look up, this costs half.
+        message = tuple.__new__(Publish, (topic, payload, first >> 1 & 3, bool(first & RETAIN), packet_id))
         if end >= stop:
             payload[:] = stage[start:stop]
             self._start = stop

@@ -141,13 +141,14 @@ class ClientSession:
         answers, rest, packets = bytearray(), memoryview(data), 0
         while rest.nbytes and not self.over:
             fits = min(rest.nbytes, self._decoder.buffer().nbytes)
-            self._decoder.feed(rest[:fits])
+            event = self._decoder.feed(rest[:fits])
             rest = rest[fits:]
-            while not self.over and (event := self._decoder.next_event()) is not None:
+            while event is not None:
                 packets += 1
                 if packets > MAX_AT_ONCE:
                     raise Malformed(f"more than {MAX_AT_ONCE} packets at once")
                 answers += self._answer(event)
+                event = None if self.over else self._decoder.next_event()
         return bytes(answers)
 
     def _answer(self, event: Event) -> bytes:

@@ -8,7 +8,7 @@ from typing import Final
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
-from hepti_mqtt.transport.client import PahoTransport
+from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, publish_bytes
 

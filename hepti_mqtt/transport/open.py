@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.transport.client import PahoTransport
+from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
 
 ANSWER_S: Final = 3.0

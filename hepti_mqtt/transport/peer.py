@@ -439,12 +439,13 @@ class Peer:
                     raise Malformed("it hung up")
                 if not self.stats.joined:
                     self._heard()
-                decoder.received(nbytes)
-                while (event := decoder.next_event()) is not None:
+                event = decoder.received(nbytes)
+                while event is not None:
                     if isinstance(event, Publish):
                         self._on_publish(event.topic, event.payload)
                     else:
                         self._on_control(event)
+                    event = decoder.next_event()
                 if secured is not None:
                     if not decoder.missing and not secured.pending():
                         return

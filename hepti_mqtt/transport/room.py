@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import Connected, Delivery, Refused, State, Subscribed
-from hepti_mqtt.transport.client import PahoTransport
+from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
 
 MOST_IN_FLIGHT: Final = 1024  # a broker that sends more at once has no limit that matters here

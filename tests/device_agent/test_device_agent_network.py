@@ -16,7 +16,7 @@ from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
-from hepti_mqtt.transport.client import AWAY_S
+from hepti_mqtt.transport.control import AWAY_S
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 

@@ -13,8 +13,7 @@ from device_agent.agent import _Agent, run_agent
 from device_agent.config import AgentConfig
 from device_agent.events import AgentEvent, Stop
 from device_agent.signals import Signals, ToldToEnd
-from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.transport.inbox import Inbox
+from hepti_mqtt.transport import BrokerUrl, Inbox
 
 
 class Thing:

@@ -14,7 +14,7 @@ from mesh_nodes import Node
 from mesh_played import Clock, Played
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, PahoTransport
 
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
 
@@ -48,7 +48,8 @@ class Peer:
         self.messages = queue.SimpleQueue()
         self.states = queue.SimpleQueue()
         self.url = url if isinstance(url, BrokerUrl) else BrokerUrl.parse(url)
-        self.transport = PahoTransport(
+        make = DataConnection if options.pop("tensors", False) else PahoTransport
+        self.transport = make(
             self.url,
             options.pop("client_id", "") or f"test-{uuid.uuid4().hex[:12]}",
             on_message=lambda topic, payload: self.messages.put((topic, payload)),
@@ -177,7 +178,10 @@ class FakeBroker:
             while True:
                 sock, _ = self.listener.accept()
                 self.socks.append(sock)
-                level = sock.recv(1024)[8]
+                asked = sock.recv(1024)
+                if not asked:
+                    continue
+                level = asked[8]
                 self.levels.put(level)
                 answer = self.answers[level] if not callable(self.answers[level]) else self.answers[level]()
                 if answer is None:

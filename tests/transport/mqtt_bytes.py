@@ -116,13 +116,14 @@ class Reader:
             nbytes = min(room.nbytes, view.nbytes)
             assert nbytes, "no room for more"
             room[:nbytes] = view[:nbytes]
-            decoder.received(nbytes)
+            event = decoder.received(nbytes)
             view = view[nbytes:]
-            while (event := decoder.next_event()) is not None:
+            while event is not None:
                 if isinstance(event, Publish):
                     self.addresses.append(address(event.payload))
                     event = event._replace(payload=bytes(event.payload))
                 self.heard.append(event)
+                event = decoder.next_event()
 
     def put_all(self, parts):
         """Give it parts until it breaks; return what it has read as `plain_parse` says it, and whether it broke."""

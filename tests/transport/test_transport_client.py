@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import resource
 import socket
 import threading
 from types import SimpleNamespace
@@ -10,8 +13,7 @@ import pytest
 
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
-from hepti_mqtt.transport.link import Link
-from hepti_mqtt.transport.wake import Wake
+from hepti_mqtt.transport.sockets import local
 
 PATIENCE_S = 20.0
 
@@ -130,62 +132,51 @@ def test_more_messages_than_the_brokers_window_arrive_in_order(protocol, mosquit
     assert [int(peer.message()[1]) for _ in range(500)] == list(range(500))
 
 
-class Listener:
-    """Hears what a link hears."""
-
-    def __init__(self):
-        self.acknowledged = []
-
-    def on_acknowledged(self, mid, refusal, heard):
-        self.acknowledged.append(mid)
-
-
-@pytest.fixture
-def link(mosquitto):
-    wake = Wake()
-    url = BrokerUrl.parse(mosquitto.url)
-    link = Link(url, "link", protocol=4, will=None, clean=True, listener=Listener(), wake=wake)
-    link.open(PATIENCE_S, lambda: False)
-    yield link
-    link.disconnect(1.0)
-    wake.close()
-
-
-def test_packet_ids_go_round_and_leave_out_those_that_wait(link):
-    sent = []
+def test_packet_ids_go_round_and_leave_out_those_that_wait(mosquitto, peers):
+    peer, taken = peers(mosquitto.url), queue.SimpleQueue()
     for _ in range(2):
-        link._client._last_mid = 65_533  # as after so many publishes
-        sent += [link.publish("round", b"", 1, False) for _ in range(3)]
-    assert sent == [65_534, 65_535, 1, 2, 3, 4]
-    while len(link._listener.acknowledged) < len(sent):
-        link.flush()
-        link.turn(PATIENCE_S)
-    assert link._listener.acknowledged == sent
+        peer.transport._client._last_mid = 65_533  # as after so many publishes
+        for _ in range(3):
+            peer.transport.publish("round", b"", 1, taken=taken.put)
+    for _ in range(6):
+        taken.get(timeout=PATIENCE_S)
 
 
-def test_a_broker_is_local_where_both_ends_have_one_address(link):
-    assert link.local
-    real = link._client.socket
+def test_a_broker_is_local_where_both_ends_have_one_address(mosquitto, peers):
+    assert peers(mosquitto.url).connected.local
     elsewhere = SimpleNamespace(getpeername=lambda: ("192.0.2.1", 1883), getsockname=lambda: ("192.0.2.2", 50_000))
     with socket.socket() as unconnected:
-        for sock in (elsewhere, unconnected, None):
-            link._client.socket = lambda sock=sock: sock
-            assert not link.local
-    link._client.socket = real
+        assert not any(map(local, (elsewhere, unconnected, None)))
 
 
-def test_nagles_algorithm_is_off(link):
-    sock = link._client.socket()
+def test_nagles_algorithm_is_off(mosquitto, peers):
+    sock = peers(mosquitto.url).transport._client.socket()
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    link.disconnect(1.0)
-    assert sock.fileno() == -1
+
+
+def test_a_descriptor_beyond_what_select_takes(mosquitto, peers):
+    """A process with many files and connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine allows too few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        peer = peers(mosquitto.url)
+        assert peer.transport._client.socket().fileno() >= 1024
+        peer.subscribe("high")
+        peer.transport.publish("high", b"yes", 1)
+        assert peer.message() == ("high", b"yes")
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def test_a_callback_that_fails_does_not_end_the_connection(mosquitto, peers, caplog):
     peer = peers(mosquitto.url)
     peer.subscribe("callback")
-    healthy, failures = peer.transport._hear, [ZeroDivisionError("mine"), KeyError("mine")]
-    peer.transport._hear = lambda topic, payload: _raise(failures.pop()) if failures else healthy(topic, payload)
+    healthy, failures = peer.transport.on_message, [ZeroDivisionError("mine"), KeyError("mine")]
+    peer.transport.on_message = lambda topic, payload: _raise(failures.pop()) if failures else healthy(topic, payload)
     for payload in (b"1", b"2", b"3"):
         peer.transport.publish("callback", payload)
     assert peer.message() == ("callback", b"3")
@@ -205,12 +196,12 @@ def _raise(error):
 def test_a_transport_may_be_closed_from_its_own_callback(mosquitto, peers):
     done = threading.Event()
     peer = peers(mosquitto.url)
-    peer.transport._hear = lambda *_: (peer.transport.close(), done.set())
+    peer.transport.on_message = lambda *_: (peer.transport.close(), done.set())
     peer.subscribe("closing")
     peer.transport.publish("closing", b"")
     assert done.wait(PATIENCE_S)
-    peer.transport._thread.join(PATIENCE_S)
-    assert not peer.transport._thread.is_alive()
+    peer.transport._client.thread.join(PATIENCE_S)
+    assert not peer.transport._client.thread.is_alive()
     with pytest.raises(NetworkError, match="closed"):
         peer.transport.publish("closing", b"")
     with pytest.raises(ValueError, match="once"):
@@ -224,7 +215,8 @@ def test_closing_while_the_broker_is_away_ends_at_once_and_counts_what_is_lost(p
     sender.transport.publish("away", b"", 1)
     sender.transport.close(Will("away", b"last"))
     assert sender.transport.counts().lost == 2
-    assert not sender.transport._thread.is_alive()
+    sender.transport._client.thread.join(PATIENCE_S)
+    assert not sender.transport._client.thread.is_alive()
 
 
 @pytest.mark.parametrize("topic", ["", "a/+", "a/#", "a\0b"])
@@ -247,46 +239,44 @@ def test_a_payload_that_is_not_bytes_is_refused_to_its_sender(mosquitto, peers):
         peers(mosquitto.url).transport.publish("a", memoryview(b"x"))
 
 
-def test_nobody_waits_for_a_connection_attempt_that_nothing_interrupts(mosquitto, peers, monkeypatch):
-    peer = peers(mosquitto.url)
-    transport, attempt, reached = peer.transport, threading.Event(), threading.Event()
+def test_nobody_waits_for_an_attempt_that_nothing_interrupts_and_what_comes_of_it_is_closed(
+    mosquitto, peers, monkeypatch
+):
+    """As where a name is looked up slowly."""
+    peer, found, reached, made = peers(mosquitto.url), threading.Event(), threading.Event(), []
+    honest = socket.create_connection
 
-    def hang(_timeout_s):
+    def late(*arguments, **options):
         reached.set()
-        attempt.wait(PATIENCE_S)
-        raise NetworkError("away")
+        found.wait(PATIENCE_S)
+        made.append(honest(*arguments, **options))
+        return made[-1]
 
-    monkeypatch.setattr(transport, "_open", hang)
-    mosquitto.restart()
+    monkeypatch.setattr("paho.mqtt.client.socket.create_connection", late)
+    mosquitto.stop()
     assert reached.wait(PATIENCE_S)
-    joined = []
-    thread = transport._thread
-    transport._thread = SimpleNamespace(join=joined.append)
-    transport.close()
-    attempt.set()
+    peer.transport.close()
+    thread = peer.transport._client.thread
+    assert thread.is_alive()
+    mosquitto.start()
+    found.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert joined
-    assert joined[0] < 0.5
+    assert made[0].fileno() == -1
 
 
-def test_a_link_that_comes_after_the_end_is_closed(mosquitto, peers, monkeypatch):
-    peer = peers(mosquitto.url)
-    transport, links, closing = peer.transport, [], threading.Event()
-    honest = transport._open
-
-    def late(timeout_s):
-        links.append(honest(timeout_s))
-        closing.wait(PATIENCE_S)
-        return links[-1]
-
-    monkeypatch.setattr(transport, "_open", late)
-    mosquitto.restart()
-    peer.await_state(Disconnected)
-    while not links:
-        threading.Event().wait(0.01)
-    thread = transport._thread
-    transport.close(timeout_s=0.0)
-    closing.set()
-    thread.join(PATIENCE_S)
-    assert links[0]._client.socket() is None
+def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.control.LATE_S", 0.0)
+    peer, found, honest = peers(mosquitto.url, connect=False), threading.Event(), socket.create_connection
+    monkeypatch.setattr(
+        "paho.mqtt.client.socket.create_connection", lambda *a, **o: found.wait(PATIENCE_S) and honest(*a, **o)
+    )
+    with pytest.raises(NetworkError, match="no broker answers"):
+        peer.transport.connect(0.0)
+    found.set()
+    peer.transport.connect(PATIENCE_S)
+    peer.await_state(Connected)
+    with pytest.raises(ValueError, match="once"):
+        peer.transport.connect()
+    peer.transport.publish("late", b"", 1)
+    assert peer.transport.counts().reconnections == 0

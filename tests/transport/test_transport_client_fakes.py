@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import threading
+from functools import partial
 
 import pytest
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused
-from hepti_mqtt.transport.link import Link
+from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, PahoTransport, Refused
 
 PATIENCE_S = 20.0
 
@@ -61,22 +60,6 @@ def test_a_broker_that_did_not_answer_once_is_spoken_to_in_the_new_version_again
     transport.close(timeout_s=0.1)
 
 
-def test_a_network_that_is_slow_has_all_the_time_and_the_answer_its_own(fake, monkeypatch):
-    """To another version it would be no faster."""
-    broker, given = fake({5: b"", 4: CONNACK}), []
-    honest = Link._connect
-
-    def connect(link, timeout_s):
-        given.append((link.protocol, timeout_s > 0.9 * PATIENCE_S))
-        honest(link, timeout_s)
-
-    monkeypatch.setattr(Link, "_connect", connect)
-    transport = transport_to(broker.port)
-    transport.connect(PATIENCE_S)
-    assert given == [(5, True), (4, True)]
-    transport.close(timeout_s=0.1)
-
-
 @pytest.mark.parametrize("answer", [None, b"", b"\xff" * 40], ids=["closes", "silent", "noise"])
 def test_what_is_no_broker_is_a_network_error(fake, answer):
     broker = fake({5: answer, 4: answer})
@@ -111,40 +94,21 @@ def test_malformed_packets_never_end_the_mending(fake, noise):
     transport.close(timeout_s=0.1)
 
 
-@pytest.mark.parametrize("tensors", [False, True], ids=["paho", "own"])
-@pytest.mark.parametrize("ours", [False, True], ids=["no SUBACK", "our mistake"])
-def test_a_connection_that_is_given_up_is_closed_before_the_next_is_made(fake, monkeypatch, tensors, ours):
+@pytest.mark.parametrize("make", [partial(PahoTransport, protocol=4), DataConnection], ids=["control", "data"])
+def test_a_connection_without_a_suback_is_closed_before_the_next_is_made(fake, monkeypatch, make):
     """The broker would go on sending to it, and meet two of one name."""
-    broker = fake({4: CONNACK})
-    states, begun, next_one = queue.SimpleQueue(), threading.Event(), threading.Event()
-    transport = transport_to(broker.port, protocol=4, tensors=tensors, on_state=states.put)
-    honest = transport._open
-
-    def once(timeout_s):
-        if begun.is_set():
-            next_one.wait(PATIENCE_S)
-            raise NetworkError("away")
-        begun.set()
-        return honest(timeout_s)
-
-    monkeypatch.setattr(transport, "_open", once)
-    if ours:
-        monkeypatch.setattr(transport, "_feed", lambda _link: _raise(ZeroDivisionError("mine")))
-    else:
-        monkeypatch.setattr("hepti_mqtt.transport.client.SUBACK_S", -1.0)
-        transport.subscribe([("a", 0)])
+    broker, states = fake({4: CONNACK}), queue.SimpleQueue()
+    for module in ("control", "data_connection"):
+        monkeypatch.setattr(f"hepti_mqtt.transport.{module}.SUBACK_S", -1.0)
+    transport = make(BrokerUrl("127.0.0.1", broker.port), "me", on_message=lambda *_: None, on_state=states.put)
+    transport.subscribe([("a", 0)])
     transport.connect(PATIENCE_S)
     while not isinstance(states.get(timeout=PATIENCE_S), Disconnected):
         continue
-    sock = broker.socks[0]
-    sock.settimeout(PATIENCE_S)
-    while sock.recv(1024):
+    broker.socks[0].settimeout(PATIENCE_S)
+    while broker.socks[0].recv(1024):
         continue
-    thread = transport._thread
     transport.close(timeout_s=0.0)
-    next_one.set()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 def test_a_topic_that_is_not_utf8_is_counted(fake):

@@ -8,8 +8,8 @@ import pytest
 from picky import HANG_UP, LEAVE, TAKE, Picky
 
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Refused
-from hepti_mqtt.transport.hang_ups import HANG_UPS, HangUps
-from hepti_mqtt.transport.outbox import Message, Outbox
+from hepti_mqtt.transport.control import HANG_UPS, Message
+from hepti_mqtt.transport.control import _HangUps as HangUps
 
 PATIENCE_S = 20.0
 
@@ -17,7 +17,7 @@ PATIENCE_S = 20.0
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
     """Connect again at once."""
-    monkeypatch.setattr("hepti_mqtt.transport.backoff.BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr("hepti_mqtt.transport.base.BACKOFF_S", (0.01, 0.05))
 
 
 @pytest.fixture
@@ -117,18 +117,6 @@ def test_what_waits_is_refused_by_a_broker_that_says_it_takes_nothing_so_large(p
         Refused(None, ("large",), "it takes packets of at most 2000 bytes, not 5012"),
         Connected(5, 2000, local=True),
     ]
-
-
-def test_what_is_refused_leaves_its_room_to_others():
-    outbox = Outbox("me", "broker:1883", max_queued_bytes=1000)
-    outbox.publish("large", bytes(900), 1, False)
-    filters, refused = outbox.connected(500)
-    assert filters == {}
-    assert [message.topic for message in refused] == ["large"]
-    outbox.publish("a", bytes(400), 1, False)
-    outbox.publish("b", bytes(400), 1, False)
-    assert [message.topic for message in outbox.withdraw(outbox.take())] == []
-    assert outbox.take().topic == "b"
 
 
 def test_only_hang_ups_on_the_same_message_on_end_count():

@@ -12,24 +12,16 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, data_connection_possible
+from hepti_mqtt.transport.base import KEEPALIVE_S
 from hepti_mqtt.transport.codec import publish_head
-from hepti_mqtt.transport.data_link import DataLink, data_link_possible
-from hepti_mqtt.transport.link import KEEPALIVE_S, LinkLost
+from hepti_mqtt.transport.data_connection import Link, Lost, _Wake
 from hepti_mqtt.transport.sockets import unacknowledged
 from hepti_mqtt.wire.topics import publish_bytes
 
 PATIENCE_S = 20.0
 
-pytestmark = [pytest.mark.broker, pytest.mark.skipif(not data_link_possible(), reason="our own link needs Linux")]
-
-
-@pytest.fixture(params=["own", "paho"])
-def link(request, monkeypatch):
-    """Each of both links."""
-    if request.param == "paho":
-        monkeypatch.setattr("hepti_mqtt.transport.client.data_link_possible", lambda: False)
-    return request.param
+pytestmark = [pytest.mark.broker, pytest.mark.skipif(not data_connection_possible(), reason="our own link needs Linux")]
 
 
 @pytest.fixture
@@ -37,7 +29,7 @@ def topic():
     return f"t/{uuid.uuid4().hex}"
 
 
-def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, link, topic, peers):
+def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, topic, peers):
     sender, receiver = peers(broker.url, tensors=True), peers(broker.url, tensors=True)
     assert sender.connected.protocol == 4
     receiver.subscribe(f"{topic}/+", qos=0)
@@ -51,7 +43,7 @@ def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, link, topic,
     assert sender.transport.counts().published_bytes == receiver.transport.counts().received_bytes == packets
 
 
-def test_a_payload_in_parts_goes_out_as_one_and_its_parts_may_change_then(link, mosquitto, topic, peers):
+def test_a_payload_in_parts_goes_out_as_one_and_its_parts_may_change_then(mosquitto, topic, peers):
     """Sent on the calling thread or queued behind others: what arrives is what the parts were."""
     peer = peers(mosquitto.url, tensors=True)
     peer.subscribe(topic, qos=0)
@@ -97,7 +89,7 @@ def test_a_payload_stays_as_it_is_while_somebody_has_it(mosquitto, topic, peers)
     assert all(array.ctypes.data % 64 == 0 for array in kept)
 
 
-def test_a_lost_connection_comes_back_with_its_filters(link, proxy, topic, peers):
+def test_a_lost_connection_comes_back_with_its_filters(proxy, topic, peers):
     peer = peers(proxy.url, tensors=True)
     peer.subscribe(topic, qos=0)
     proxy.cut()
@@ -108,7 +100,7 @@ def test_a_lost_connection_comes_back_with_its_filters(link, proxy, topic, peers
     assert peer.transport.counts().reconnections == 1
 
 
-def test_a_filter_left_is_silent(link, mosquitto, topic, peers):
+def test_a_filter_left_is_silent(mosquitto, topic, peers):
     peer = peers(mosquitto.url, tensors=True)
     peer.subscribe(f"{topic}/a", f"{topic}/b", qos=0)
     peer.transport.unsubscribe([f"{topic}/a"])
@@ -117,7 +109,7 @@ def test_a_filter_left_is_silent(link, mosquitto, topic, peers):
     assert bytes(peer.message()[1]) == b"b"
 
 
-def test_what_somebody_retained_arrives_too(link, mosquitto, topic, peers):
+def test_what_somebody_retained_arrives_too(mosquitto, topic, peers):
     peers(mosquitto.url, protocol=4).transport.publish(topic, b"kept", 1, retain=True)
     peer = peers(mosquitto.url, tensors=True)
     peer.subscribe(topic, qos=0)
@@ -137,16 +129,16 @@ def test_a_large_message_that_somebody_retained_arrives_too(mosquitto, topic, pe
     sender.transport.publish(topic, b"", 1, retain=True)
 
 
-def test_an_absent_broker_is_named(link):
+def test_an_absent_broker_is_named():
     with socket.socket() as sock:  # nobody listens on it, and nobody else gets it meanwhile
         sock.bind(("127.0.0.1", 0))
         url = BrokerUrl("127.0.0.1", sock.getsockname()[1])
-        transport = PahoTransport(url, "a", on_message=print, on_state=print, tensors=True)
+        transport = DataConnection(url, "a", on_message=print, on_state=print)
         with pytest.raises(NetworkError, match="no broker answers"):
             transport.connect(5.0)
 
 
-def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(link, proxy, topic, peers):
+def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(proxy, topic, peers):
     """Nothing is lost, and nothing comes twice or in another order."""
     sender, receiver = peers(proxy.url, tensors=True), peers(proxy.url, tensors=True)
     receiver.subscribe(topic, qos=0)
@@ -173,7 +165,7 @@ def test_a_message_that_is_half_out_when_the_connection_is_lost_is_counted(proxy
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"\x20\x02\0\x05", RefusedError), (b"\x20\x02\0\x03", NetworkError), (b"", NetworkError)]
 )
-def test_a_broker_that_does_not_let_us_in_says_why(answer, error, link):
+def test_a_broker_that_does_not_let_us_in_says_why(answer, error):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -185,32 +177,10 @@ def test_a_broker_that_does_not_let_us_in_says_why(answer, error, link):
         thread = threading.Thread(target=serve)
         thread.start()
         url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
-        transport = PahoTransport(BrokerUrl.parse(url), "a", on_message=print, on_state=print, tensors=True)
+        transport = DataConnection(BrokerUrl.parse(url), "a", on_message=print, on_state=print)
         with pytest.raises(error):
             transport.connect(5.0)
         thread.join()
-
-
-class _Heard:
-    """A listener that forgets."""
-
-    def on_message(self, *_):
-        return
-
-    on_bad_topic = on_acknowledged = on_subscribed = on_message
-
-
-class _Woken:
-    """A wake-up that never comes."""
-
-    def __init__(self):
-        self.ends = os.pipe()
-
-    def fileno(self):
-        return self.ends[0]
-
-    def clear(self):
-        return
 
 
 @pytest.fixture(params=["pair", "TCP"])
@@ -226,20 +196,26 @@ def open_link(request, monkeypatch):
     else:
         here, there = socket.socketpair()
     now = [0.0]
-    monkeypatch.setattr("hepti_mqtt.transport.data_link.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("hepti_mqtt.transport.data_link.socket.create_connection", lambda *_: here)
-    monkeypatch.setattr("hepti_mqtt.transport.data_link.tune_receiver", lambda sock: sock.setblocking(False))
-    monkeypatch.setattr("hepti_mqtt.transport.data_link.tune_sender", lambda sock: None)
-    woken = _Woken()
-    link = DataLink(BrokerUrl.parse("mqtt://127.0.0.1"), "a", listener=_Heard(), wake=woken)
+    monkeypatch.setattr("hepti_mqtt.transport.data_connection.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hepti_mqtt.transport.data_connection.socket.create_connection", lambda *_: here)
+    monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_receiver", lambda sock: sock.setblocking(False))
+    monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_sender", lambda sock: None)
+    wake = _Wake()
+    link = Link(BrokerUrl.parse("mqtt://127.0.0.1"), "a", threading.RLock(), wake, lambda *_: None)
     with there:
         there.sendall(b"\x20\x02\0\0")
         link.open(5.0, lambda: False)
         there.recv(1000)
         yield link, there, now
     here.close()
-    for end in woken.ends:
-        os.close(end)
+    wake.close()
+
+
+def put(link, payload):
+    """Publish as a transport does; return the bytes of the packet."""
+    head = publish_head("t", len(payload), 4)
+    link.send([memoryview(head), memoryview(payload)], copied=False)
+    return len(head) + len(payload)
 
 
 def test_a_broker_that_has_fallen_silent_is_given_up(open_link):
@@ -255,7 +231,7 @@ def test_a_broker_that_has_fallen_silent_is_given_up(open_link):
     assert there.recv(1000) == b"\xc0\0"
     link.turn(0.0)
     now[0] += KEEPALIVE_S + 0.1
-    with pytest.raises(LinkLost, match="has not answered"):
+    with pytest.raises(Lost, match="has not answered"):
         link.turn(0.0)
 
 
@@ -263,11 +239,8 @@ def test_a_broker_that_reads_slowly_is_not_silent(open_link):
     """PINGREQ waits behind what is being sent."""
     link, there, now = open_link
     there.settimeout(PATIENCE_S)
-    topic, payload = "t", bytes(4_000_000)
-    link.publish(topic, payload, 0, False)
-    link.flush()
-    left = publish_bytes(topic, len(payload), 0)
-    while link.busy:
+    left = put(link, bytes(4_000_000))
+    while link.waiting:
         now[0] += 0.4 * KEEPALIVE_S
         while not select.select([], [link._sock], [], 0)[1]:
             left -= len(there.recv(min(left, 100_000)))
@@ -278,7 +251,7 @@ def test_a_broker_that_reads_slowly_is_not_silent(open_link):
     assert there.recv(2) == b"\xc0\0"
     link.turn(0.0)
     now[0] += KEEPALIVE_S + 0.1
-    with pytest.raises(LinkLost, match="has not answered"):
+    with pytest.raises(Lost, match="has not answered"):
         link.turn(0.0)
 
 
@@ -288,11 +261,8 @@ def test_a_broker_that_reads_slowly_is_not_silent_where_the_kernel_has_taken_eve
     link, there, now = open_link
     there.settimeout(PATIENCE_S)
     link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2_000_000)
-    payload = bytes(2_000_000)
-    link.publish("t", payload, 0, False)
-    link.flush()
-    assert not link.busy
-    left = publish_bytes("t", len(payload), 0)
+    left = put(link, bytes(2_000_000))
+    assert not link.waiting
     while left > 1_000_000:
         before = unacknowledged(link._sock)
         while unacknowledged(link._sock) >= before:
@@ -301,7 +271,7 @@ def test_a_broker_that_reads_slowly_is_not_silent_where_the_kernel_has_taken_eve
         link.turn(0.0)
     assert now[0] > 2 * KEEPALIVE_S
     now[0] += KEEPALIVE_S + 0.1
-    with pytest.raises(LinkLost, match="has not answered"):
+    with pytest.raises(Lost, match="has not answered"):
         link.turn(0.0)
 
 
@@ -317,7 +287,7 @@ def test_a_broker_that_sends_slowly_is_not_silent(open_link):
     while link._decoder.missing > 4_000_000 - 10 * 10_000:
         link.turn(0.0)
     now[0] += KEEPALIVE_S + 0.1
-    with pytest.raises(LinkLost, match="has not answered"):
+    with pytest.raises(Lost, match="has not answered"):
         link.turn(0.0)
 
 
@@ -326,8 +296,7 @@ def test_a_broker_that_answers_nothing_while_we_send_a_little_is_given_up(open_l
     link, _there, now = open_link
 
     def send():
-        link.publish("t", b"small", 0, False)
-        link.flush()
+        put(link, b"small")
         link.turn(0.0)
 
     now[0] = 0.6 * KEEPALIVE_S
@@ -335,5 +304,5 @@ def test_a_broker_that_answers_nothing_while_we_send_a_little_is_given_up(open_l
     now[0] += 0.6 * KEEPALIVE_S
     send()
     now[0] += 0.6 * KEEPALIVE_S
-    with pytest.raises(LinkLost, match="has not answered"):
+    with pytest.raises(Lost, match="has not answered"):
         send()

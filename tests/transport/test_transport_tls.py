@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from hepti_mqtt.errors import ConfigError, NetworkError
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport
 
 PATIENCE_S = 20.0
 
@@ -93,7 +93,8 @@ def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers
 @pytest.mark.parametrize("tensors", [False, True])
 def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
     url = BrokerUrl("127.0.0.1", tls_port, tls=True)
-    transport = PahoTransport(url, "me", on_message=lambda *_: None, on_state=lambda _: None, tensors=tensors)
+    make = DataConnection if tensors else PahoTransport
+    transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
     with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
         transport.connect()
     transport.close()
