@@ -31,7 +31,6 @@ from device_agent.measure import Curves, measurement_places, self_measurement, w
 from device_agent.meter import Meter
 from device_agent.network import PLANES, Network
 from device_agent.own_endpoint import OwnEndpoint
-from device_agent.packet_limit import PacketLimit
 from device_agent.probe import Prober
 from device_agent.shell import Shell
 from device_agent.signals import Signals, ToldToEnd
@@ -51,6 +50,7 @@ from hepti_mqtt.transport import (
     Inbox,
     OnMessage,
     OnState,
+    PacketLimit,
     PahoTransport,
     Transport,
     Will,
@@ -148,7 +148,12 @@ class _Agent:
         self._shell: Shell | None = None
         self._afterwards: Afterwards | None = None
         self._endpoint: OwnEndpoint | None = None
-        self._packets = PacketLimit(config.url, config.site, config.device_id, self._complaints)
+        self._packets = PacketLimit(
+            config.url,
+            f"hepti-{config.site}-{config.device_id}-size",
+            Topics(config.site).probe(config.device_id),
+            self._complaints.add,
+        )
         self._reached = False  # whether the site has been told that the device is starting
         self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
 
@@ -344,7 +349,7 @@ class _Agent:
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id
-        largest, limit = self._packets.largest(link)
+        largest, limit = self._packets.largest(link.protocol, link.largest_packet_bytes)
         self._announced = largest, link
         self._prober.limit(limit, link.local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)

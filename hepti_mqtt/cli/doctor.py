@@ -26,7 +26,7 @@ from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import TILING, ahead, isa
 from hepti_mqtt.kernels.gemm import tilings
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_room
+from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_capacity
 from hepti_mqtt.wire.limits import LOW_QUEUE, low_queue
 from hepti_mqtt.wire.topics import Topics
 
@@ -110,7 +110,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
         small_s, large_s = _echoes(url, topic, large)
         held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
         yield Finding("round trip", f"{small_s * 1e3:.2f} ms, {large / 2**20:.3g} MiB {large_s * 1e3:.1f} ms", held)
-        room = queue_room(url, client_id="hepti-doctor-room", topic=topic, wanted=LOW_QUEUE)
+        room = queue_capacity(url, client_id="hepti-doctor-room", topic=topic, wanted=LOW_QUEUE)
         if room is not None:
             yield Finding("queue", f"{room.queued} messages", low_queue(*room, url.place))
         yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")

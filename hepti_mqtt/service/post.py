@@ -17,10 +17,19 @@ from hepti_mqtt.runtime.planner.flight import Job, RequestKey
 from hepti_mqtt.service.desk import Desk, Reply, repeated
 from hepti_mqtt.service.inbox import Asked, Decoder
 from hepti_mqtt.service.journal import LIVES, Journal
-from hepti_mqtt.service.limits_of_broker import warn_of_limits
 from hepti_mqtt.service.unheard import Outgoing, Unheard
-from hepti_mqtt.service.window import Window
-from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, Disconnected, OnState, PahoTransport, Receipt, State
+from hepti_mqtt.transport import (
+    BrokerUrl,
+    Connected,
+    Delivery,
+    DeliveryWindow,
+    Disconnected,
+    OnState,
+    PahoTransport,
+    Receipt,
+    State,
+    warn_of_limits,
+)
 
 LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
@@ -51,7 +60,7 @@ class Post:
         self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
         self._tell, self._met = changed, False
         self._stands: Connected | None = None  # the connection that brings requests
-        self._window = Window(self._spilled)
+        self._window = DeliveryWindow(self._spilled)
         self._url, self._name, self._look_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,

@@ -16,11 +16,19 @@ from hepti_mqtt.transport.base import (
     Transport,
     Will,
 )
+from hepti_mqtt.transport.broker_limits import (
+    DeliveryWindow,
+    PacketLimit,
+    QueueCapacity,
+    is_loopback,
+    largest_packet,
+    open_broker_warning,
+    open_line,
+    queue_capacity,
+    warn_of_limits,
+)
 from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.data_connection import DataConnection, data_connection_possible
-from hepti_mqtt.transport.limits import largest_packet
-from hepti_mqtt.transport.open import is_loopback, open_broker_warning, open_line
-from hepti_mqtt.transport.room import Room, queue_room
 from hepti_mqtt.transport.url import BrokerUrl
 
 __all__ = [
@@ -29,15 +37,17 @@ __all__ = [
     "Counts",
     "DataConnection",
     "Delivery",
+    "DeliveryWindow",
     "Disconnected",
     "Inbox",
     "OnDelivery",
     "OnMessage",
     "OnState",
+    "PacketLimit",
     "PahoTransport",
+    "QueueCapacity",
     "Receipt",
     "Refused",
-    "Room",
     "State",
     "Subscribed",
     "Transport",
@@ -47,5 +57,6 @@ __all__ = [
     "largest_packet",
     "open_broker_warning",
     "open_line",
-    "queue_room",
+    "queue_capacity",
+    "warn_of_limits",
 ]

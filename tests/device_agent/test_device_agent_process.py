@@ -14,7 +14,6 @@ from broker_kinds import broker_of
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
 from device_agent.limits import LOADING_BYTES
-from device_agent.packet_limit import WANTED_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cluster import profile_from_caps
@@ -26,6 +25,7 @@ from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport.broker_limits import WANTED_BYTES
 from hepti_mqtt.wire import described, frames, messages
 from hepti_mqtt.wire.topics import Topics
 

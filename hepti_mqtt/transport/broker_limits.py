@@ -1,0 +1,382 @@
+"""What a broker can take: its largest packet, what it keeps for a slow client, and whether it lets everyone in.
+
+What it announces is checked by sending to oneself, on connections of our own. Top to bottom: the largest packet, what a
+device knows of it, the queue for one client, what a planner's requests do with it, and open brokers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from math import isqrt
+from typing import Final, NamedTuple
+
+from hepti_mqtt.errors import HeptiError, NetworkError, RefusedError
+from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
+from hepti_mqtt.transport.control import PahoTransport
+from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.wire.limits import LOW_QUEUE, low_limit, low_queue
+from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, publish_bytes
+
+SMALLEST: Final = 1024
+WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker announces no limit
+DOUBTED_BYTES: Final = 1 << 20  # and that large where it announces (MQTT 5) that it takes it
+LOW_BYTES: Final = 1 << 20  # an exchange of a common model, or a tile of its weights, has less
+MOST_IN_FLIGHT: Final = 1024  # a broker that sends more at once has no limit that matters here
+ANSWER_S: Final = 10.0
+OPEN_ANSWER_S: Final = 3.0
+_PRECISION: Final = 16  # the answer may be a sixteenth below the true limit
+_MARK: Final = b"hepti-mark"
+_SMALL: Final = b"\0"
+
+
+def largest_packet(
+    url: BrokerUrl,
+    *,
+    client_id: str,
+    topic: str,
+    wanted_bytes: int,
+    protocol: int | None = None,
+    timeout_s: float = ANSWER_S,
+) -> int:
+    """Return the bytes of the largest PUBLISH, at most `wanted_bytes`, that comes back from the broker.
+
+    It makes connections of its own as `client_id`, because a broker closes the one that sends too much; `topic` must be
+    one on which the user may write and read (a device's probe topic). Usually one round trip. Below `wanted_bytes` the
+    answer is exact to a sixteenth. timeout_s: for each size tried. Raises NetworkError, or RefusedError if not even
+    1 KiB comes back.
+    """
+    probe = _SizeProbe(url, client_id, topic, protocol, timeout_s)
+    try:
+        wanted = max(SMALLEST, min(wanted_bytes, probe.announced() or MAX_PACKET_BYTES))
+        if probe.passes(wanted):
+            return wanted
+        if not probe.passes(SMALLEST):
+            raise RefusedError(
+                f"the broker at {url.place} does not give back what is published to {topic}; let user {url.user!r} "
+                "write and read it (see broker/acl.example)"
+            )
+        low, high = SMALLEST, wanted
+        while high - low > max(low // _PRECISION, 1):
+            middle = min(max(isqrt(low * high), low + 1), high - 1)
+            low, high = (middle, high) if probe.passes(middle) else (low, middle)
+        return low
+    finally:
+        probe.close()
+
+
+class _SizeProbe:
+    """A connection to send to oneself with, restored whenever the broker has closed it."""
+
+    def __init__(self, url: BrokerUrl, client_id: str, topic: str, protocol: int | None, timeout_s: float) -> None:
+        self._url, self._client_id, self._topic, self._protocol = url, client_id, topic, protocol
+        self._timeout_s = timeout_s
+        self._transport: PahoTransport | None = None
+        self._said: int | None = None
+        self._events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
+
+    def announced(self) -> int | None:
+        """Return what the broker announces, None if nothing."""
+        self._connected()
+        return self._said
+
+    def passes(self, packet_bytes: int) -> bool:
+        """Return whether a PUBLISH of that size comes back."""
+        # The mark follows on the same connection: if it comes back alone, the large one was dropped without a word.
+        transport, payload_bytes = self._connected(), _payload_bytes(self._topic, packet_bytes)
+        transport.publish(self._topic, bytes(payload_bytes))
+        transport.publish(self._topic, _MARK)
+        came = False
+        while True:
+            event = self._next()
+            if isinstance(event, Disconnected):
+                self.close()
+                return False
+            if event == _MARK:
+                return came
+            came = came or (isinstance(event, bytes) and len(event) == payload_bytes)
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close(timeout_s=0.5)
+
+    def _connected(self) -> PahoTransport:
+        if self._transport is not None:
+            return self._transport
+        events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
+        self._events = events
+        transport = self._transport = PahoTransport(
+            self._url,
+            self._client_id,
+            on_message=lambda _topic, payload: events.put(payload),
+            on_state=events.put,
+            protocol=self._protocol,
+            name="hepti-probe",
+            max_queued_bytes=MAX_PACKET_BYTES,
+        )
+        transport.connect(self._timeout_s)
+        transport.subscribe([(self._topic, 0)])
+        while True:
+            event = self._next()
+            if isinstance(event, Connected):
+                self._said = event.largest_packet_bytes
+            elif isinstance(event, Subscribed):
+                return transport
+            elif isinstance(event, Refused):
+                raise RefusedError(f"the broker at {self._url.place} refused to send {self._topic}: {event.reason}")
+            elif isinstance(event, Disconnected):
+                raise NetworkError(f"the broker at {self._url.place} closed the connection: {event.reason}")
+
+    def _next(self) -> State | bytes:
+        try:
+            return self._events.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise NetworkError(
+                f"nothing came back from the broker at {self._url.place} on {self._topic} within {self._timeout_s:g} s"
+            ) from None
+
+
+def _payload_bytes(topic: str, packet_bytes: int) -> int:
+    """Return the payload with which a PUBLISH at QoS 0 has `packet_bytes` (or one less, where the header grows)."""
+    payload = packet_bytes - publish_bytes(topic, 0, 0)
+    while publish_bytes(topic, payload, 0) > packet_bytes:
+        payload -= 1
+    return payload
+
+
+class PacketLimit:
+    """What a device knows of its broker's largest packet; what was tried once is not tried again.
+
+    client_id, topic: as for `largest_packet`. complain(code, text): called where the limit is low or unknown.
+    """
+
+    def __init__(self, url: BrokerUrl, client_id: str, topic: str, complain: Callable[[str, str], None]) -> None:
+        self._url, self._client_id, self._topic, self._complain = url, client_id, topic, complain
+        self._largest: int | None = None
+
+    def largest(self, protocol: int, announced: int | None) -> tuple[int | None, int | None]:
+        """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
+        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
+        wanted = WANTED_BYTES if protocol != 5 else min(announced or DOUBTED_BYTES, DOUBTED_BYTES)
+        if self._largest is None:
+            try:
+                self._largest = largest_packet(
+                    self._url, client_id=self._client_id, topic=self._topic, wanted_bytes=wanted
+                )
+            except HeptiError as exc:
+                self._complain("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
+                return announced, announced
+            if self._largest < wanted:
+                self._complain("packet_limit", low_limit(self._largest, self._url.place))
+        if self._largest < wanted:
+            return self._largest, self._largest
+        if protocol == 5:
+            return (MAX_PACKET_BYTES, None) if announced is None else (announced, announced)
+        return self._largest, None
+
+
+class QueueCapacity(NamedTuple):
+    """in_flight: messages of QoS 1 on their way to one client. queued: those kept beyond; what is more is dropped."""
+
+    in_flight: int
+    queued: int
+
+
+def queue_capacity(
+    url: BrokerUrl, *, client_id: str, topic: str, wanted: int, timeout_s: float = ANSWER_S
+) -> QueueCapacity | None:
+    """Return how many messages the broker keeps for one client, None if those are `wanted` beyond the ones in flight.
+
+    It sends small messages to itself on `topic`, where its user may write and read, and acknowledges none until the
+    broker has taken all. A broker of MQTT 3.1.1 alone is not asked: amqtt sends nothing more before each
+    acknowledgement. Raises NetworkError if that takes longer than timeout_s in all, or RefusedError if the broker does
+    not let it read the topic.
+    """
+    probe = _QueueProbe(url, client_id, topic, timeout_s)
+    try:
+        probe.open()
+        if probe.protocol < 5:
+            return None
+        sent = 0
+        while probe.arrived == sent and sent <= MOST_IN_FLIGHT:
+            sent += probe.send(wanted)
+        if (in_flight := probe.arrived) == sent:
+            return None
+        probe.send(wanted - (sent - in_flight))
+        kept = probe.fetch() - in_flight
+        return None if kept >= wanted else QueueCapacity(in_flight, kept)
+    finally:
+        probe.close()
+
+
+class _QueueProbe:
+    """A connection to send to oneself with; arrived: messages of QoS 1 that have come."""
+
+    def __init__(self, url: BrokerUrl, client_id: str, topic: str, timeout_s: float) -> None:
+        self._place, self._topic, self._timeout_s = url.place, topic, timeout_s
+        self._until_s = time.monotonic() + timeout_s
+        self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
+        self._unacknowledged: list[Delivery] = []
+        self.arrived = self.protocol = 0
+        self._transport = PahoTransport(
+            url,
+            client_id,
+            on_message=lambda _topic, _payload: None,
+            on_delivery=self._events.put,
+            on_state=self._events.put,
+            name="hepti-queue",
+        )
+
+    def open(self) -> None:
+        """Connect and subscribe; whatever comes of it, `close` follows."""
+        self._transport.connect(self._timeout_s)
+        self._transport.subscribe([(self._topic, 1)])
+        subscribed = False
+        while not (self.protocol and subscribed):  # either may come first
+            event = self._next()
+            subscribed |= isinstance(event, Subscribed)
+            if isinstance(event, Connected):
+                self.protocol = event.protocol
+
+    def send(self, count: int) -> int:
+        """Send so many messages and return when the broker has taken all of them."""
+        for _ in range(count):
+            self._transport.publish(self._topic, _SMALL, 1, taken=self._events.put)
+        taken = 0
+        while taken < count:
+            taken += isinstance(self._next(), bool)
+        return max(count, 0)
+
+    def fetch(self) -> int:
+        """Acknowledge what has come until nothing more does; return how many came in all."""
+        while self._unacknowledged:
+            for delivery in self._unacknowledged:
+                assert delivery.receipt is not None
+                self._transport.acknowledge(delivery.receipt)
+            self._unacknowledged.clear()
+            # What these acknowledgements make room for comes before what we send after them.
+            self._transport.publish(self._topic, _MARK)
+            while not (isinstance(event := self._next(), Delivery) and event.payload == _MARK):
+                continue
+        return self.arrived
+
+    def close(self) -> None:
+        """End the connection."""
+        self._transport.close(timeout_s=0.5)
+
+    def _next(self) -> State | Delivery | bool:
+        try:
+            event = self._events.get(timeout=max(self._until_s - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise NetworkError(
+                f"the broker at {self._place} does not give back what is published to {self._topic} within "
+                f"{self._timeout_s:g} s"
+            ) from None
+        if isinstance(event, Delivery) and event.receipt is not None:
+            self.arrived += 1
+            self._unacknowledged.append(event)
+        elif isinstance(event, Refused):
+            raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
+        return event
+
+
+def warn_of_limits(url: BrokerUrl, name: str, topic: str, log: logging.Logger) -> QueueCapacity | None:
+    """Log where the broker's limits are lower than models need; return its queue's capacity if that is small.
+
+    name: for connections of its own. topic: one on which the planner may write and read. It takes some round trips and
+    a message of 1 MiB, so do not wait for it at start-up.
+    """
+    try:
+        largest = largest_packet(url, client_id=f"{name}-size", topic=topic, wanted_bytes=LOW_BYTES)
+        if largest < LOW_BYTES:
+            log.warning("%s", low_limit(largest, url.place))
+        capacity = queue_capacity(url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE)
+    except HeptiError as error:
+        log.warning("cannot find the limits of the broker: %s", error)
+        return None
+    if capacity is not None:
+        log.warning("%s", low_queue(*capacity, url.place))
+    return capacity
+
+
+class DeliveryWindow:
+    """Unacknowledged requests of the current connection; all methods may be called from any thread.
+
+    spilled: called when all are acknowledged after there had been as many as the broker hands over at once: it may have
+    dropped what came beyond. limit: how many that is, None where the broker keeps enough beyond.
+    """
+
+    def __init__(self, spilled: Callable[[], None]) -> None:
+        self._spilled = spilled
+        self.limit: int | None = None
+        self._lock = threading.Lock()  # guards all that follows
+        self._connection = 0
+        self._waiting: set[int] = set()  # packet ids
+        self._full = False
+
+    def opened(self, receipt: Receipt) -> None:
+        """Note a request."""
+        with self._lock:
+            if receipt.connection != self._connection:
+                self._connection = receipt.connection
+                self._waiting.clear()
+            self._waiting.add(receipt.packet)
+            self._full |= self.limit is not None and len(self._waiting) >= self.limit
+
+    def closed(self, receipt: Receipt) -> None:
+        """Note an acknowledgement."""
+        with self._lock:
+            if receipt.connection != self._connection:
+                return
+            self._waiting.discard(receipt.packet)
+            spilled = self._full and not self._waiting
+            self._full &= not spilled
+        if spilled:
+            self._spilled()
+
+
+def open_broker_warning(url: BrokerUrl) -> str | None:
+    """Return one loud line if others than this machine reach the broker and it lets everyone in, None otherwise.
+
+    It tries, without user and password; whatever goes wrong with that says nothing of the broker.
+    """
+    return None if is_loopback(url.host) or not _lets_everyone_in(url) else open_line(url.place)
+
+
+def open_line(place: str) -> str:
+    """Return the line about an open broker at host:port."""
+    return (
+        f"OPEN BROKER: {place} lets everyone in without a password: whoever reaches it can read requests, answer them "
+        "and command devices; close it with `hepti site init` (broker/README.md)"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address stands for this machine alone."""
+    with suppress(OSError, UnicodeError, ValueError):
+        found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+        return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+    return False
+
+
+def _lets_everyone_in(url: BrokerUrl) -> bool:
+    nobody = replace(url, user=None, password=None)
+    name = f"hepti-open-{uuid.uuid4().hex[:12]}"
+    transport = PahoTransport(nobody, name, on_message=lambda *_: None, on_state=lambda _: None, name="open-check")
+    try:
+        transport.connect(OPEN_ANSWER_S)
+    except HeptiError:
+        return False
+    finally:
+        transport.close(timeout_s=0.5)
+    return True

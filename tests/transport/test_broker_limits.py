@@ -1,0 +1,170 @@
+"""What a broker takes, keeps and lets in, found out at real brokers."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from limited_broker import mosquitto_with
+
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.embedded_broker.settings import SETTINGS
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport import (
+    BrokerUrl,
+    DeliveryWindow,
+    PahoTransport,
+    QueueCapacity,
+    Receipt,
+    is_loopback,
+    largest_packet,
+    open_broker_warning,
+    queue_capacity,
+)
+from hepti_mqtt.transport.broker_limits import _payload_bytes
+from hepti_mqtt.wire.topics import publish_bytes
+
+TOPIC = "hepti/v1/home/dev/pi/probe"
+WANTED = 100
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_the_limit_of_a_broker_is_found(cache, protocol):
+    with start_broker(max_packet_bytes=100_000) as limited:
+        if limited.kind == "amqtt":
+            pytest.skip("amqtt knows no limit")
+        found = largest_packet(
+            BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
+        )
+    assert 100_000 * 15 / 16 <= found <= 100_000
+
+
+@pytest.mark.broker
+def test_what_is_wanted_is_enough(broker):
+    url = BrokerUrl.parse(broker.url)
+    assert largest_packet(url, client_id="pi", topic=TOPIC, wanted_bytes=3_000_000) == 3_000_000
+
+
+@pytest.mark.broker
+def test_without_a_broker_there_is_no_limit_to_find():
+    with pytest.raises(NetworkError):
+        largest_packet(BrokerUrl("host.invalid", 1), client_id="pi", topic=TOPIC, wanted_bytes=1)
+
+
+@pytest.mark.parametrize("size", [1024, 16_384 + 3, 16_384 + 4, 2_097_152 + 4, 2_097_152 + 5, 5_000_000])
+def test_a_probe_has_the_size_that_it_should(size):
+    assert size - 1 <= publish_bytes(TOPIC, _payload_bytes(TOPIC, size), 0) <= size
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize(
+    ("lines", "capacity"),
+    [
+        (["max_queued_messages 10"], QueueCapacity(20, 10)),
+        (["max_queued_messages 1", "max_inflight_messages 120"], QueueCapacity(120, 1)),
+        ([f"{s.name} {s.value}" for s in SETTINGS if s.name.startswith("max_")], None),
+        ([], None),
+        (["max_inflight_messages 0"], None),
+    ],
+    ids=["10", "1 of a large window", "ours", "Mosquitto's own", "no limit"],
+)
+def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacity: QueueCapacity | None) -> None:
+    with mosquitto_with(tmp_path, *lines) as broker:
+        assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
+
+
+def test_an_attempt_to_connect_that_is_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def late(_transport: PahoTransport, _timeout_s: float) -> None:
+        raise NetworkError("no broker answers")
+
+    monkeypatch.setattr(PahoTransport, "connect", late)
+    monkeypatch.setattr(PahoTransport, "close", lambda _transport, **_: closed.append(True))
+    with pytest.raises(NetworkError, match="no broker answers"):
+        queue_capacity(BrokerUrl("127.0.0.1", 1883), client_id="room", topic="t/1", wanted=WANTED)
+    assert closed
+
+
+def through(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
+    for packet in packets:
+        window.opened(Receipt(connection, packet))
+
+
+def acknowledged(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
+    for packet in packets:
+        window.closed(Receipt(connection, packet))
+
+
+def test_a_full_window_is_told_of_once_when_all_is_acknowledged():
+    told: list[str] = []
+    window = DeliveryWindow(lambda: told.append("spilled"))
+    window.limit = 3
+    through(window, 1, 2)
+    acknowledged(window, 1, 2)
+    assert not told, "all that came was handed over"
+    through(window, 3, 4, 5)
+    acknowledged(window, 3, 4)
+    assert not told, "what is sent again now would meet the same window"
+    acknowledged(window, 5)
+    through(window, 6)
+    acknowledged(window, 6)
+    assert told == ["spilled"]
+
+
+def test_a_broker_that_keeps_enough_is_not_doubted():
+    told: list[str] = []
+    window = DeliveryWindow(lambda: told.append("spilled"))
+    through(window, *range(1000))
+    acknowledged(window, *range(1000))
+    assert not told
+
+
+def test_another_connection_brings_everything_again():
+    told: list[str] = []
+    window = DeliveryWindow(lambda: told.append("spilled"))
+    window.limit = 2
+    through(window, 1)
+    through(window, 1, connection=2)
+    acknowledged(window, 1, connection=1)
+    through(window, 2, connection=2)
+    acknowledged(window, 1, 2, connection=2)
+    assert told == ["spilled"], "two were there at once"
+
+
+@pytest.fixture(scope="module")
+def address():
+    for found in psutil.net_if_addrs().values():
+        for a in found:
+            if a.family == socket.AF_INET and not a.address.startswith("127."):
+                return a.address
+    pytest.skip("this machine has no address but the loopback one")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_it"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("192.0.2.1", False), ("no-such-host.invalid", False)],
+)
+def test_loopback(host, is_it):
+    assert is_loopback(host) is is_it
+
+
+@pytest.mark.broker
+def test_only_an_open_broker_is_told(address):
+    with start_broker(address=address) as broker:
+        url = BrokerUrl.parse(broker.url)
+        said = open_broker_warning(url)
+        assert said is not None
+        assert f"OPEN BROKER: {address}:{broker.port}" in said
+        assert "hepti site init" in said
+        # A password that nobody asks for closes nothing.
+        assert open_broker_warning(replace(url, user="me", password="secret")) == said
+    assert open_broker_warning(url) is None, "an absent broker is none"
+    with start_broker(address=address, users={"me": "secret"}) as broker:
+        assert open_broker_warning(replace(BrokerUrl.parse(broker.url), user="me", password="secret")) is None
+    with start_broker() as broker:
+        assert open_broker_warning(BrokerUrl.parse(broker.url)) is None
