@@ -589,7 +589,7 @@ class Decoder:
         topic = self._topics.get(name) or self._new_topic(name)
         payload = self._buffers.take(stop - start)
         # Without the arguments of `Publish` to look up, this costs half.
-        message = tuple.__new__(Publish, (topic, payload, first >> 1 & 3, bool(first & RETAIN), packet_id))
+        message = tuple.__new__(Publish, (topic, payload, first >> 1 & 3, first & RETAIN == RETAIN, packet_id))
         if end >= stop:
             payload[:] = stage[start:stop]
             self._start = stop

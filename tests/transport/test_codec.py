@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hostile_bytes import run
 from hypothesis import given
 from hypothesis import strategies as st
 from mqtt_bytes import Reader, plain_parse, publish
@@ -322,3 +323,13 @@ def test_every_table_of_who_may_send_what_is_read_and_written():
     read = {*FROM_STRANGER, *FROM_SUBSCRIBER, *FROM_BROKER}
     assert {first for first, _ in codec._WRITERS.values()} <= read
     assert set(FROM_ENDPOINT) < set(FROM_BROKER)
+
+
+def test_a_sample_of_damaged_streams():
+    assert run(3_000, seed=13) > 6_000
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(2))
+def test_a_million_damaged_streams(seed):
+    assert run(260_000, seed) > 520_000
