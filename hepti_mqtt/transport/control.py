@@ -72,8 +72,7 @@ STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
 RECONNECT_TIMEOUT_S: Final = 5.0
 SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
-FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
-AWAY_S: Final = 0.3
+AWAY_S: Final = 0.3  # at least, for a DISCONNECT that the broker must read
 LATE_S: Final = 2.0  # beyond what `connect` is given, for a name look-up, which nothing interrupts
 SESSION_EXPIRY_S: Final = 3600
 MAX_INFLIGHT: Final = 20
@@ -291,6 +290,7 @@ class PahoTransport:
         Blocks until the connection is closed, except when called on the network thread or while that looks for a broker
         that is away. A second call does nothing.
         """
+        stop_at = time.monotonic() + timeout_s
         with self._changed:
             if self._closed:
                 return
@@ -301,7 +301,7 @@ class PahoTransport:
             if up and not here:
                 self._changed.wait_for(lambda: not (self._attempt.up and self._unfinished()), timeout_s)
         if client is not None:
-            client.end(time.monotonic() + (FAREWELL_S if up else AWAY_S))
+            client.end(max(stop_at, time.monotonic() + AWAY_S) if up else None)
         with self._changed:
             self._counts.lost += self._unfinished()
 
@@ -593,8 +593,6 @@ class _Client(Client):
         self._reading = self._wrote = False
         self._ends_at: float | None = None  # when the connection must have ended
         self.max_inflight_messages_set(0)
-        self.suppress_exceptions = True
-        self.enable_logger(_log)
         self.on_pre_connect = self._before
         self.on_connect_fail = self._no_connection
         self.on_socket_open = self._opened
@@ -615,7 +613,7 @@ class _Client(Client):
         self.thread = self._thread
 
     def end(self, deadline: float | None = None) -> None:
-        """Disconnect, and wait until the deadline that the thread ends, unless this is the thread."""
+        """Disconnect, and wait for the thread until the deadline, unless this is the thread; None: do not wait."""
         self._ends_at = time.monotonic() + AWAY_S if deadline is None else deadline
         self.disconnect()
         if deadline is not None and self.thread not in (None, threading.current_thread()):
@@ -654,6 +652,7 @@ class _Client(Client):
         try:
             return super().loop_read(max_packets)
         except Exception as error:  # paho raises struct.error, IndexError, ... on malformed packets
+            _log.info("%s: the connection is made again", self._owner.name, exc_info=True)  # or the mistake is ours
             self._owner.given_up(f"the broker sent what paho cannot read: {error!r}")
             return self._loop_rc_handle(_LOST)
         finally:
