@@ -484,7 +484,8 @@ class PahoTransport:
 
     def failed(self, client: _Client, error: Exception) -> None:
         """No version gets a connection."""
-        _log.info("%s: not connected: %s", self.name, error)
+        if self._connection:  # else `connect` raises it
+            _log.info("%s: not connected again yet: %s", self.name, error)
         self._hang_ups.away()
         self._versions.begin()
         self._outcome.put(error)
