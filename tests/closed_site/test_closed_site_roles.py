@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from closed_broker import PATIENCE_S, Someone, closed_broker
 
-from hepti_mqtt.closed_site.folder import ROLES, access_list
+from hepti_mqtt.closed_site.roles import ROLES, access_list
 from hepti_mqtt.ids import ALL, PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
 from hepti_mqtt.transport import BrokerUrl
