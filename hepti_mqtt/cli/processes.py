@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config.ending import stop_event
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
+from hepti_mqtt.config.process import stop_event
 
 if TYPE_CHECKING:
     from hepti_mqtt.cli.progress import LoadView
@@ -34,7 +34,7 @@ def agent(args: argparse.Namespace) -> int:
 
 
 def _show_load(view: LoadView, event: object) -> None:
-    from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
+    from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress
 
     if isinstance(event, LoadProgress):
         view.show(event.model, event.done_bytes, event.total_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.wire.topics import VERSION
+from hepti_mqtt.protocol.topics import VERSION
 
 Role = Literal["planner", "device", "client", "viewer"]
 AddedRole = Literal["device", "client", "viewer"]  # a site has one planner

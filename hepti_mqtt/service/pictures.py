@@ -14,9 +14,8 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from hepti_mqtt.errors import ModelError, RequestError
-from hepti_mqtt.models.reads import Pictures
-from hepti_mqtt.service.limits import MAX_PIXELS, MAX_SCANS
-from hepti_mqtt.service.values import kind
+from hepti_mqtt.models.shapes import Pictures
+from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, kind
 
 # Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")

@@ -20,11 +20,11 @@ from math import isqrt
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import HeptiError, NetworkError, RefusedError
+from hepti_mqtt.protocol.limits import LOW_QUEUE, low_limit, low_queue
+from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
 from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.wire.limits import LOW_QUEUE, low_limit, low_queue
-from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, publish_bytes
 
 SMALLEST: Final = 1024
 WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker announces no limit

@@ -33,6 +33,8 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.limits import packet_limit_error
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
     MAX_QUEUED,
@@ -65,8 +67,6 @@ from hepti_mqtt.transport.base import (
 )
 from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.wire.limits import packet_limit_error
-from hepti_mqtt.wire.topics import publish_bytes
 
 STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
     MAX_QUEUED_BYTES,
@@ -77,7 +78,6 @@ from hepti_mqtt.transport.sockets import (
     unacknowledged,
 )
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.wire.topics import publish_bytes
 
 PROTOCOL: Final = 4
 LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment

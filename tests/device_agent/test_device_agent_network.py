@@ -1,3 +1,7 @@
+"""Both connections: what comes becomes an event, a tile or an echo, and what is not valid is counted and dropped."""
+
+from __future__ import annotations
+
 import logging
 
 import numpy as np
@@ -6,19 +10,27 @@ from device_agent_support import MODEL, ListTransport, sha
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from device_agent.afterwards import CLOSE_S
-from device_agent.complaints import Complaints
-from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus
-from device_agent.network import Network
-from device_agent.probe import Prober
+from device_agent.background import CLOSE_S
+from device_agent.network import (
+    Acknowledged,
+    Complaints,
+    FiltersRefused,
+    LinkDown,
+    LinkUp,
+    Network,
+    OwnStatus,
+    PlannerStatus,
+)
+from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.transport.control import AWAY_S
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
 EPOCH = Epoch(3, 4)
@@ -69,15 +81,6 @@ def test_base_subscriptions_of_both_planes(wired):
     assert control == tuple((f"hepti/v1/home/{name}", 1) for name in names)
     assert data == (("hepti/v1/home/dev/d1/probe", 0),)
     assert wired.network.base_tokens == {("control", 1), ("data", 1)}
-
-
-def test_commands_and_statuses_become_events(wired):
-    release = messages.Release(1, MODEL, EPOCH)
-    status = described.Status("online", 8)
-    wired.hear(TOPICS.command("d1"), messages.encode(release))
-    wired.hear(TOPICS.planner_status(), messages.encode_status(status))
-    wired.hear(TOPICS.status("d1"), messages.encode_status(status))
-    assert wired.events() == [MessageIn(release), PlannerStatus(status), OwnStatus(status)]
 
 
 def test_requests_and_activations_become_frames(wired):
@@ -148,14 +151,6 @@ def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
     wired.events()
 
 
-def test_a_full_inbox_drops_and_counts():
-    wired = Wired(limit=2)
-    for _ in range(5):
-        wired.hear(TOPICS.work(MODEL, "d0"), work())
-    assert len(wired.events()) == 2
-    assert wired.complaints.counters["inbox_overflow"] == 3
-
-
 def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
     wired = Wired(limit=0)
     commands = [
@@ -164,7 +159,7 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
         messages.Cancel(MODEL, EPOCH, 5),
         messages.Drain(3),
     ]
-    status = described.Status("offline", 8)
+    status = protocol_messages.Status("offline", 8)
     wired.hear(TOPICS.work(MODEL, "d0"), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
     for command in commands:

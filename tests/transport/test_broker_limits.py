@@ -13,19 +13,17 @@ from limited_broker import mosquitto_with
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.embedded_broker.settings import SETTINGS
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import (
     BrokerUrl,
-    DeliveryWindow,
     PahoTransport,
     QueueCapacity,
-    Receipt,
     is_loopback,
     largest_packet,
     open_broker_warning,
     queue_capacity,
 )
 from hepti_mqtt.transport.broker_limits import _payload_bytes
-from hepti_mqtt.wire.topics import publish_bytes
 
 TOPIC = "hepti/v1/home/dev/pi/probe"
 WANTED = 100
@@ -88,52 +86,6 @@ def test_an_attempt_to_connect_that_is_late_is_given_up(monkeypatch: pytest.Monk
     with pytest.raises(NetworkError, match="no broker answers"):
         queue_capacity(BrokerUrl("127.0.0.1", 1883), client_id="room", topic="t/1", wanted=WANTED)
     assert closed
-
-
-def through(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
-    for packet in packets:
-        window.opened(Receipt(connection, packet))
-
-
-def acknowledged(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
-    for packet in packets:
-        window.closed(Receipt(connection, packet))
-
-
-def test_a_full_window_is_told_of_once_when_all_is_acknowledged():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
-    window.limit = 3
-    through(window, 1, 2)
-    acknowledged(window, 1, 2)
-    assert not told, "all that came was handed over"
-    through(window, 3, 4, 5)
-    acknowledged(window, 3, 4)
-    assert not told, "what is sent again now would meet the same window"
-    acknowledged(window, 5)
-    through(window, 6)
-    acknowledged(window, 6)
-    assert told == ["spilled"]
-
-
-def test_a_broker_that_keeps_enough_is_not_doubted():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
-    through(window, *range(1000))
-    acknowledged(window, *range(1000))
-    assert not told
-
-
-def test_another_connection_brings_everything_again():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
-    window.limit = 2
-    through(window, 1)
-    through(window, 1, connection=2)
-    acknowledged(window, 1, connection=1)
-    through(window, 2, connection=2)
-    acknowledged(window, 1, 2, connection=2)
-    assert told == ["spilled"], "two were there at once"
 
 
 @pytest.fixture(scope="module")

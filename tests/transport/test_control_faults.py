@@ -12,11 +12,11 @@ import pytest
 from picky import HANG_UP, LEAVE, TAKE, Picky
 
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, PahoTransport, Refused
 from hepti_mqtt.transport.base import KEEPALIVE_S
 from hepti_mqtt.transport.control import HANG_UPS, STALLED_S, SUBACK_S
 from hepti_mqtt.transport.sockets import unacknowledged
-from hepti_mqtt.wire.topics import publish_bytes
 
 PATIENCE_S = 20.0
 

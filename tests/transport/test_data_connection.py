@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, data_connection_possible
 from hepti_mqtt.transport.base import KEEPALIVE_S
 from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.data_connection import Link, Lost, _Wake
 from hepti_mqtt.transport.sockets import unacknowledged
-from hepti_mqtt.wire.topics import publish_bytes
 
 PATIENCE_S = 20.0
 

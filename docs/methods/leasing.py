@@ -1,0 +1,72 @@
+"""What leasing tiles gains where a device becomes slower while a request runs: VGG-16 by `fused_tiles`, simulated.
+
+Run by hand: `make bench-leasing`. Nothing is measured: every figure is the simulator's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.config import settings
+from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.simulator import Naming, Simulation, Slows, simulate
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import shape_for
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.planner import Question, decide
+
+NAMING = Naming("home", "model")
+MODEL, CUT, SITES = "vgg16", "3", ("four-pi4-240", "mixed-four")
+LEASED = {"owners": "leased"}
+SINCE_S, TIMES = 0.05, (2.0, 4.0)
+
+
+class Found(NamedTuple):
+    """A plan, and its requests: as predicted, and with a device that becomes slower."""
+
+    plan: Plan
+    steady: Simulation
+    slower: Simulation
+
+
+def found(model: str, site: str, options: Mapping[str, str], times: Mapping[str, float]) -> Found:
+    """Return a request under the planner's own shares on all devices, also with devices that become slower.
+
+    times: how many times as long an op takes then, by device.
+    """
+    spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_config("sites", Path(site)))
+    shape = shape_for(spec, 1)
+    devices = tuple(cluster.devices)
+    question = Question(
+        NAMING, spec, cluster, shape, Epoch(1, 1), strategy="fused_tiles", options=options, devices=devices
+    )
+    plan = decide(question).chosen.plan
+    parts = programs(spec, plan, shape)
+    steady = simulate(NAMING, spec, shape, parts, cluster, record=True)
+    slows = {device: Slows(SINCE_S, n) for device, n in times.items()}
+    return Found(plan, steady, simulate(NAMING, spec, shape, parts, cluster, record=True, slows=slows))
+
+
+def main() -> int:
+    """Print the table: the head device is left out, since what is behind the cut waits for it in any case."""
+    times = " | ".join(f"at 1/{times:g} of its speed, ms" for times in TIMES)
+    print(f"| site | slower from {SINCE_S * 1e3:.0f} ms on | owners | as predicted, ms | {times} |")
+    print("|---|---|---|---|" + "---|" * len(TIMES))
+    for site in SITES:
+        for device in list(load_site(settings.find_bundled_config("sites", Path(site))).devices)[1:]:
+            for owners, options in (("fixed", {}), ("leased", LEASED)):
+                with_slower = [found(MODEL, site, {"cut": CUT, **options}, {device: times}) for times in TIMES]
+                cells = [
+                    f"{run.seconds * 1e3:.0f}" for run in (with_slower[0].steady, *(f.slower for f in with_slower))
+                ]
+                print(f"| {site} | {device} | {owners} | {' | '.join(cells)} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What a planner asks its broker before it begins: whether it is alone."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from typing import Final
+
+from hepti_mqtt.errors import ConfigError, RefusedError, WireError
+from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Refused, State
+
+ECHO_S: Final = 3.0
+ANSWER_S: Final = 3.0
+
+_QUESTION: Final = Status("offline", 0)
+
+
+def require_alone(url: BrokerUrl, site: str) -> None:
+    """Return when no other planner serves the site.
+
+    A planner that lives contradicts at once who says on its status topic that it is offline; so we say it, not
+    retained. Our own words come back to us after what the broker had retained, so that nothing needs to be waited out
+    at a site without a planner. A status that a dead planner left behind costs some seconds of waiting.
+
+    Raises ConfigError naming the other planner; NetworkError and RefusedError of the connection.
+    """
+    topic = Topics(site).planner_status()
+    inbox: queue.SimpleQueue[Status | State] = queue.SimpleQueue()
+
+    def heard(_topic: str, payload: bytes) -> None:
+        try:
+            inbox.put(decode_status(payload))
+        except WireError:
+            return  # cleared, or of a program that is not ours
+
+    name = f"hepti-{site}-planner-check-{uuid.uuid4().hex[:12]}"
+    transport = PahoTransport(url, name, on_message=heard, on_state=inbox.put, name="planner-check")
+    try:
+        transport.subscribe([(topic, 1)])
+        transport.connect()
+        known = _known(inbox, transport, topic)
+        if known is not None and known.state == "online" and _contradicted(inbox):
+            raise ConfigError(
+                f"site {site} has a planner already (boot {known.boot}); stop it first, or choose another --site"
+            )
+    finally:
+        transport.close()
+
+
+def _known(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport, topic: str) -> Status | None:
+    """Return the retained status: what comes before the question that we publish."""
+    known = None
+    until = time.monotonic() + ECHO_S
+    while (got := _get(inbox, until)) is not None:
+        if isinstance(got, Connected):
+            transport.publish(topic, encode_status(_QUESTION), 1)
+        elif isinstance(got, Refused):
+            raise RefusedError(
+                f"the broker does not let the planner use {topic}: {got.reason}; see the access list in "
+                "broker/acl.example"
+            )
+        elif got == _QUESTION:
+            return known
+        elif isinstance(got, Status):
+            known = got
+    return known
+
+
+def _contradicted(inbox: queue.SimpleQueue[Status | State]) -> bool:
+    until = time.monotonic() + ANSWER_S
+    while (got := _get(inbox, until)) is not None:
+        if isinstance(got, Status) and got != _QUESTION:
+            return got.state == "online"
+    return False
+
+
+def _get(inbox: queue.SimpleQueue[Status | State], until: float) -> Status | State | None:
+    try:
+        return inbox.get(timeout=max(until - time.monotonic(), 0.0))
+    except queue.Empty:
+        return None
