@@ -1,4 +1,4 @@
-"""The coordinator's requests on a virtual clock: what waits, is issued again, ended."""
+"""A request from its arrival to its one end, on a virtual clock: runs, reports, doubt, and all that ends it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,40 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_site import MANIFEST, ROW, SPEC, Site, everyone
+from scripted_site import MANIFEST, ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
-from hepti_mqtt.errors import DeadlineError, IdInUseError, OverloadedError, PlanError, RemoteError
+from hepti_mqtt.errors import DeadlineError, IdInUseError, PlanError, RemoteError
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import Served
 from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, DISTURBED_S, OVERDUE_S, QUEUE
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, DISTURBED_S, OVERDUE_S
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.worker import session
+
+
+def part(site: Site, admission: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
+    """Return a part of the output of a run."""
+    body = np.ones((rows, width), np.float32)
+    return replace(site.work[admission], kind="output", source=source, dtype="f32", shape=body.shape, body=body, **more)
+
+
+def done(site: Site, admission: int = 1, source: str = "a", parts: int = 1) -> Frame:
+    numbers = (2000, 500, 100, parts)
+    frame = replace(site.work[admission], kind="done", source=source, dtype="u8", shape=(0,), numbers=numbers)
+    return replace(frame, body=b"")
+
+
+def hear(site: Site, *frames: Frame) -> None:
+    for frame in frames:
+        site.event(interface.UpFrame(frame.source, frame))
 
 
 def test_devices_that_join_together_get_one_plan() -> None:
@@ -35,17 +53,16 @@ def test_devices_that_join_together_get_one_plan() -> None:
     assert len(site.solves) == 1
     assert set(site.solves[0].question.cluster.devices) == {"a", "b"}
     plan = site.prepares().popitem()[1].plan
-    assert site.session.plan("m") is None, "a plan is active only when every device is ready"
+    assert site.plan is None, "a plan is active only when every device is ready"
     site.ready()
-    active = site.session.plan("m")
+    active = site.plan
     assert active is not None
     assert active.to_dict() == plan
 
 
 def test_answer_carries_output_plan_and_counters() -> None:
-    site = Site()
-    site.join("a")
-    plan = site.settle()
+    site = settled("a")
+    plan = site.plan
     site.submit("r1", 8)
     site.answer(1)
     answer = site.answers["r1"]
@@ -56,30 +73,8 @@ def test_answer_carries_output_plan_and_counters() -> None:
     assert stats.dispatch_bytes > len(site.work[1].body)
 
 
-def test_requests_before_the_first_plan_wait_for_it() -> None:
-    site = Site()
-    site.join("a")
-    site.submit("r1")
-    assert not site.work
-    site.settle()
-    assert list(site.work) == [1]
-
-
-def test_chunks_are_answered_together_in_order_whatever_the_order_of_arrival() -> None:
-    site = Site(in_flight=3)
-    site.join("a")
-    site.settle()
-    site.submit("r1", 3, 5, 7)
-    for admission in (3, 1, 2):
-        assert not site.answers
-        site.answer(admission)
-    assert site.answers["r1"].job.output()[:, 0].tolist() == [3, 5, 7]
-
-
 def test_a_request_that_computes_nothing_is_answered_when_its_plan_is_up() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    site.settle()
+    site = settled("a", "b", decider=everyone)
     site.submit("r1", 8)
     site.submit("r2", 3, 5, pins=Pins("column", {}, ("a", "b")), computes=False)
     assert "r2" not in site.answers, "its pins are not those of the plan"
@@ -88,7 +83,7 @@ def test_a_request_that_computes_nothing_is_answered_when_its_plan_is_up() -> No
     site.ready()
     answer = site.answers["r2"]
     assert answer.plan.strategy == "column"
-    assert site.session.plan("m") != answer.plan, "which pins it changed for nobody else"
+    assert site.plan != answer.plan, "which pins it changed for nobody else"
     assert [(run.shape.tokens, run.compute_us, run.dispatch_bytes) for run in answer.stats] == [(3, {}, 0), (5, {}, 0)]
     assert list(site.work) == [1]
 
@@ -100,45 +95,29 @@ def test_a_request_that_computes_nothing_ends_without_a_plan_too() -> None:
     assert isinstance(site.errors["r1"], PlanError | DeadlineError)
 
 
-def test_no_more_runs_at_once_than_devices_have_room_for() -> None:
-    site = Site(in_flight=2)
-    site.join("a")
-    site.settle()
-    for name in ("r1", "r2", "r3"):
-        site.submit(name)
-    assert list(site.work) == [1, 2]
-    site.answer(1)
-    assert list(site.work) == [1, 2, 3]
-
-
 def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
-    site = Site()
-    site.join("a")
-    site.settle()
+    site = settled("a")
     site.submit("r1", within=1e6)
     for attempt in range(ATTEMPTS):
-        for _ in range(2 + 2 ** (attempt + 1)):
-            site.tick(2)
+        site.pass_by(2 + 2 ** (attempt + 1), 2)
         site.ready()
     assert isinstance(site.errors["r1"], RemoteError)
     assert len(site.work) == ATTEMPTS
 
 
 def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    first = site.settle()
+    site = settled("a", "b", decider=everyone)
+    first = site.plan
     site.submit("r1", within=1e6)
     site.submit("r2", within=1e6)
     site.answer(2)
     site.told.clear()
-    for _ in range(4):
-        site.tick(2)
+    site.pass_by(4, 2)
     assert set(site.prepares()) == {"a", "b"}
     assert not any(isinstance(m, messages.Release) for _, m in site.told), "the weights stay while they are needed"
     assert list(site.work) == [1, 2], "nothing more goes to a plan that lost a run"
     site.ready()
-    second = site.session.plan("m")
+    second = site.plan
     assert second.epoch > first.epoch
     assert ("a", first.epoch) in [(d, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
     site.answer(3)
@@ -146,9 +125,8 @@ def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:
-    site = Site(in_flight=1)
-    site.join("a")
-    plan = site.settle()
+    site = settled("a", in_flight=1)
+    plan = site.plan
     site.submit("r1", within=1.0)
     site.submit("r2", within=1.0)
     site.submit("r3", within=100.0)
@@ -160,22 +138,8 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     assert "r3" in site.answers
 
 
-def test_full_queue_refuses() -> None:
-    site = Site(in_flight=1)
-    site.join("a")
-    site.settle()
-    for i in range(QUEUE + 2):
-        site.submit(f"r{i}")
-    assert [n for n, e in site.errors.items() if isinstance(e, OverloadedError)] == [f"r{QUEUE + 1}"]
-    for admission in range(1, QUEUE + 2):
-        site.answer(admission)
-    assert len(site.answers) == QUEUE + 1
-
-
 def test_repeated_request_on_its_way_runs_once() -> None:
-    site = Site(in_flight=1)
-    site.join("a")
-    site.settle()
+    site = settled("a", in_flight=1)
     site.submit("r1")
     site.submit("r2")
     site.submit("r1")
@@ -188,37 +152,35 @@ def test_repeated_request_on_its_way_runs_once() -> None:
 
 
 def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
-    site = Site(in_flight=1)
-    site.join("a")
-    site.settle()
+    site = settled("a", in_flight=1)
     job = site.submit("r1", 8)
     site.submit("r2", 8)
     for name, admission in (("r1", 1), ("r2", 2)):
         other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
-        refused = [c for c in site.session.handle(interface.Submit(other), site.now) if isinstance(c, interface.Refuse)]
-        assert [c.job.token for c in refused] == ["other"]
-        assert isinstance(refused[0].error, IdInUseError)
-        assert name in str(refused[0].error)
+        (refused,) = (
+            c for c in site.session.handle(interface.Submit(other), site.now) if isinstance(c, interface.Refuse)
+        )
+        assert refused.job.token == "other"
+        assert isinstance(refused.error, IdInUseError)
         site.answer(admission)
     assert set(site.answers) == {"r1", "r2"}
 
 
-def test_request_that_a_device_cannot_compute_fails_with_its_words() -> None:
-    site = Site()
-    site.join("a")
-    plan = site.settle()
+def test_a_request_that_a_device_cannot_compute_ends_with_what_the_device_said_after_a_second_attempt() -> None:
+    site = settled("a")
     site.submit("r1")
-    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
+    site.run_failed("a", 1, "device")
     assert not site.errors, "it is tried once more"
-    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 2, "device", "a: linear failed: nan")))
-    assert "linear failed" in str(site.errors["r1"])
+    said = messages.RequestFailed("m", site.plan.epoch, 2, "device", "linear failed: nan")
+    site.event(interface.UpMessage("a", said))
+    assert site.errors["r1"].code == RemoteError.code
+    assert said.text in str(site.errors["r1"])
 
 
 @pytest.mark.parametrize(("device", "number"), [("b", 0), ("a", 1)])
 def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, number: int) -> None:
-    site = Site()
-    site.join("a")
-    plan = site.settle()
+    site = settled("a")
+    plan = site.plan
     site.submit("r1")
     epoch = plan.epoch._replace(number=plan.epoch.number + number)
     for code in ("device", "request", "wire"):
@@ -234,22 +196,17 @@ def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, numb
 def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issued_again(
     what: str, forged_first: bool
 ) -> None:
-    site = Site()
-    site.join("a")
-    site.settle()
+    site = settled("a")
     site.submit("r1")
-    frame, output = site.work[1], np.ones((1, SPEC.hidden), np.float32)
-    sent = replace(frame, kind="output", source="a", dtype="f32", shape=output.shape, body=output)
-    done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
+    sent, end = part(site), done(site)
     forged = {
-        "numbers": replace(sent, body=output * 2),
+        "numbers": replace(sent, body=sent.body * 2),
         "row": replace(sent, row_start=1),
-        "shape": replace(sent, shape=(2, SPEC.hidden), body=np.ones((2, SPEC.hidden), np.float32)),
-        "another part": replace(sent, part=sent.part + 1),
-        "parts sent": replace(done, numbers=(1, 1, 1, 2)),
+        "shape": part(site, rows=2),
+        "another part": replace(sent, part=1),
+        "parts sent": done(site, parts=2),
     }[what]
-    for said in (forged, sent, done) if forged_first else (sent, forged, done):
-        site.event(interface.UpFrame("a", said))
+    hear(site, *((forged, sent, end) if forged_first else (sent, forged, end)))
     assert not site.answers
     assert not site.errors
     site.answer(2)
@@ -258,60 +215,36 @@ def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issu
 
 def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
     """A step of a decoder was forgotten then: its request had no end."""
-    site = Site()
-    site.join("a")
-    site.settle()
+    site = settled("a")
     chunk = Chunk(PackedTokens((3,), cache=8), np.zeros(4, np.int32))
     job = Job(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
     site.event(interface.Submit(job))
-    for part, width in enumerate((SPEC.hidden, SPEC.hidden + 1)):
-        body = np.ones((1, width), np.float32)
-        sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=body.shape, body=body, part=part)
-        site.event(interface.UpFrame("a", sent))
-    site.event(
-        interface.UpFrame("a", replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b""))
-    )
+    hear(site, part(site), part(site, width=SPEC.hidden + 1, part=1), done(site))
     assert list(site.work) == [1, 2, 3], "the second began with the first part, which is in doubt then"
     assert not site.session.slots.own("m").runs.keys() & {1, 2}
 
 
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
-    site = Site()
-    site.join("a")
-    site.settle()
+    site = settled("a")
     site.submit("r1")
-    output = np.full((1, SPEC.hidden), np.nan, np.float32)
-    sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=output.shape, body=output)
-    site.event(interface.UpFrame("a", sent))
-    site.event(interface.UpFrame("a", replace(sent, body=output.copy())))
+    sent = replace(part(site), body=np.full((1, SPEC.hidden), np.nan, np.float32))
+    hear(site, sent, replace(sent, body=sent.body.copy()))
     assert list(site.work) == [1]
-    done = replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
-    site.event(interface.UpFrame("a", done))
+    hear(site, done(site))
     assert set(site.answers) == {"r1"}
-
-
-def test_request_whose_frames_were_bad_is_issued_again() -> None:
-    site = Site()
-    site.join("a")
-    plan = site.settle()
-    site.submit("r1")
-    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
-    assert list(site.work) == [1, 2]
 
 
 def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None:
     """Both ends tell of its loss and both of its return; only one that is lost again and again ends the request."""
-    site = Site()
-    site.join("a")
-    plan = site.settle()
+    site = settled("a")
     site.submit("r1", within=1e6)
     for _ in range(3 * ATTEMPTS):
-        site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+        site.run_failed("a", max(site.work), "link")
     assert not site.errors
     for _ in range(ATTEMPTS - 1):
         site.tick(DISTURBED_S / 2)
         site.tick(DISTURBED_S / 2 + 0.1)
-        site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+        site.run_failed("a", max(site.work), "link")
     assert isinstance(site.errors["r1"], RemoteError)
 
 
@@ -330,15 +263,11 @@ def test_two_models_do_not_plan_with_the_same_memory() -> None:
 def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
     batching = data.draw(st.sampled_from([Batching(1), Batching(16), Batching(4, 0.2)]))
     site = Site(decider=everyone, batching=batching)
-    names = ("a", "b")
     pins = (None, ROW, Pins(devices=("b",)), Pins(storage="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
-    boot = Counter[str]()
-    submitted = 0
+    boot, submitted = Counter[str](), 0
+    acts = ["join", "leave", "tick", "ready", "submit", "answer", "fail", "broken", "offline"]
     for _ in range(data.draw(st.integers(5, 40))):
-        what = data.draw(
-            st.sampled_from(["join", "leave", "tick", "ready", "submit", "answer", "fail", "broken", "offline"])
-        )
-        name = data.draw(st.sampled_from(names))
+        what, name = data.draw(st.sampled_from(acts)), data.draw(st.sampled_from("ab"))
         if what == "join":
             boot[name] += 1
             site.join(name, boot=boot[name])
@@ -356,38 +285,26 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
         elif what == "answer" and site.work:
             site.answer(data.draw(st.sampled_from(sorted(site.work))))
         elif what == "fail" and name in site.prepares():
-            message = site.prepares()[name]
-            plan = Plan.from_dict(message.plan)
-            code = data.draw(st.sampled_from(["memory", "wire"]))
-            site.event(interface.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
+            site.failed(name, data.draw(st.sampled_from(["memory", "wire"])))
         elif what == "broken" and site.work:
-            frame, code = (
-                data.draw(st.sampled_from(list(site.work.values()))),
-                data.draw(st.sampled_from(["wire", "x"])),
-            )
-            broken = messages.RequestFailed("m", frame.epoch, frame.admission, code, "no")
-            site.event(interface.UpMessage(name, broken))
+            run, code = data.draw(st.sampled_from(list(site.work))), data.draw(st.sampled_from(["wire", "x"]))
+            site.run_failed(name, run, code)
         elif what == "offline":
             site.event(interface.Connection(online=data.draw(st.booleans())))
-    for _ in range(8):
-        site.tick(5)
+    site.pass_by(8, 5)
     assert len(site.answers) + len(site.errors) == submitted
     for answer in site.answers.values():
         wanted = answer.job.pins or Pins()
         assert (answer.plan.wire, answer.plan.storage) == (wanted.wire, wanted.storage), "each under its own pins"
-        lengths = [c.shape.tokens for c in answer.job.chunks]
-        assert answer.job.output()[:, 0].tolist() == lengths
+        assert answer.job.output()[:, 0].tolist() == [c.shape.tokens for c in answer.job.chunks]
 
 
 def test_counters_and_foreign_frames_change_nothing() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    plan = site.settle()
+    site = settled("a", "b", decider=everyone)
     site.submit("r1")
-    other = next(d for d in plan.devices if d != plan.head)
-    output = np.zeros((1, SPEC.hidden), np.float32)
-    stray = replace(site.work[1], kind="output", source=other, dtype="f32", shape=output.shape, body=output)
-    site.event(interface.UpFrame(other, stray))  # says later that it has sent none
+    other = next(d for d in site.plan.devices if d != site.plan.head)
+    stray = part(site, source=other)
+    hear(site, stray)  # says later that it has sent none
     site.event(interface.UpFrame("stranger", stray))
     assert site.session.counters["late"] == 1
     site.answer(1)
@@ -420,3 +337,123 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     swarm.submit("s", shape, inputs)
     swarm.run(OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
     np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def running(**options) -> tuple[Site, Plan]:
+    site = settled("a", "b", pins=ROW, **options)
+    return site, site.plan
+
+
+def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
+    chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+    job = Job(RequestKey("m", "c", name), chunks, None, site.now + 60, report=report)
+    site.event(interface.Submit(job))
+    return job
+
+
+def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:
+    """Send rows of the output, which are the lengths of the sequences."""
+    whole = np.repeat(np.array(decode_work(site.work[admission])[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
+    body, first = whole[rows], rows.start or 0
+    sent = replace(site.work[admission], kind="output", source=source or plan.head, part=part, dtype="f32")
+    hear(site, replace(sent, shape=body.shape, row_start=first, body=body))
+
+
+def report(site: Site, plan: Plan, admission: int, *devices: str, parts: int = 1) -> None:
+    hear(site, *(done(site, admission, device, parts if device == plan.head else 0) for device in devices))
+
+
+def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
+    site, plan = running()
+    ask(site, "r")
+    report(site, plan, 1, "b")
+    assert not site.answers
+    output(site, plan, 1)
+    (stats,) = site.answers["r"].stats
+    assert not stats.reported
+    assert site.session.slots.own("m").runs, "the devices are not through"
+    report(site, plan, 1, "a")
+    assert not site.session.slots.own("m").runs
+    assert not site.session.counters["late"]
+    for n in range(2, 5):  # what is learned of runs is learned of these too
+        ask(site, f"r{n}")
+        output(site, plan, n)
+        site.now += 1.0
+        report(site, plan, n, "a", "b")
+    assert len(site.answers) == 4
+
+
+def test_who_asks_for_the_reports_waits_for_them_and_others_of_the_run_do_not():
+    site, plan = running(in_flight=1, batching=Batching(4))
+    ask(site, "first")
+    ask(site, "soon", 3)
+    ask(site, "whole", 5, report=True)
+    output(site, plan, 1)
+    report(site, plan, 1, "a", "b")
+    output(site, plan, 2)
+    assert set(site.answers) == {"first", "soon"}
+    report(site, plan, 2, "a", "b")
+    (stats,) = site.answers["whole"].stats
+    assert stats.reported
+    assert set(stats.sent_bytes) == {"a", "b"}
+    for name, length in (("soon", 3), ("whole", 5)):
+        np.testing.assert_array_equal(site.answers[name].job.output(), np.full((1, SPEC.hidden), length))
+
+
+def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
+    site, plan = running()
+    chunk = Chunk(PackedTokens((4, 5)), np.zeros(9, np.int32))
+    site.event(interface.Submit(Job(RequestKey("m", "c", "two"), (chunk,), None, 60.0, report=False)))
+    output(site, plan, 1, slice(1, 2), part=1)
+    output(site, plan, 1, slice(1, 2), part=2, source="b")  # of a device that will say that it sent none
+    output(site, plan, 1, slice(0, 1))
+    assert not site.answers, "rows that came twice: only the reports say whose are the answer"
+    report(site, plan, 1, "a", "b", parts=2)
+    np.testing.assert_array_equal(site.answers["two"].job.output()[:, 0], [4, 5])
+    assert site.session.counters["foreign_frame"] == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, SPEC.hidden + 1), (1, SPEC.hidden, 1)])
+def test_an_output_of_another_shape_is_no_answer_before_the_reports(shape):
+    site, _plan = running()
+    ask(site, "r")
+    frame = site.work[1]
+    body = np.zeros(shape, np.float32)
+    site.event(interface.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body)))
+    assert not site.answers
+    assert not site.errors
+
+
+@pytest.mark.parametrize("lost", ["reports", "a device", "a failure"])
+def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
+    site, plan = running()
+    ask(site, "r")
+    output(site, plan, 1)
+    assert set(site.answers) == {"r"}
+    if lost == "a device":
+        site.leave("b")
+    elif lost == "a failure":
+        site.run_failed("b", 1, "internal")
+    else:
+        for _ in range(400):
+            site.tick(1.0)
+            if not site.session.slots.own("m").runs:
+                break
+    assert not site.session.slots.own("m").runs
+    assert set(site.work) == {1}
+    assert not site.errors
+
+
+def test_a_chunk_whose_output_is_there_is_not_computed_again_when_its_run_is_lost():
+    site, plan = running(in_flight=1)
+    ask(site, "r", 3, 4)
+    output(site, plan, 1)
+    site.event(interface.Connection(online=False))
+    site.event(interface.Connection(online=True))
+    site.tick(0.5)
+    assert site.session.slots.own("m").runs.keys() == {2}
+    output(site, plan, 2)
+    assert [s.shape.lengths for s in site.answers["r"].stats] == [(3,), (4,)]

@@ -19,7 +19,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
-from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import UNREPORTED
 from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS
@@ -64,18 +64,6 @@ def test_reports_that_come_before_the_answer_are_in_it():
     assert [s.reported for s in site.answers["r"].stats] == [True, True, False]
     assert [s.shape.size for s in site.answers["r"].stats] == [3, 1, 1]
     assert site.answers["r"].stats[0].sent_bytes == {"a": 100, "b": 100}
-
-
-def test_a_device_that_reports_before_the_output_makes_no_difference():
-    site = running()
-    site.ask(most=2)
-    for number in (1, 2):
-        site.compute(number)
-        site.report(number)
-        site.output(number)
-    assert site.tokens() == expected(2)
-    assert [s.reported for s in site.answers["r"].stats] == [True, True]
-    assert not site.running
 
 
 def test_who_asks_for_the_reports_has_tokens_at_once_and_the_answer_with_all_of_them():
@@ -152,17 +140,6 @@ def test_steps_whose_reports_are_missing_are_few():
     assert not site.running
 
 
-def test_with_one_run_at_once_the_next_step_takes_the_place_of_the_one_before():
-    site = running(in_flight=1)
-    site.ask("r", most=2)
-    site.ask("s", most=1)
-    site.step(reported=False)
-    assert frames.decode_session(site.work[2]) == frames.Session(1, final=True)
-    site.step(reported=False)
-    site.step(reported=False)
-    assert (site.tokens("r"), site.tokens("s")) == (expected(2), expected(1))
-
-
 def for_steps(question: Question) -> Decision:
     """Decide for a plan that was made for steps of 0.1 s."""
     made = everyone(question)
@@ -181,7 +158,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
         site.now += 0.05
         site.report(number)
     learned = site.session.slots.own("m").experience.learned(site.now)
-    assert learned.factor(site.session.plan("m")) == pytest.approx(3.0), "from its dispatch to its last report"
+    assert learned.factor(site.plan) == pytest.approx(3.0), "from its dispatch to its last report"
 
 
 def test_steps_beside_other_requests_teach_nothing():
@@ -211,7 +188,7 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
         frame = replace(site.work[2], kind="output", source="a", dtype="f32", shape=sent.shape, body=sent)
         site.event(interface.UpFrame("a", replace(frame, row_start=1)))
     elif what == "failure":
-        site.failed(2, "b", "device")
+        site.run_failed("b", 2, "device")
     else:  # the head says that it has sent nothing, and the others say the same: the output was forged
         for device in ("a", "b"):
             done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
@@ -238,23 +215,20 @@ def test_a_forged_token_that_was_told_ends_in_an_error_and_no_wrong_answer():
     site.output(1)
     assert site.running == {3}
     site.step()
-    error = site.errors["r"]
-    assert isinstance(error, RemoteError)
-    assert f"token 0 was told as {(right + 1) % SPEC.hidden} and is {right}" in str(error)
+    assert isinstance(site.errors["r"], RemoteError)
     assert not site.running
 
 
 def test_a_part_of_a_device_that_says_later_that_it_sent_none_is_no_token():
     site = running(orderly=False)
-    right = expected(1)[0]
     site.ask(most=2)
-    site.output(1, forged=(right + 1) % SPEC.hidden, source="b", part=3)
+    site.output(1, forged=(expected(1)[0] + 1) % SPEC.hidden, source="b", part=3)
     site.compute(1)
     site.output(1)
     site.report(1)
     assert site.session.counters["foreign_frame"] == 1
     site.step()
-    assert "is" in str(site.errors["r"])
+    assert isinstance(site.errors["r"], RemoteError)
 
 
 def test_doubt_without_end_ends():
@@ -280,27 +254,6 @@ def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(b
     assert not site.errors
     site.report(1)
     assert isinstance(site.errors["r"], RemoteError)
-
-
-def test_a_plan_that_changes_in_between_goes_on_where_the_old_one_was():
-    site = running(pins=None, decider=everyone)
-    site.ask(most=4)
-    site.step(reported=False)
-    first = site.work[1].epoch
-    site.join("c")
-    site.tick(1.1)
-    site.ready()
-    assert site.session.plan("m").epoch > first
-    site.step(reported=False)  # was on its way under the old plan
-    released = [m for _, m in site.told if isinstance(m, messages.Release) and m.epoch == first]
-    assert not released, "devices have still to report"
-    for _ in range(2):
-        assert site.work[max(site.work)].epoch > first
-        site.step(reported=False)
-    assert site.tokens() == expected(4)
-    site.report(1)
-    site.report(2)
-    assert [m for _, m in site.told if isinstance(m, messages.Release) and m.epoch == first]
 
 
 @settings(max_examples=150, deadline=None)
@@ -334,7 +287,9 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
         elif what == "offline":
             site.event(interface.Connection(online=data.draw(st.booleans())))
         elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
-            site.failed(data.draw(st.sampled_from(runs)), name, data.draw(st.sampled_from(["link", "wire", "device"])))
+            site.run_failed(
+                name, data.draw(st.sampled_from(runs)), data.draw(st.sampled_from(["link", "wire", "device"]))
+            )
         elif what == "compute" and runs:
             run = data.draw(st.sampled_from(runs))
             if name in site.plan_of(run).devices:
