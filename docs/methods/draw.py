@@ -1,4 +1,4 @@
-"""Draws docs/methods/*.svg: one layer of a small model under each method. `make pictures` runs it with tests/ on PYTHONPATH."""
+"""Draws the pictures here: one layer of a small model under each method; `make pictures` runs it."""
 
 from __future__ import annotations
 
