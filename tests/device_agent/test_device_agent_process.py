@@ -21,7 +21,6 @@ from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels.gemm.tilings import PIN
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan
@@ -374,14 +373,6 @@ def test_wrong_options_are_usage_errors(tmp_path, capsys, options, word):
     code = main(["--broker", "mqtt://127.0.0.1", "--cache", str(tmp_path), *options])
     assert code == ConfigError.exit_code
     assert word in capsys.readouterr().err
-
-
-def test_a_register_tile_that_there_is_not_is_an_error_in_words(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(PIN, "7x7x7")
-    code = main(["--broker", "mqtt://127.0.0.1", "--cache", str(tmp_path), "--id", "own1"])
-    assert code == ConfigError.exit_code
-    assert "error: HEPTI_KERNELS_TILE='7x7x7' is no register tile" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir()), "it is told before anything is begun"
 
 
 def test_the_budget_is_what_is_given_as_far_as_it_is_free_or_most_of_what_is_free():
