@@ -90,13 +90,13 @@ for cpu in "$@"; do
 import sys, pytest
 import llvmlite.binding as llvm
 from hepti_mqtt.kernels import isa, warm_up
-from hepti_mqtt.kernels.machine.isa import dot
+from hepti_mqtt.kernels.cpu import dot
 cpu, expected, *arguments = sys.argv[1:]
 assert (llvm.get_host_cpu_name(), isa(), dot()) == (cpu, "neon", expected), (llvm.get_host_cpu_name(), isa(), dot())
 print("neon, int8 by %s: %d kernels compiled, %d from the cache" % (dot(), *warm_up()), flush=True)
 sys.exit(pytest.main(arguments))' "$cpu" "$dot" \
         -p no:cacheprovider --ignore=tests/kernels/test_kernels_jit.py \
-        --ignore=tests/kernels/test_kernels_assembly.py -k 'not instruction_set_of_this_machine and not chosen_on_this_machine and not other_threads_allocate_meanwhile and not given_back and not disturbs' tests/kernels ||
+        -k 'not instruction_set_of_this_machine and not other_threads_allocate_meanwhile and not given_back and not disturbs' tests/kernels ||
         failed=1
 done
 exit $failed

@@ -36,9 +36,10 @@ from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import TILING, Workers, isa
-from hepti_mqtt.kernels.machine import jit, turns
-from hepti_mqtt.kernels.machine.release import release_compiler, return_large_blocks
+from hepti_mqtt.kernels import Workers, isa, jit
+from hepti_mqtt.kernels.compile_cache import compile_lock
+from hepti_mqtt.kernels.cpu import require_known
+from hepti_mqtt.kernels.jit import release_compiler, return_large_blocks
 from hepti_mqtt.protocol.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
@@ -186,7 +187,7 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     if config.threads < 1:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
     data_link()
-    jit.check_settings()
+    require_known()
     return_large_blocks()
     places = directories(config.cache_dir, config.site, config.device_id)
     with device_lock(places.state), Signals() as signals:
@@ -274,7 +275,7 @@ class _Agent:
         self._reached = "control" not in waiting
         if not waiting:
             self._warn_if_open()
-        with turns.starting(jit.cache_directory()), Starting(self._say, self._boot, self._log) as starting:
+        with Starting(self._say, self._boot, self._log) as starting:
             workers, curves = self._measure(starting)
         signals.check()
         rss_idle = int(psutil.Process().memory_info().rss)
@@ -401,7 +402,7 @@ class _Agent:
             shared = config.hold()
         places = self._places_of_measurement(shared)
         memory_bytes = config.memory_bytes or free_memory()
-        with turns.measuring(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
+        with compile_lock(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
             starting.tell("measuring")
             start = perf_counter()
             curves, cached = self_measurement(places, workers, memory_bytes, jit.all_ready(), before=before)
@@ -454,7 +455,6 @@ class _Agent:
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
             endpoint=None if self._endpoint is None else self._endpoint.told(),
-            tile=TILING.name,
         )
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:

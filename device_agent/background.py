@@ -17,10 +17,9 @@ from device_agent.heartbeat import Meter
 from device_agent.machine import cores, free_memory
 from device_agent.measure import narrow_measured, self_measurement
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.kernels import TILING, Workers, ahead, isa, trial
-from hepti_mqtt.kernels.machine import turns
-from hepti_mqtt.kernels.machine.jit import cache_directory
-from hepti_mqtt.kernels.machine.release import release_compiler, return_memory
+from hepti_mqtt.kernels import Workers, isa, precompile
+from hepti_mqtt.kernels.compile_cache import compile_lock
+from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory
 from hepti_mqtt.protocol.messages import Status
 
 SAY_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
@@ -82,28 +81,26 @@ class Starting:
 def prepare_kernels(threads: int, everything: bool, starting: Starting, log: logging.Logger) -> None:
     """Compile what f32 weights need, or `everything`, in other processes; load what is there."""
     start = perf_counter()
-    whole = everything or ahead.ready(threads)
+    whole = everything or precompile.ready(threads)
     most = max(1, min(ceil(cores()), free_memory() // COMPILER_BYTES))
-    ahead.fill_cache(
+    precompile.fill_cache(
         "all" if whole else "first",
         threads,
         lambda done, total: starting.tell("compiling kernels", done, total) if done < total else None,
         most,
     )
-    warm = ahead.load(whole)
+    warm = precompile.load(whole)
     took_s = perf_counter() - start
     log.info(
-        "kernels for %s, tile %s, ready after %.1f s (%d compiled here, %d from the cache)",
+        "kernels for %s ready after %.1f s (%d compiled here, %d from the cache)",
         isa(),
-        TILING.name,
         took_s,
         *warm,
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an agent does beside its work once it is online: compile the rest, find its fastest register tile, and measure
-# again where that is wrong.
+# What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong.
 
 
 LOOK_S: Final = 1.0
@@ -174,7 +171,7 @@ class Afterwards:
 
     def _run(self) -> None:
         try:
-            warm = ahead.load_rest(self._threads, lambda *_: self._give_up())
+            warm = precompile.load_rest(self._threads, lambda *_: self._give_up())
             release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
             if not self._steady:
@@ -185,30 +182,16 @@ class Afterwards:
             self._log.exception("what goes on beside the work has ended; the agent works on")
 
     def _watch(self) -> None:
-        doubts, untried = Doubts(), trial.needed()
+        doubts = Doubts()
         while not self._closing.wait(LOOK_S):
             doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
             if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
                 self._measure(anew=doubted)
                 if doubted:
                     doubts.measured(time.monotonic())
-            elif untried and self._idle():
-                untried = not self._try_tiles()
 
     def _idle(self) -> bool:
         return time.perf_counter() - self._stepped_s() > IDLE_S
-
-    def _try_tiles(self) -> bool:
-        """Find the register tile that later starts use, where there is memory; return whether that is done with."""
-        if free_memory() < COMPILER_BYTES:
-            return True
-        begun_s = time.perf_counter()
-        best = trial.run(lambda: self._stepped_s() < begun_s and not self._closing.is_set())
-        if best is not None:
-            self._log.info(
-                "the fastest register tile here is %s (%s is in use until the next start)", best, TILING.name
-            )
-        return best is not None or self._stepped_s() < begun_s
 
     def _measure(self, anew: bool) -> None:
         """Measure, unless a request comes meanwhile: then what was measured does not count.
@@ -222,7 +205,7 @@ class Afterwards:
             return self._stepped_s() < begun_s
 
         try:
-            with turns.measuring(cache_directory(), self._give_up):
+            with compile_lock(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = self_measurement(
                     self._places, workers, memory_bytes, narrow=True, anew=anew, keep=undisturbed

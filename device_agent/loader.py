@@ -23,7 +23,7 @@ from hepti_mqtt.cost.memory import weight_total
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
-from hepti_mqtt.kernels.machine.release import return_memory
+from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload

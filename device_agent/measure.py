@@ -28,8 +28,8 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.kernels import KERNELS, TILING, Weight, Workers, allocate, isa, twin, weight_bytes
-from hepti_mqtt.kernels.machine.isa import cpu_model
+from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, weight_bytes
+from hepti_mqtt.kernels.cpu import cpu_model
 from hepti_mqtt.plan import Storage
 from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
@@ -198,7 +198,6 @@ def self_measurement(
     key = {
         "version": __version__,
         "isa": isa(),
-        "tile": TILING.name,
         "threads": workers.threads,
         "cores": cores(),
         "capacities": capacities(),

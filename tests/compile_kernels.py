@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hepti_mqtt.kernels.ahead import fill_cache, ready
+from hepti_mqtt.kernels.precompile import fill_cache, ready
 
 THREADS = 2  # of the pools in tests; one of more needs nothing else
 

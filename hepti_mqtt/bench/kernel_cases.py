@@ -16,7 +16,7 @@ from hepti_mqtt.bench.kernel_shapes import Shape, shapes
 from hepti_mqtt.bench.kernel_timing import Contender, interleaved
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.machine.peak import Roof, multiply_adds, reads_of_memory
+from hepti_mqtt.kernels.peak import Roof, multiply_adds, reads_of_memory
 from hepti_mqtt.models import encoder
 from hepti_mqtt.plan import Storage
 

@@ -24,8 +24,8 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.config import settings
 from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import TILING, ahead, isa
-from hepti_mqtt.kernels.gemm import tilings
+from hepti_mqtt.kernels import isa, precompile
+from hepti_mqtt.kernels.jit import cache_directory
 from hepti_mqtt.protocol.limits import LOW_QUEUE, low_queue
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_capacity
@@ -71,17 +71,12 @@ def _machine() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}, {platform.machine()}, {bits} bit"
     yield Finding("machine", f"{python}, {os.cpu_count()} cores", advice, 1 if advice else 0)
     started, threads = time.perf_counter(), os.cpu_count() or 1
-    ahead.fill_cache("all", threads)
-    warm = ahead.load(everything=True)
+    precompile.fill_cache("all", threads)
+    warm = precompile.load(everything=True)
     took_s = time.perf_counter() - started
-    kept = f"kept in {ahead.cache_directory()}" if ahead.cache_directory() else "kept nowhere"
-    slow = (
-        ""
-        if ahead.cache_directory()
-        else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
-    )
+    kept = f"kept in {cache_directory()}" if cache_directory() else "kept nowhere"
+    slow = "" if cache_directory() else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
     yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
-    yield Finding("register tile", f"{TILING.name}, {tilings.how_chosen()}; of {', '.join(tilings.table())}")
     free = free_memory()
     little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)

@@ -125,9 +125,9 @@ def check_environment() -> None:
     """
     data_link()
     if any(value for name, value in os.environ.items() if name.startswith(KERNELS)):
-        from hepti_mqtt.kernels.machine.jit import check_settings
+        from hepti_mqtt.kernels.cpu import require_known
 
-        check_settings()
+        require_known()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

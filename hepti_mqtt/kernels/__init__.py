@@ -4,11 +4,10 @@ A `Compute` op names a kernel of `KERNELS`. Weights are made with `allocate`, pa
 """
 
 from hepti_mqtt.kernels.base import Kernel, Run
-from hepti_mqtt.kernels.gemm.linear import TILING
-from hepti_mqtt.kernels.machine.isa import isa
-from hepti_mqtt.kernels.machine.jit import Warm, warm_up
-from hepti_mqtt.kernels.machine.workers import Workers
+from hepti_mqtt.kernels.cpu import isa
+from hepti_mqtt.kernels.jit import Warm, warm_up
 from hepti_mqtt.kernels.registry import KERNELS, works
+from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import (
     NarrowMatrix,
     PackedMatrix,
@@ -22,7 +21,6 @@ from hepti_mqtt.kernels.weights import (
 
 __all__ = [
     "KERNELS",
-    "TILING",
     "Kernel",
     "NarrowMatrix",
     "PackedMatrix",

@@ -1,20 +1,52 @@
-"""What a kernel is: its three functions, and the checks that they share."""
+"""What a kernel is: its three functions, the checks that kernels share, and helpers of their NumPy references."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.machine.jit import compile_all, compile_first
-from hepti_mqtt.kernels.machine.workers import Parts, Workers, ranges
+from hepti_mqtt.kernels.jit import compile_all, compile_first
+from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Array = NDArray[Any]
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _gelu(x: Array) -> Array:
+    return np.asarray(x * 0.5 * (1.0 + _erf(x / math.sqrt(2.0))))
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return x * 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
+    None: lambda x: x,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: np.where(x < 0, 0.0, x),
+    "tanh": np.tanh,
+    "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
+    "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
+}
+
+
+def reference_layer_norm(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
+    """Return (x - mean) / sqrt(var + eps) * gamma + beta over the last axis."""
+    x = x.astype(np.float64)
+    mean = x.mean(axis=-1, keepdims=True)
+    var = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
+    return np.asarray((x - mean) / np.sqrt(var + eps) * gamma + beta)
+
+
 Run = Callable[[Sequence[Array], Sequence[Array]], None]
 Bind = Callable[[Compute, Sequence[SlotSpec], Sequence[Weight], Workers], Run]
 Reference = Callable[[Compute, Sequence[SlotSpec], Sequence[Array], Sequence[Array]], list[Array]]
@@ -204,3 +236,26 @@ def starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:
 def rowwise(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     """Return the work of an op that reads and writes each of its values once: bytes moved."""
     return Work("rowwise", nbytes=float(sum(slots[s].nbytes for s in (*op.reads, *op.writes))))
+
+
+def check_at(op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...]) -> Check:
+    """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes f32 [m, n]."""
+    check = Check(op, slots)
+    check.count(len(dtypes) + 1)
+    got = tuple(s.dtype for s in check.reads)
+    check.that(got == (*dtypes, "i32"), f"must read {[*dtypes, 'i32']}, not {list(got)}")
+    check.that(check.writes[0].dtype == "f32", "must write f32")
+    check.shape(check.reads[-1], (1,))
+    ranks = [len(s.shape) for s in (*check.reads[:-1], check.writes[0])]
+    check.that(ranks == [1 if d == "i32" else 2 for d in (*dtypes, "f32")], "slots must be matrices, ids a vector")
+    return check
+
+
+def first_of(op: Compute, at: Array, m: int, size: int, what: str) -> int:
+    """Return the first of the m new rows; raises ValueError if they do not lie in `size`."""
+    first = int(at[0])
+    if first < 0 or first + m > size:
+        raise ValueError(
+            f"{op.kernel}: rows {first}..{first + m} do not lie in the {size} {what}; end sequences earlier"
+        )
+    return first

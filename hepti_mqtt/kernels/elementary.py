@@ -11,7 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from hepti_mqtt.kernels.machine.jit import exact, lowered
+from hepti_mqtt.kernels.jit import exact, lowered
 
 f32 = np.float32
 

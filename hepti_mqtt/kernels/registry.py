@@ -1,6 +1,6 @@
 """The table of all kernels: a `Compute` op names one of them.
 
-What a kernel reads and writes, its weights and attributes, is in the docstring of the module that defines it.
+The docstring of the module that defines a kernel says what it reads and writes, its weights and attributes.
 """
 
 from __future__ import annotations
@@ -9,24 +9,21 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from hepti_mqtt.kernels.attention.cache import APPEND_ROWS, ATTENTION_AT
-from hepti_mqtt.kernels.attention.combine import ATTENTION_COMBINE
-from hepti_mqtt.kernels.attention.ragged import ATTENTION, ATTENTION_BLOCK
-from hepti_mqtt.kernels.attention.reordered import ATTENTION_REORDERED
+from hepti_mqtt.kernels.attention import (
+    APPEND_ROWS,
+    ATTENTION,
+    ATTENTION_AT,
+    ATTENTION_BLOCK,
+    ATTENTION_COMBINE,
+    ATTENTION_REORDERED,
+)
 from hepti_mqtt.kernels.base import Kernel
-from hepti_mqtt.kernels.conv.average_pool2d import AVERAGE_POOL2D
-from hepti_mqtt.kernels.conv.conv2d import CONV2D
-from hepti_mqtt.kernels.conv.global_sum import GLOBAL_SUM
-from hepti_mqtt.kernels.conv.max_pool2d import MAX_POOL2D
-from hepti_mqtt.kernels.gemm.linear import LINEAR
-from hepti_mqtt.kernels.reorder.codecs import FROM_F16, FROM_I8, TO_F16, TO_I8
-from hepti_mqtt.kernels.reorder.copies import ASSEMBLE
-from hepti_mqtt.kernels.rowwise.means import MEAN_ROWS
-from hepti_mqtt.kernels.rowwise.moments import MOMENTS, NORMALISE
-from hepti_mqtt.kernels.rowwise.norms import ADD_NORM, LAYER_NORM, NORMALIZE_ROWS
-from hepti_mqtt.kernels.rowwise.sums import ADD, SUM
-from hepti_mqtt.kernels.stem.patches import PATCHIFY, PREPEND_POSITIONS
-from hepti_mqtt.kernels.stem.tokens import EMBED_AT, EMBED_TOKENS
+from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8
+from hepti_mqtt.kernels.conv2d import CONV2D
+from hepti_mqtt.kernels.linear import LINEAR
+from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MEAN_ROWS, MOMENTS, NORMALISE, NORMALIZE_ROWS, SUM
+from hepti_mqtt.kernels.stem import EMBED_AT, EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
+from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _ALL: Final = (

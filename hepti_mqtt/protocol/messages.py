@@ -194,8 +194,7 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot. tile: the register
-    tile of its products, for people.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
     """
 
     device: str
@@ -210,7 +209,6 @@ class Caps:
     largest_packet_bytes: int
     mqtt: int
     endpoint: Endpoint | None = None
-    tile: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +450,6 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "largest_packet_bytes": plausible.count,
         "mqtt": plausible.protocol,
         "endpoint": endpoint,
-        "tile": plausible.text,
     },
     Heartbeat: {
         "boot": plausible.boot,
@@ -470,7 +467,7 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
 }
 # What may be left out of a JSON object, and what that means.
 _ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
-    Caps: {"endpoint": None, "tile": ""},
+    Caps: {"endpoint": None},
     Status: {"doing": "", "done": 0, "total": 0},
 }
 

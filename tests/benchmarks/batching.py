@@ -35,7 +35,7 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.config.options import AgentOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.machine.peak import multiply_adds
+from hepti_mqtt.kernels.peak import multiply_adds
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.transport import BrokerUrl
 

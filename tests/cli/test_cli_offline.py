@@ -173,19 +173,6 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert ESCAPE not in out
 
 
-def test_simulate_by_the_route_that_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    common = ("simulate", "tiny-bert", "--strategy", "row", "--json", "--devices-file")
-    for route, routes in (("broker", {"broker"}), ("mesh", {"mesh"}), ("auto", {"mesh"})):
-        code, out, _ = run(capsys, *common, str(PAIR), "--route", route)
-        assert code == 0
-        assert {c["route"] for c in json.loads(out)["candidates"]} == routes
-    apart = tmp_path / "apart.yaml"
-    apart.write_text("defaults: {gflops: 1}\ndevices: {a: {}, b: {mesh: false}}\n")
-    assert json.loads(run(capsys, *common, str(apart))[1])["chosen"]["route"] == "broker"
-    out = run(capsys, *common[:4], "--explain", "--devices-file", str(apart))[1]
-    assert "over mesh: no two of these devices can connect" in out
-
-
 def test_simulate_an_onnx_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     net = small_net(tmp_path / "net.onnx")
     common = ("simulate", str(net), "--devices-file", str(PAIR), "--json")

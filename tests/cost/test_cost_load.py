@@ -197,16 +197,6 @@ def test_a_narrow_map_has_no_tasks_without_work(window, bag):
     assert {f"task {n}" for n in range(bag)} == set(tasks(found))
 
 
-def test_tasks_that_would_read_what_the_head_device_computes_are_refused_in_words():
-    """A map of one row stays there."""
-    spec = cnn(12, conv(), relu(), pool(12, 1), conv(4, 2))
-    leased = plan(spec, LEASED, (1.0, 1.0))
-    with pytest.raises(ValueError, match=r"the head device sends to task 0.*: tasks of a bag exchange nothing"):
-        plan_programs.program(spec, leased, request(spec, (1,))[0], "d0")
-    with pytest.raises(ValueError, match="task 0 hears the head device: tasks of a bag exchange nothing"):
-        plan_programs.program(spec, leased, request(spec, (1,))[0], "d1")
-
-
 def test_explained_are_the_devices_that_took_each_task():
     found = played("tiny-convnet", SLOW, 1, 1)
     assert tasks_of(found.events, "d1") == "task 1 (given up)"

@@ -32,7 +32,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels import jit
 
 DEVICES = ("a", "b", "c")
 MEMORY_MIB = 300

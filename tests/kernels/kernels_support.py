@@ -13,10 +13,9 @@ import numpy as np
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, warm_up
-from hepti_mqtt.kernels.machine import jit
-from hepti_mqtt.kernels.machine.isa import TILE, Tile, isa
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, jit, warm_up
+from hepti_mqtt.kernels.cpu import TILE, Tile, isa
+from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
 Array = NDArray[Any]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.gemm.tile import NR
+from hepti_mqtt.kernels.tile import NR
 
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=5).map(tuple)
 
@@ -54,28 +54,6 @@ def test_more_keys_than_one_block_and_more_queries_than_one_tile():
     attention((300, 70, 129), 2, 32).check()
 
 
-def test_one_array_may_hold_queries_keys_and_values():
-    x = array(20, 3 * 16)
-    case = Case(
-        "attention",
-        [x, x],
-        [(20, 16)],
-        q_column=0,
-        k_column=16,
-        v_column=32,
-        heads=2,
-        head_dim=8,
-        q_rows=range(20),
-        k_rows=((0, 20),),
-        lengths=(9, 11),
-        scale=0.3,
-    )
-    case.check()
-    case.op = type(case.op)("attention", (0, 0), (2,), (), case.op.attrs)
-    case.reads = [x, x]
-    case.check()
-
-
 @pytest.mark.parametrize("d", [20, 64])
 def test_a_tile_alone_reads_keys_where_they_lie_and_has_the_bits_of_tiles_that_share_copies_of_them(d):
     lengths, heads = (530, 37), 2
@@ -119,17 +97,6 @@ def test_several_ranges_of_keys_equal_the_reference_over_all_with_the_others_lef
         p = np.exp(scores - top)
         np.testing.assert_allclose(state[d:], [top, p.sum()], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(state[:d], p @ kv[keys, 1 : d + 1], rtol=1e-4, atol=1e-4)
-
-
-def test_attention_over_ranges_of_keys_that_are_all_of_a_sequence():
-    q, kv = array(60, 19), array(60, 37)
-    rows = (*range(5, 20), *range(50, 60))
-    whole = attention((20, 25, 15), 2, 8, q=q, kv=kv, rows=rows).run()[0]
-    case = attention((20, 25, 15), 2, 8, q=q, kv=kv, rows=rows)
-    case.reads[1] = np.concatenate([kv[:20], kv[45:]])
-    for k_rows in (((0, 20), (45, 60)), ((0, 7), (7, 20), (20, 20), (45, 60))):
-        parts = Case("attention", case.reads, [(25, 16)], **{**case.op.attrs, "k_rows": k_rows})
-        np.testing.assert_array_equal(parts.run()[0], whole)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +153,6 @@ def test_what_is_not_finite_stays_in_its_sequence_and_is_not_hidden(value):
     np.testing.assert_array_equal(np.isnan(got[:8]), np.isnan(want[:8]))
 
 
-def test_combine_keeps_nan():
-    a, b = attention((6,), 1, 4, block=(0, 3)).run()[0], attention((6,), 1, 4, block=(3, 6)).run()[0]
-    for states in ([a, b], [b, a]):
-        a[2, 0, :] = np.nan
-        got = Case("attention_combine", states, [(6, 4)], heads=1, head_dim=4).check()[0]
-        assert np.isnan(got[2]).all()
-        assert np.isfinite(np.delete(got, 2, axis=0)).all()
-
-
 def test_ops_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="q_rows must lie in"):
         attention((3,), 1, 4, q=array(5, 7), kv=array(5, 13), rows=(4,)).run()
@@ -239,21 +197,6 @@ def test_a_causal_block_of_keys_and_any_rows_equal_the_reference(lengths, data):
     attention(lengths, 2, 8, rows=rows, block=(first, stop), causal=True).check()
 
 
-def test_causal_attention_over_several_blocks_of_keys_and_tiles():
-    attention((300, 70, 129), 2, 32, causal=True).check()
-
-
-@given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), cuts=st.lists(st.floats(0, 1), max_size=6))
-def test_causal_states_of_any_split_combine_to_the_whole_within_1e_4(lengths, cuts):
-    m, heads, d = sum(lengths), 2, 8
-    q, kv = array(m, heads * d + 3, scale=4), array(m, 2 * heads * d + 5, scale=4)
-    edges = sorted({0, m, *(int(c * m) for c in cuts)})
-    blocks = [attention(lengths, heads, d, q=q, kv=kv, block=b, causal=True) for b in pairwise(edges)]
-    combine = Case("attention_combine", [b.run()[0] for b in blocks], [(m, heads * d)], heads=heads, head_dim=d)
-    whole = attention(lengths, heads, d, q=q, kv=kv, causal=True)
-    np.testing.assert_allclose(combine.run()[0], whole.reference()[0], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [12, 3])
 def test_a_causal_query_does_not_see_what_is_not_finite_after_it(value, column):
@@ -265,11 +208,6 @@ def test_a_causal_query_does_not_see_what_is_not_finite_after_it(value, column):
     assert np.isfinite(result[:30]).all()
     np.testing.assert_allclose(result[:30], want[:30], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(np.isnan(result[30:]), np.isnan(want[30:]))
-
-
-def test_causal_attention_has_the_same_bits_with_threads():
-    case = attention((200, 3, 150), 4, 32, causal=True)
-    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
 
 
 @pytest.mark.parametrize("queries", range(1, 9))
@@ -289,8 +227,3 @@ def test_denormal_and_huge_inputs_are_within_1e_3_of_the_reference(rows, scale):
     got, want = case.run()[0], case.reference()[0]
     bad = ~np.isclose(got, want, rtol=1e-3, atol=max(1e-3 * scale, 1e-44))
     assert bad.mean() <= (0.02 if scale > 1 else 0.0)
-
-
-def test_work_counts_the_pairs_of_causal_attention():
-    case = attention((3, 4), 2, 8, causal=True)
-    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (6 + 10)

@@ -40,11 +40,6 @@ def test_embed_at(m, h, places, data):
     np.testing.assert_array_equal(got, word[ids] + position[first : first + m])
 
 
-def test_tables_of_one_row():
-    word, position = array(1, 5), array(1, 5)
-    np.testing.assert_array_equal(embed_at([0], 0, word, position).check()[0], word + position)
-
-
 @pytest.mark.parametrize(
     ("ids", "first", "message"),
     [
@@ -129,18 +124,6 @@ def test_attention_at(m, heads, d, before, after):
 def test_many_queries_and_blocks_of_keys(m, first):
     q, kv = queries_and_cache(m, 430, 2, 32)
     attention_at(q, kv, first, 2, 32).check()
-
-
-def test_one_binding_serves_every_position():
-    q, kv = queries_and_cache(3, 60, 2, 8)
-    case = attention_at(q, kv, 0, 2, 8)
-    with pool(2) as workers:
-        run = case.kernel.checked(case.op, case.slots, (), workers)
-        for first in (0, 57, 3, 30, 0):
-            case.reads[2][0] = first
-            out = poisoned(case.slots[3])
-            run(case.reads, [out])
-            np.testing.assert_allclose(out, case.reference()[0], rtol=2e-5, atol=2e-5)
 
 
 def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array, runnable
+from kernels_support import Case, array
 
-from hepti_mqtt.kernels.attention.reordered import units_of
-from hepti_mqtt.kernels.attention.tiles import KEYS, LANES
-from hepti_mqtt.kernels.gemm.tile import NR
-from hepti_mqtt.kernels.machine.isa import OVERRIDE
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels.attention import units_of
+from hepti_mqtt.kernels.attention_tile import KEYS, LANES
+from hepti_mqtt.kernels.tile import NR
 
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=4).map(tuple)
 WIDTHS = st.sampled_from([1, 5, 16, 33, 64])
@@ -50,12 +44,6 @@ def test_ragged_sequences_equal_the_reference(lengths, heads, d, w, bias):
     attention(lengths, heads, d, w, bias=bias).check(rtol=1e-4, atol=1e-4)
 
 
-@given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), data=st.data())
-def test_any_rows_in_any_order(lengths, data):
-    rows = tuple(data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=20)))
-    attention(lengths, 3, 8, 24, rows=rows).check(rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("rows", [1, 3, LANES - 1, LANES, LANES + 1, NR - 1, NR, NR + 1])
 @pytest.mark.parametrize("d", [7, 16, NR - 1, NR, NR + 1])
 def test_sizes_beside_those_of_lanes_and_panels(rows, d):
@@ -64,11 +52,6 @@ def test_sizes_beside_those_of_lanes_and_panels(rows, d):
 
 def test_more_keys_than_a_block():
     attention((2 * KEYS + 3, 5), 3, 16, 48, rows=(*range(11), 2 * KEYS + 4), scale=4).check(rtol=1e-3, atol=1e-3)
-
-
-def test_shapes_of_a_real_layer():
-    size = 768 if JIT else 48
-    attention((40,), 12, size // 12, size, rows=range(10)).check(rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -153,13 +136,3 @@ def test_work_is_that_of_the_products():
     assert work.flops == 2 * 2 * 24 * 2 * (7 * 8 + 9 + 16)
     assert (work.kind, work.rows, work.k, work.nbytes) == ("linear", 14, 24, 2 * 4 * 24 * 16)
     assert work.n == round(2 * (8 + 25 / 7))
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not JIT or ALONE in os.environ, reason="runs the tests of compiled code once again")
-@pytest.mark.parametrize("name", runnable())
-def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, OVERRIDE: name, ALONE: "attention.reordered machine.handover"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

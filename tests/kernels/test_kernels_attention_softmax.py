@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from kernels_support import array
 
-from hepti_mqtt.kernels.attention.softmax import softmax_tile
-from hepti_mqtt.kernels.gemm.tile import NR
-from hepti_mqtt.kernels.machine.isa import TILE
-from hepti_mqtt.kernels.machine.jit import INT, kernel, registered
+from hepti_mqtt.kernels.attention_tile import softmax_tile
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.jit import INT, kernel, registered
+from hepti_mqtt.kernels.tile import NR
 
 
 def _softmax(vectors, scores, keys, high, norm, rescale):

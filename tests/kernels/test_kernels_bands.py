@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array, runnable
+from kernels_support import Case, array
 
-from hepti_mqtt.kernels.conv.winograd import LEAST_CHANNELS
-from hepti_mqtt.kernels.machine.isa import OVERRIDE
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels.conv2d import LEAST_CHANNELS
+from hepti_mqtt.kernels.jit import JIT
 
 C = LEAST_CHANNELS
 WHOLE = (64, 64)  # what each map is a part of: large enough for tiles of 2 x 2
@@ -161,13 +157,3 @@ def test_bands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Case("conv2d", [x], [(4, 5, 4)], weight, packed=1, **{**attrs, **change}).run()
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
-@pytest.mark.parametrize("name", runnable())
-def test_with_every_instruction_set_of_this_machine(name):
-    environment = {**os.environ, OVERRIDE: name, ALONE: "conv.conv2d conv.winograd machine.handover"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

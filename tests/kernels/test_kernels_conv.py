@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array, runnable
+from kernels_support import Case, array
 
-from hepti_mqtt.kernels.conv.conv2d import DEPTH
-from hepti_mqtt.kernels.conv.places import PIXELS
-from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
-from hepti_mqtt.kernels.machine.isa import OVERRIDE
-from hepti_mqtt.kernels.machine.jit import JIT
-from hepti_mqtt.kernels.references import ACTIVATIONS as ACTIVATIONS_IN_FLOAT64
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS as ACTIVATIONS_IN_FLOAT64
+from hepti_mqtt.kernels.conv2d import DEPTH
+from hepti_mqtt.kernels.conv_tile import PIXELS
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.tile import ACTIVATIONS
 from hepti_mqtt.program import Work
 
 WINDOWS = {
@@ -78,16 +73,6 @@ def test_depthwise(height, width, kernel, stride, pad, dilation, channels):
     conv2d(x, weight, **attrs, activation="relu6", bias=array(channels)).check()
 
 
-def test_a_residual_comes_before_the_activation_where_it_is_first():
-    x, weight = np.zeros((2, 2, 3), np.float32), array(3, 40)
-    case = conv2d(x, weight, kernel=(1, 1), activation="relu", residual=True, residual_first=True)
-    got = case.check()[0]
-    np.testing.assert_array_equal(got, np.maximum(case.reads[1], 0))
-    assert (case.reads[1] < 0).any()
-    case = conv2d(x, weight, kernel=(1, 1), activation="relu", residual=True)
-    np.testing.assert_array_equal(case.check()[0], case.reads[1])
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 def test_what_is_fused_is_what_linear_fuses(activation, residual):
@@ -106,17 +91,6 @@ def test_what_is_fused_is_what_linear_fuses(activation, residual):
         residual=residual,
     )
     np.testing.assert_array_equal(got.reshape(63, 40), eye.run()[0])
-
-
-def test_conv2d_is_the_sum_over_a_window_written_out():
-    x, weight, (top, left, bottom, right), (sy, sx) = array(6, 5, 3), array(2 * 3 * 3, 4), (1, 2, 0, 1), (2, 1)
-    got = conv2d(x, weight, kernel=(2, 3), stride=(sy, sx), pad=(top, left, bottom, right)).run()[0]
-    want = np.zeros((3, 6, 4))
-    for y, column, i, j, c in np.ndindex(3, 6, 2, 3, 3):
-        row, at = y * sy + i - top, column * sx + j - left
-        if 0 <= row < 6 and 0 <= at < 5:
-            want[y, column] += np.float64(x[row, at, c]) * weight[(i * 3 + j) * 3 + c]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
@@ -176,20 +150,6 @@ def test_relu6_keeps_nan_and_cuts_infinities(value, groups):
     case = conv2d(x, weight, kernel=(1, 1), activation="relu6", groups=groups)
     want = {np.inf: 6.0, -np.inf: 0.0}.get(value, np.nan)
     np.testing.assert_array_equal(case.run()[0], np.full((1, 1, 32), want))
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
-@pytest.mark.parametrize("name", runnable())
-def test_the_kernels_with_the_tile_of_every_instruction_set_of_this_machine(name):
-    modules = (
-        "conv.conv2d conv.winograd conv.max_pool2d conv.average_pool2d conv.global_sum gemm.linear rowwise.sums "
-        "machine.handover"
-    )
-    environment = {**os.environ, OVERRIDE: name, ALONE: modules}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("groups", [1, 2, 32])

@@ -84,17 +84,6 @@ def test_assemble_of_many_single_rows(sources, others, data):
     np.testing.assert_array_equal(case.run()[0], np.concatenate([x[sources], y[:others]]))
 
 
-def test_assemble_of_many_parts_of_rows_and_of_rows_in_between():
-    x, sources = array(31, 6), [3, 9, 9, 0, 30, 12, 5, 6, 7, 8, 2, 1]
-    halves = rows_to(0, sources, 0, (0, 3)) + rows_to(0, sources, 0, (2, 5), (3, 6))
-    case = Case("assemble", [x], [(12, 6)], copies=tuple(halves))
-    np.testing.assert_array_equal(case.run()[0], np.hstack([x[sources, :3], x[sources, 2:5]]))
-    every_second = [(0, ((r, r + 1), (0, 6)), ((2 * i, 2 * i + 1), (0, 6))) for i, r in enumerate(sources)]
-    every_second += [(0, ((4, 5), (0, 6)), ((2 * i + 1, 2 * i + 2), (0, 6))) for i in range(12)]
-    case = Case("assemble", [x], [(24, 6)], copies=tuple(every_second))
-    np.testing.assert_array_equal(case.run()[0], case.reference()[0])
-
-
 def test_assemble_refuses_copies_that_do_not_fill_the_result_once():
     x, whole = array(3, 2), (0, ((0, 3), (0, 2)), ((0, 3), (0, 2)))
     row = (0, ((0, 1), (0, 2)), ((0, 1), (0, 2)))

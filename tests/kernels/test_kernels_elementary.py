@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.kernels import elementary
-from hepti_mqtt.kernels.machine.jit import JIT
-from hepti_mqtt.kernels.references import ACTIVATIONS
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS as ACTIVATIONS
+from hepti_mqtt.kernels.jit import JIT
 
 ODD = np.array([0.0, -0.0, 1e-45, -1e-40, 1e-20, 87.3, -87.3, -87.4, -104.0, 1e30, -1e30], np.float32)
 
@@ -35,11 +35,7 @@ def ulps(got, want):
 
 
 @pytest.mark.parametrize(
-    ("name", "reference", "low", "high"),
-    [
-        ("exp_of_negative", np.exp, -87.3, 0.0),
-        ("tanh", np.tanh, -12.0, 12.0),
-    ],
+    ("name", "reference", "low", "high"), [("exp_of_negative", np.exp, -87.3, 0.0), ("tanh", np.tanh, -12.0, 12.0)]
 )
 def test_within_two_units_in_the_last_place(name, reference, low, high):
     x = grid(low, high)
@@ -72,10 +68,6 @@ def test_limits_and_nan():
     np.testing.assert_array_equal(apply(elementary.relu, x), [0, np.inf, np.nan, 0, x[4]])
     np.testing.assert_array_equal(apply(elementary.relu6, x), [0, 6, np.nan, 0, 6])
     np.testing.assert_array_equal(apply(elementary.leaky_relu, x), [-np.inf, np.inf, np.nan, np.float32(-1e29), x[4]])
-
-
-def test_below_the_smallest_normal_number_is_zero():
-    assert apply(elementary.exp_of_negative, np.array([-87.4, -200.0], np.float32)).tolist() == [0, 0]
 
 
 def test_bits_of_and_from_bits_are_inverse():

@@ -1,28 +1,20 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array, runnable
+from kernels_support import Case, array
 
-from hepti_mqtt.kernels import TILING
-from hepti_mqtt.kernels.gemm import few, tilings
-from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
-from hepti_mqtt.kernels.gemm.linear import ROWS, SHALLOW
-from hepti_mqtt.kernels.gemm.tile import NR
-from hepti_mqtt.kernels.machine.isa import OVERRIDE, TILE
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels import gemv
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.linear import DEPTH, ROWS, SHALLOW
+from hepti_mqtt.kernels.tile import ACTIVATIONS, NR
 
-DEPTH = TILING.depth
-
-
-PANELS_AT_ONCE = few.together(1, TILE)
+PANELS_AT_ONCE = gemv.panels_together(1, TILE)
 
 
 def linear(m, k, widths, bias=True, activation=None, residual=False, x=None):
@@ -63,30 +55,6 @@ def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
     linear(m, k, [70, 70], activation=activation, residual=True).check(rtol=1e-3, atol=1e-3)
 
 
-once_again = pytest.mark.skipif(not JIT or ALONE in os.environ, reason="runs the tests of compiled code once again")
-
-
-def run_again(**environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, ALONE: "gemm.linear gemm.few machine.handover", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.wide
-@once_again
-@pytest.mark.parametrize("name", runnable())
-def test_the_kernel_with_the_tile_of_every_instruction_set_of_this_machine(name):
-    run_again(**{OVERRIDE: name})
-
-
-@pytest.mark.wide
-@once_again
-@pytest.mark.parametrize("name", [tiling for tiling in tilings.table() if tiling != tilings.chosen().name])
-def test_the_kernel_with_every_tile_that_may_be_chosen_on_this_machine(name):
-    run_again(**{tilings.PIN: name})
-
-
 @pytest.mark.parametrize("m", [*range(1, 30), 48, 61])
 def test_every_number_of_rows(m):
     linear(m, 33, [64, 5]).check(atol=1e-4)
@@ -110,11 +78,11 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
     np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
 
 
-@pytest.mark.parametrize("rows", range(1, few.MOST_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, gemv.MOST_ROWS + 1))
 @pytest.mark.parametrize(("activation", "residual"), [(None, False), (None, True), ("gelu", True)])
 def test_panels_go_together_only_within_a_matrix(rows, activation, residual):
     """Whole ones with part of one behind them, one alone, and as many as go together, all of one product."""
-    together = few.together(rows, TILE)
+    together = gemv.panels_together(rows, TILE)
     widths = [together * NR + 3, NR, together * NR, (2 * together + 1) * NR, 1]
     case = linear(rows, 37, widths, activation=activation, residual=residual)
     case.check(rtol=1e-4, atol=1e-4)

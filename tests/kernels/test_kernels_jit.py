@@ -1,24 +1,21 @@
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from kernels_support import Case, array, pool
 
 import hepti_mqtt.kernels
-from hepti_mqtt.kernels import KERNELS, warm_up
-from hepti_mqtt.kernels.machine import isa, jit
+from hepti_mqtt.kernels import jit, warm_up
 
 ROOT = Path(__file__).parents[2]
 COUNT_CACHE = """
-from hepti_mqtt.kernels.machine import jit
+from hepti_mqtt.kernels import jit
 del jit.registered[2:]  # two are enough to see, and all take seconds
 print(*jit.warm_up())
 """
@@ -40,17 +37,6 @@ def python(*arguments, directory=ROOT, **variables):
         timeout=300,
         check=False,
     )
-
-
-def test_the_table_is_complete():
-    assert set(KERNELS) == {
-        *("linear", "attention", "attention_block", "attention_combine", "layer_norm", "add_norm", "add"),
-        *("sum", "moments", "normalise", "assemble", "conv2d", "max_pool2d", "average_pool2d", "global_sum"),
-        *("embed_at", "append_rows", "attention_at", "attention_reordered"),
-        *("embed_tokens", "patchify", "prepend_positions"),
-        *("mean_rows", "normalize_rows", "to_f16", "from_f16", "to_i8", "from_i8"),
-    }
-    assert all(name == kernel.name for name, kernel in KERNELS.items())
 
 
 @compiled_only
@@ -76,13 +62,6 @@ def test_every_kernel_has_the_flags_of_the_decorator():
         assert not {"nnan", "ninf", "fast"} & set(options["fastmath"])
 
 
-@compiled_only
-@uncached
-def test_the_cache_of_a_kernel_ages_with_the_whole_package():
-    for dispatcher, _ in jit.registered:
-        assert dispatcher._cache._cache_file._source_stamp == jit.sources_stamp()
-
-
 def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path, monkeypatch):
     assert Path(hepti_mqtt.kernels.__file__).parent == jit.SOURCES
     package = shutil.copytree(jit.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
@@ -95,15 +74,6 @@ def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path
         assert (stamp() != before) is (source.relative_to(package).as_posix() not in jit.AROUND), source
         source.write_bytes(content)
     assert stamp() == before
-
-
-@compiled_only
-def test_a_machine_without_a_writable_directory_has_no_cache():
-    class Unwritable:
-        def enable_caching(self):
-            raise RuntimeError("cannot cache function: no locator available")
-
-    assert jit._cached(Unwritable()) is None
 
 
 def counts(directory, package=ROOT, **variables):
@@ -130,7 +100,7 @@ def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
         os.utime(source, (1e9, 1e9))
     assert counts(kept, package) == (0, 2)
     # Not the file of a kernel, but inlined into them.
-    helper = package / "hepti_mqtt" / "kernels" / "machine" / "addresses.py"
+    helper = package / "hepti_mqtt" / "kernels" / "elementary.py"
     helper.write_text(helper.read_text() + "# changed\n")
     assert counts(kept, package) == (2, 0)
 
@@ -187,38 +157,10 @@ def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
         "-W",
         "error",
         "-c",
-        "import numpy as np; from hepti_mqtt.kernels.gemm.tile import NR, panel_of_columns\n"
+        "import numpy as np; from hepti_mqtt.kernels.tile import NR, panel_of_columns\n"
         "left, right = np.full(2, 2, 'f4'), np.full((2, NR), 3e38, 'f4')\n"
         "out = np.zeros(NR, 'f4'); at = [a.ctypes.data for a in (left, right, out)]\n"
         "panel_of_columns(1, 1, at[0], 1, 2, at[1], at[2], 0, at[2], NR); print(out[0])",
         NUMBA_DISABLE_JIT="1",
     )
     assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
-
-
-def test_a_full_disk_keeps_nobody_from_compiling(monkeypatch, tmp_path):
-    for name in (jit.OVERRIDE, jit.DOT_OVERRIDE):
-        monkeypatch.delenv(name, raising=False)
-    asked = []
-
-    def full(*compiled):
-        asked.append(compiled)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    cache = SimpleNamespace(cache_path=str(tmp_path), load_overload=None, save_overload=full)
-    dispatcher = SimpleNamespace(enable_caching=lambda: None, _cache=cache)
-    jit._cached(dispatcher)
-    dispatcher._cache.save_overload("signature", "code")
-    assert asked == [("signature", "code")]
-
-
-def test_code_for_a_matrix_unit_is_not_taken_where_the_system_forbids_it(monkeypatch):
-    monkeypatch.setattr(isa, "_features", lambda: {"avx512f": True, "avx512vnni": True, "amx-int8": True})
-    monkeypatch.delenv(isa.DOT_OVERRIDE, raising=False)
-    monkeypatch.setenv(isa.OVERRIDE, "avx512")
-    stamps = []
-    for allowed in (True, False):
-        monkeypatch.setattr(isa, "_may_use_unit", lambda allowed=allowed: allowed)
-        assert isa.dot() == ("amx" if allowed else "avx512vnni")
-        stamps.append(jit.sources_stamp.__wrapped__())
-    assert stamps[0] != stamps[1]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from kernels_support import pool
 
-from hepti_mqtt.kernels.machine import peak
-from hepti_mqtt.kernels.machine.isa import TILE
-from hepti_mqtt.kernels.machine.jit import JIT, compile_all
+from hepti_mqtt.kernels import peak
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.jit import JIT, compile_all
 
 
 @pytest.mark.skipif(not JIT, reason="only compiled code reads")

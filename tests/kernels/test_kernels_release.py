@@ -10,25 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from hepti_mqtt.kernels import warm_up
-from hepti_mqtt.kernels.machine import handover, jit, release
+from hepti_mqtt.kernels import jit, warm_up
 
 RELEASED = """
 import numba, numpy as np
 from kernels_support import Case, array
 from hepti_mqtt.kernels import warm_up
-from hepti_mqtt.kernels.machine import jit, release
+from hepti_mqtt.kernels import jit
 
 warm_up()
 case = Case("add", [array(40, 3), array(40, 3)], [(40, 3)], bias=False)
 before = case.run()[0].tobytes()
-pages = lambda: sum(stop - start for start, stop in release._clean_pages())
+pages = lambda: sum(stop - start for start, stop in jit._clean_pages())
 resident = lambda: sum(
     int(line.split()[1]) for of in open("/proc/self/smaps").read().split("VmFlags") if "libllvmlite" in of
     for line in of.splitlines() if line.startswith("Rss:")
 )
 kib, least = resident(), pages()
-release.release_compiler()
+jit.release_compiler()
 print(kib, resident(), least >> 10, sum(
     getattr(made.library, "_shared_module", None) is not None
     for dispatcher, _ in jit.registered for made in dispatcher.overloads.values()
@@ -41,10 +40,10 @@ assert again(2) == 3, "it compiles afterwards too"
 LARGE_BLOCKS = """
 import ctypes, sys
 import numpy as np
-from hepti_mqtt.kernels.machine import release
+from hepti_mqtt.kernels import jit
 
 if sys.argv[1] == "returned":
-    release.return_large_blocks()
+    jit.return_large_blocks()
 malloc_info = ctypes.CDLL(None).mallinfo2
 malloc_info.restype = type("Info", (ctypes.Structure,), {"_fields_": [(str(n), ctypes.c_size_t) for n in range(10)]})
 weights = np.ones(16 << 20, np.uint8)
@@ -64,12 +63,7 @@ compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
     done = subprocess.run(
-        [sys.executable, "-c", RELEASED],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        [sys.executable, "-c", RELEASED], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     before, after, mapped, bitcode = map(int, done.stdout.split())
@@ -79,30 +73,16 @@ def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
 
 
 @compiled_only
-def test_what_is_compiled_after_the_kernels_is_linked_with_none_of_them():
-    kernels = {dispatcher for dispatcher, _ in jit.registered}
-    seen, todo = set(), [handover._sharing]
-    while todo:
-        function = todo.pop()
-        assert function not in kernels, function.py_func.__name__
-        if function not in seen:
-            seen.add(function)
-            of, names = function.py_func.__globals__, function.py_func.__code__.co_names
-            todo += [of[name] for name in names if hasattr(of.get(name), "py_func")]
-    assert len(seen) > 1
-
-
-@compiled_only
 def test_bitcode_stays_as_long_as_something_is_left_to_compile(monkeypatch):
     warm_up()
     asked = []
     monkeypatch.setattr(jit, "forget_bitcode", lambda: asked.append(True))
-    monkeypatch.setattr(release, "_clean_pages", lambda: iter(()))
+    monkeypatch.setattr(jit, "_clean_pages", lambda: iter(()))
     monkeypatch.setattr(jit, "all_ready", lambda: False)
-    release.release_compiler()
+    jit.release_compiler()
     assert not asked
     monkeypatch.setattr(jit, "all_ready", lambda: True)
-    release.release_compiler()
+    jit.release_compiler()
     assert asked
 
 

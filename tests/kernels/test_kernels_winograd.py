@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import ALONE, Case, array, runnable
+from kernels_support import Case, array
 
-from hepti_mqtt.kernels.conv.winograd import LEAST_CHANNELS, PIECE, TILES
-from hepti_mqtt.kernels.machine.isa import OVERRIDE
-from hepti_mqtt.kernels.machine.jit import JIT
+from hepti_mqtt.kernels.conv2d import LEAST_CHANNELS, PIECE, TILES
+from hepti_mqtt.kernels.jit import JIT
 
 C = LEAST_CHANNELS
 # The map that each case is a part of.
@@ -87,14 +83,6 @@ def test_outputs_that_stay_in_registers_have_the_bits_of_those_that_do_not(activ
     np.testing.assert_array_equal(conv(x, weight, **more).run()[0], through_memory)
 
 
-def test_a_part_that_does_not_say_where_it_lies_would_have_other_bits():
-    x, weight = array(13, 9, C), array(9 * C, 16)
-    whole = conv(x, weight).run()[0]
-    unsaid = conv(x[2:], weight, pad=(0, 1, 1, 1)).run()[0]
-    assert (unsaid != whole[3:]).any()
-    np.testing.assert_allclose(unsaid, whole[3:], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("side", "channels", "n"),
     [pytest.param(39, C, 130, marks=pytest.mark.wide), (4, 2 * PIECE + 16, 20), (2, PIECE, 64)],
@@ -155,13 +143,3 @@ def test_work_is_that_of_the_definition_and_priced_as_what_is_multiplied():
     assert found.nbytes > 0
     case = part(array(6, 5, C), array(9 * C, 4), (1, 5), (0, 5))
     assert work(case.op, case.slots).rows == 3 * 3  # four rows, of which the first and the last are halves of tiles
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not JIT or bool(os.environ.get(OVERRIDE)), reason="runs the tests of compiled code once again")
-@pytest.mark.parametrize("name", runnable())
-def test_with_every_instruction_set_of_this_machine(name):
-    environment = {**os.environ, OVERRIDE: name, ALONE: "conv.conv2d conv.winograd machine.handover"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

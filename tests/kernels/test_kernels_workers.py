@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import pool
-from llvmlite.ir import IntType
-from numba import types
 
-from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.machine import cores, handover, jit
-from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, JIT, compile_first, lowered
-from hepti_mqtt.kernels.machine.workers import Parts, matmul_parts, panel_parts, ranges
-from hepti_mqtt.kernels.rowwise.moments import _moments
+from hepti_mqtt.kernels import Workers, jit
+from hepti_mqtt.kernels import threads as handover
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, compile_first
+from hepti_mqtt.kernels.rowwise import _moments
+from hepti_mqtt.kernels.threads import Parts, matmul_parts, panel_parts, ranges
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
@@ -89,37 +86,6 @@ def test_ranges_cover_without_overlap(count, parts):
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_tasks_arrive_whether_the_threads_poll_or_sleep():
-    seen = []
-    with pool(2) as workers:
-        for polls in (0, 1, 100, 1 << 20 if JIT else 1000):
-            workers._polls = polls
-            for i in range(50):
-                workers.each(lambda i, part: seen.append((i, part)), ((polls, i),), [(0,), (1,), (2,)])
-    assert len(seen) == len(set(seen)) == 4 * 50 * 3
-
-
-def test_two_pools_on_two_threads_do_not_wait_for_each_other():
-    counts = [0, 0]
-
-    def model(place):
-        def part(_part):
-            with lock:
-                counts[place] += 1
-
-        with pool(3) as workers:
-            for _ in range(200):
-                workers.each(part, (), [(0,), (1,), (2,)])
-
-    lock = threading.Lock()
-    models = [threading.Thread(target=model, args=(i,)) for i in range(2)]
-    for thread in models:
-        thread.start()
-    for thread in models:
-        thread.join(timeout=60)
-    assert counts == [600, 600]
-
-
 def _count(counts, _turns, _bad, part):
     counts[part] += 1
 
@@ -181,23 +147,20 @@ def compiled():
 
 @compiled_only
 @pytest.mark.parametrize("function", [_count, _count_slowly])
-def test_every_part_of_a_kernel_runs_once_whether_the_threads_poll_or_sleep(compiled, function):
+def test_every_part_of_a_kernel_runs_once(compiled, function):
     for threads in (2, 3, 5):
         with pool(threads) as workers:
-            for polls in (0, 1, 100, workers._polls):
-                workers._polls = polls
-                for parts in (1, 2, 3, 8, 13):
-                    counts = np.zeros(parts, np.int64)
-                    for _ in range(20):
-                        workers.each(compiled(function), (counts, 1000, -1), [(i,) for i in range(parts)])
-                    assert counts.tolist() == [20] * parts
+            for parts in (1, 2, 3, 8, 13):
+                counts = np.zeros(parts, np.int64)
+                for _ in range(20):
+                    workers.each(compiled(function), (counts, 1000, -1), [(i,) for i in range(parts)])
+                assert counts.tolist() == [20] * parts
 
 
 @compiled_only
 def test_a_thread_that_is_late_takes_fewer_parts(compiled):
     counts, turns = np.zeros(64, np.int64), 1 << 24
     with pool(2) as workers:
-        workers._polls = 1 << 20
         workers.each(compiled(_wait_for_the_others), (counts, turns, -1), [(i,) for i in range(64)])
     assert counts.tolist() == [1] * 64
 
@@ -206,7 +169,6 @@ def test_a_thread_that_is_late_takes_fewer_parts(compiled):
 def test_parts_of_a_kernel_run_on_several_threads_at_once(compiled):
     counts = np.zeros(3, np.int64)
     with pool(3) as workers:
-        workers._polls = 1 << 20
         workers.each(compiled(_meet), (counts, 1 << 24, -1), [(0,), (1,), (2,)])
     assert counts.tolist() == [1, 1, 1]
 
@@ -221,28 +183,6 @@ def test_a_kernel_without_memory_is_an_error_after_all_parts_have_ended(compiled
         assert counts.tolist() == [int(i != bad) for i in range(6)]
         workers.each(compiled(_fail), (counts, 0, -1), [(i,) for i in range(6)])
     assert counts.sum() == 5 + 6
-
-
-def _emit_owner(_context, array):
-    def codegen(context, builder, signature, values):
-        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, values[0]).meminfo, IntType(64))
-
-    return types.int64(array), codegen
-
-
-_owner = lowered(_emit_owner, None)
-
-
-def _note_owner(counts, _turns, _bad, part):
-    counts[part] = _owner(counts)
-
-
-@compiled_only
-def test_parts_count_no_references_since_the_caller_may_have_dropped_the_counter_before_they_end(compiled):
-    counts = np.ones(4, np.int64)
-    with pool(2) as workers:
-        workers.each(compiled(_note_owner), (counts, 0, -1), [(i,) for i in range(4)])
-    assert counts.tolist() == [0] * 4
 
 
 @compiled_only
@@ -261,20 +201,6 @@ def test_two_pools_share_kernels_without_waiting_for_each_other(compiled):
     for thread in models:
         thread.join(timeout=60)
     assert counts.tolist() == [[200] * 3] * 2
-
-
-@compiled_only
-def test_a_thread_that_finds_nothing_sleeps(compiled):
-    counts = np.zeros(2, np.int64)
-    with pool(2) as workers:
-        at = handover.BLOCK + handover.LANE
-        workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
-        too_late = time.monotonic() + 60
-        while not workers._memory[at + handover.ASLEEP]:
-            assert time.monotonic() < too_late
-            os.sched_yield()
-        workers.each(compiled(_count), (counts, 0, -1), [(0,), (1,)])
-    assert counts.tolist() == [2, 2]
 
 
 @given(
@@ -342,21 +268,8 @@ def test_parts_are_also_a_table():
 )
 def test_a_thread_leaves_a_core_that_another_has_and_may_go_anywhere_afterwards(monkeypatch, here, taken, moves):
     moved = []
-    monkeypatch.setattr(cores, "core", lambda: here)
+    monkeypatch.setattr(handover, "core", lambda: here)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, allowed: moved.append(set(allowed)))
-    cores.leave(taken)
+    handover.leave(taken)
     assert moved == moves
-
-
-@compiled_only
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells where a thread runs")
-def test_a_pool_knows_where_its_threads_run():
-    x = np.ones((64, 256), np.float32)
-    out = np.empty((64, 2), np.float32)
-    with pool(2) as workers:
-        workers._memory[handover.BLOCK + handover.LANE + handover.ASLEEP] = 1  # so that the next call wakes it
-        workers.each(_moments, (x, out), ranges(64, 2))
-        workers.each(time.sleep, (), [(0,), (0,)])  # its thread has taken the wake-up by now
-        assert set(workers._cores) <= os.sched_getaffinity(0)
-    np.testing.assert_array_equal(out, [[1, 0]] * 64)

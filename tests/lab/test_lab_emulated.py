@@ -134,8 +134,8 @@ def test_links_of_a_dilated_lab_are_slower_also_after_a_change(tmp_path: Path) -
 
 
 def test_hosts_are_held_to_an_instruction_set_and_keep_its_code_apart(tmp_path: Path) -> None:
-    show = "import os; from hepti_mqtt.kernels.machine import isa, jit; from hepti_mqtt.kernels import registry; "
-    show += "print(isa.isa(), jit.cache_directory().parent.name, os.environ['ATEN_CPU_CAPABILITY'])"
+    show = "import os; from hepti_mqtt.kernels import isa, jit; from hepti_mqtt.kernels import registry; "
+    show += "print(isa(), jit.cache_directory().parent.name, os.environ['ATEN_CPU_CAPABILITY'])"
     with Lab(replace(small(unique()), isa="avx2"), tmp_path / "lab") as lab:
         host = lab.hosts["a"]
         assert host.run([host.python, "-c", show]).out.split() == ["avx2", "avx2", "avx2"]

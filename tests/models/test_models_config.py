@@ -186,13 +186,6 @@ def test_sentence_transformers_directories():
         assert (head.task, head.pooling) == ("embedding", mode if isinstance(mode, str) else mode[0])
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", ["mean"]])
-def test_sentence_transformers_6_names_the_pooling(mode):
-    pooling = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
-    head = spec_of(BERT, {"modules.json": MODULES, "1_Pooling/config.json": pooling}).head
-    assert (head.task, head.pooling) == ("embedding", mode if isinstance(mode, str) else mode[0])
-
-
 @pytest.mark.parametrize(
     ("length", "own", "want"),
     [(None, 16, 16), (None, 64, 40), (None, 10**30, 40), (None, 1e30, 40), (None, None, 40), (24, 16, 24)],
@@ -217,13 +210,6 @@ def test_sentence_transformers_leave_out_the_head_for_masks(architecture):
     assert (spec.head.task, spec.head.pooling, spec.head.normalize) == ("embedding", "mean", True)
     assert not [source for source in models.tensor_sources(spec) if source.name.startswith("head.")]
     assert spec_of(BERT, **config).head.task == "masked_token"
-
-
-def test_labels_of_a_classifier():
-    bert = {**BERT, "architectures": ["BertForSequenceClassification"]}
-    assert spec_of(bert).head.labels == ("LABEL_0", "LABEL_1")
-    assert spec_of(bert, num_labels=3).head.outputs == 3
-    assert spec_of(bert, id2label={0: "no", 1: "yes"}).head.labels == ("no", "yes")
 
 
 @pytest.mark.parametrize("base", [BERT, VIT, KINDS["tiny-distilbert"].config], ids=["bert", "vit", "distilbert"])

@@ -105,11 +105,6 @@ def test_a_slow_device_is_left_out_or_gets_little():
     assert rows.get("slow", 0.0) < 0.2 * sum(rows.values())
 
 
-def test_a_pinned_method_that_memory_forbids_names_what_is_missing_where():
-    with pytest.raises(PlanError):
-        decide(question(FAMILIES["bert-embedding"], four_pis(940, memory=2**17 - 2**15), strategy="pipeline"))
-
-
 @no_cover
 def test_memory_tiers_choose_the_strategy():
     """Where no device holds a full copy, `row` and `single` do not fit and say how much is missing."""
@@ -475,13 +470,6 @@ def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one
     assert {c.name for c in found.ranking} == {last.method, "single"}
     assert found.chosen.price.seconds < decide_soon(question_of_four(*ALL[:3])).chosen.price.seconds
     assert found.chosen.plan.predicted_tokens == 128
-
-
-def test_one_device_answers_where_it_is_faster_or_no_other_is_left():
-    last = planned("row", variant="kv")
-    assert decide_soon(question_of_four(*ALL[:3], mbit=5), last).chosen.name == "single"
-    assert decide_soon(question_of_four(*ALL[:1]), last).chosen.name == "single"
-    assert decide_soon(question_of_four(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
 
 
 def test_devices_of_which_none_has_the_memory_alone_go_on_together():

@@ -35,7 +35,7 @@ from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
 from hepti_mqtt.service.channel import KEPT, LIVES, UNHEARD, UNHEARD_BYTES, Journal, Post
 from hepti_mqtt.service.decoder import Asked, Decoder
-from hepti_mqtt.service.forecast import PAUSE_S, Forecasts
+from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import Desk, Model, Reply
 from hepti_mqtt.service.requests import Room
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
@@ -288,22 +288,6 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
     assert data["error"]["code"] == RemoteError.code
 
 
-def test_a_forecast_is_made_on_a_thread_of_its_own(desk, checkpoints, forecasts, clock, monkeypatch):
-    checkpoint = checkpoints["bert"]
-    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
-    built = []
-    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", lambda *a: built.append(a) or programs(*a))
-    job = ask(desk, {"text": "hello"})
-    desk.foresee(job)
-    assert not built, "not on the desk's thread"
-    clock.return_value += PAUSE_S
-    assert forecasts.step()
-    assert len(built) == 1
-    data = told(desk.answer(finish(job, checkpoint), now=101.0))
-    assert len(built) == 1, "the answer found it ready"
-    assert data["forecast"] == "simulated"
-
-
 def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
     checkpoint = checkpoints["bert"]
     forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
@@ -324,13 +308,6 @@ def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, re
     reply = desk.request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
     assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
     assert reply.topic.endswith("/q7")
-
-
-def test_an_unread_request_is_refused_under_its_id(desk):
-    reply = desk.refuse_unread("bert", "me", b'{"id": "q7", "text": "x"}', OverloadedError("later"))
-    assert told(reply)["id"] == "q7"
-    assert reply.topic.endswith("/q7")
-    assert told(desk.refuse_unread("bert", "me", b"{", OverloadedError("later")))["id"] is None
 
 
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id(desk):

@@ -130,12 +130,6 @@ def test_every_kind_becomes_its_event():
     assert not decoder.counters
 
 
-def test_the_filters_cover_every_kind():
-    decoder = Decoder("home")
-    filters = [name for name, _ in decoder.filters() + decoder.requests()]
-    assert len(filters) == len(set(filters)) == 7
-
-
 def test_cleared_foreign_and_lying_messages_are_dropped():
     decoder = Decoder("home")
     assert decoder.decode(HOME.caps("b"), messages.encode_caps(CAPS)) is None, "caps under another device's name"
@@ -260,13 +254,6 @@ def run(url, checkpoints, tmp_path):
         stop.set()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def test_a_bad_model_ends_it_before_anything_is_started(tmp_path):
-    with pytest.raises(ModelError):
-        run_planner(PlannerConfig(NOWHERE, "s", {"m": tmp_path / "nothing"}, state_dir=tmp_path))
-    with pytest.raises(ConfigError):
-        run_planner(PlannerConfig(NOWHERE, "s", {}, state_dir=tmp_path))
 
 
 def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplog):
@@ -505,16 +492,6 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unco
     monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
     unconnected._serve(stop)
     assert handled == [Tick(behind=True)], "what is in the inbox may be a heartbeat"
-
-
-def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
-    stood = []
-    monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)
-    plans = [(), ("one",), ("one",), ("one", "two")]
-    monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
-    for _ in range(4):
-        unconnected._handle(Tick())
-    assert stood == [("one",), ("one", "two")], "only what has changed"
 
 
 @pytest.mark.broker

@@ -140,7 +140,7 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
     alone = seconds_of(costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
     soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
     assert 0.2 < shares(*soon)[0] < 0.5
-    with pytest.raises(ValueError, match=r"no shares meet the deadline of 1 ms: the fastest take \d+ ms"):
+    with pytest.raises(ValueError, match="1 ms"):
         shares(*(lane._replace(deadline_s=1e-3) for lane in (strong, weak)))
 
 

@@ -306,7 +306,7 @@ def test_a_wrong_status_is_a_wire_error(payload):
 @pytest.mark.parametrize(
     "said",
     [
-        *({name: HALF} for name in ("isa", "version", "tile")),
+        *({name: HALF} for name in ("isa", "version")),
         *({"curves": {"a": value}} for value in ({HALF: 1}, [HALF])),
         {"endpoint": {"host": f"fe80::1%{HALF}", "port": 1, "fingerprint": ""}},
     ],

@@ -1,0 +1,551 @@
+"""Attention: over ragged sequences, over blocks of keys, over a decoder's cache, and in Voltage's order of products.
+
+attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attributes: q_column, k_column, v_column
+                     (first
+                     column of q, k and v), heads, head_dim (d), q_rows (packed row of each row of q), k_rows (packed
+                     rows of kv: half-open ranges (start, stop) in ascending order without overlap), lengths (tokens
+                     of
+                     each packed sequence; a query attends to the keys of its own), scale; optional causal (True:
+                     only to
+                     keys at its own position or before).
+attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
+                     normalised, then
+                     the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
+attention_combine    States of several blocks -> [r, heads d], combined in the given order. Attributes: heads,
+                     head_dim.
+append_rows          state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. In place, where the
+                     result
+                     is the memory of the state, only the new rows move.
+attention_at         q [m, *], kv [C, *], at -> [m, heads d]: query i attends to rows 0..at + i of kv. Attributes as
+                     `attention` has: columns, heads, head_dim, scale. Other rows of kv are never read.
+attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P x) Wv + b, so that no keys and
+                     values are
+                     computed (Voltage, Hu and Li, 2024): fewer multiplications for few queries and many rows of x.
+                     Weights: Wk, Wv packed [w, heads d]; with attribute bias both biases, plain [heads d]; the bias
+                     of
+                     keys adds the same to all scores of a query and is not used. Other attributes as `attention` has.
+
+`at` is an i32 slot [1], the rows that the cache holds; rows beyond the cache raise ValueError before anything is
+written. A
+query without a key gives 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.attention_tile import (
+    KEYS,
+    LANES,
+    LOG2E,
+    HeadLayout,
+    attention_units,
+    scores_of,
+    softmax_tile,
+    transpose,
+)
+from hepti_mqtt.kernels.base import (
+    Array,
+    Check,
+    Kernel,
+    Run,
+    check_at,
+    first_of,
+    nothing,
+    row_parts,
+    rowwise,
+    starts_of,
+)
+from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, address_table, fills, floats, helper, kernel, reads
+from hepti_mqtt.kernels.threads import Workers, ranges
+from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.program import Compute, SlotSpec, Work
+
+# Flops of a tile below which a hand-over to another thread costs more than it saves.
+GRAIN: Final = 1 << 19
+
+
+def ranges_of_keys(op: Compute, keys: int) -> NDArray[np.int64]:
+    """Return for every query row the range of rows of kv that it attends to: int64 [r, 2], (0, 0) for none."""
+    starts = starts_of(op.attrs["lengths"])
+    rows = np.asarray(op.attrs["q_rows"], np.int64)
+    if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
+        raise ValueError(
+            f"{op.kernel}: q_rows must lie in the {starts[-1]} packed rows of lengths {op.attrs['lengths']}"
+        )
+    sequence = np.searchsorted(starts, rows, side="right") - 1
+    k_rows = _k_rows(op, keys, int(starts[-1]))
+    stop = np.minimum(starts[sequence + 1], rows + 1) if op.attrs.get("causal", False) else starts[sequence + 1]
+    # Ranges ascend, so the keys of a sequence lie side by side in kv.
+    found = np.stack([np.searchsorted(k_rows, starts[sequence]), np.searchsorted(k_rows, stop)], axis=1)
+    found[found[:, 0] >= found[:, 1]] = 0
+    return found
+
+
+def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
+    """Return the packed row of every row of kv, int64 [keys]."""
+    given = [(int(start), int(stop)) for start, stop in op.attrs["k_rows"]]
+    edges = [0, *(edge for given_range in given for edge in given_range), m]
+    found = np.concatenate([np.arange(0), *(np.arange(*r) for r in given)])
+    if any(a > b for a, b in pairwise(edges)) or len(found) != keys:
+        raise ValueError(
+            f"{op.kernel}: k_rows must be ranges of the {m} packed rows in ascending order, {keys} rows in all as kv "
+            f"has, got {given}"
+        )
+    return found
+
+
+def tiles_of(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
+    """Return runs of at most NR query rows, int64 [tiles, 4] of first, stop, low, high: one range of keys for all.
+
+    Causal rows share only where their keys begin: there high is the end of the longest range.
+    """
+    alike = key_ranges[:, :1] if causal else key_ranges
+    changes = np.flatnonzero(np.any(alike[1:] != alike[:-1], axis=1)) + 1
+    cuts = [0, *changes.tolist(), len(key_ranges)]
+    rows = [(at, min(at + NR, b)) for a, b in pairwise(cuts) for at in range(a, b, NR)]
+    found = [(a, b, key_ranges[a, 0], key_ranges[a:b, 1].max()) for a, b in rows]
+    return np.asarray(found, np.int64).reshape(-1, 4)
+
+
+def check_heads(check: Check) -> HeadLayout:
+    """Return where the heads lie of an op that reads q and kv, then anything; ValueError if not in their columns."""
+    attrs, with_state = check.op.attrs, int(check.op.kernel == "attention_block")
+    columns = {name: attrs[name] for name in ("q_column", "k_column", "v_column")}
+    found = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state)
+    check.that(found.d >= 1 and found.heads >= 0, f"heads {found.heads} of {found.d} columns make no sense")
+    for (name, column), read in zip(columns.items(), (0, 1, 1), strict=True):
+        most = check.reads[read].shape[1] - found.heads * found.d
+        check.that(0 <= column <= most, f"{name} leaves no room for the heads")
+    return found
+
+
+def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout]:
+    """Return (rows of q, rows of kv, layout of heads)."""
+    check = Check(op, slots)
+    check.count(2)
+    check.dtypes()
+    r, s = (spec.shape[0] for spec in check.reads)
+    check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
+    layout = check_heads(check)
+    wanted = (r, layout.heads, layout.d + 2) if layout.with_state else (r, layout.heads * layout.d)
+    check.shape(check.writes[0], wanted)
+    return r, s, layout
+
+
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    r, s, layout = _check(op, slots)
+    Check(op, slots).weights(weights, 0)
+    if not r * layout.heads:
+        return nothing
+    key_ranges = ranges_of_keys(op, s)
+    tiles = tiles_of(key_ranges, op.attrs.get("causal", False))
+    limits = np.ascontiguousarray(key_ranges[:, 1])
+    table = layout.table()
+    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * layout.heads * layout.d) // GRAIN)
+    # More parts than threads: the tiles of ragged sequences are of uneven cost.
+    parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads)
+    scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, scale)
+
+    return run
+
+
+def _pairs(key_ranges: NDArray[np.int64]) -> int:
+    return int((key_ranges[:, 1] - key_ranges[:, 0]).sum())
+
+
+def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    keys = slots[op.reads[1]].shape[0]
+    if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False):
+        pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
+    else:
+        pairs = _pairs(ranges_of_keys(op, keys))
+    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
+
+
+def _reference_states(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array) -> Array:
+    _, s, (*columns, heads, d, _) = _check(op, slots)
+    out = np.zeros((len(q), heads, d + 2))
+    out[:, :, d] = -np.inf
+    queries, keys, values = (  # [heads, rows, d]
+        x[:, c : c + heads * d].astype(np.float64).reshape(len(x), heads, d).transpose(1, 0, 2)
+        for x, c in zip((q, kv, kv), columns, strict=True)
+    )
+    key_ranges = ranges_of_keys(op, s)
+    for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
+        if high > low:
+            rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
+            scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1) * op.attrs["scale"]
+            top = scores.max(axis=-1, keepdims=True)
+            p = np.exp(scores - np.where(top > -np.inf, top, 0.0))
+            found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
+            out[rows] = found.transpose(1, 0, 2)
+    return out
+
+
+def _finish(states: Array) -> Array:
+    norm = states[:, :, -1:]
+    r, heads, width = states.shape
+    return np.asarray((states[:, :, :-2] / np.where(norm == 0, 1.0, norm)).reshape(r, heads * (width - 2)))
+
+
+def _reference(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    states = _reference_states(op, slots, reads[0], reads[1])
+    return [states if op.kernel == "attention_block" else _finish(states)]
+
+
+ATTENTION: Final = Kernel("attention", _bind, _reference, _work)
+ATTENTION_BLOCK: Final = Kernel("attention_block", _bind, _reference, _work)
+
+
+_MINUS_INF: Final = np.float32(-np.inf)
+
+
+@kernel(INT_ARRAY, INT, fills(float32, 2), INT, INT, INT, INT, part=2)
+def _combine(states: Any, count: int, out: Any, heads: int, d: int, first: int, stop: int) -> None:
+    for row in range(first, stop):
+        for head in range(heads):
+            at = (row * heads + head) * (d + 2)
+            top = _MINUS_INF
+            for i in range(count):
+                high = floats(states[i] + 4 * at, d + 2)[d]
+                top = high if high > top else top  # NaN is not lost: its own weight below is NaN
+            by = ZERO
+            result = out[row, head * d : head * d + d]
+            result[:] = ZERO
+            for i in range(count):
+                state = floats(states[i] + 4 * at, d + 2)
+                # A block without a key has maximum -inf and weighs nothing, also if all blocks are so.
+                weight = ZERO if state[d] == _MINUS_INF else exp_of_negative(state[d] - top)
+                by += weight * state[d + 1]
+                for c in range(d):
+                    result[c] += weight * state[c]
+            if by != ZERO:
+                for c in range(d):
+                    result[c] /= by
+
+
+def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(None)
+    check.dtypes()
+    check.weights(weights, 0)
+    heads, d = op.attrs["heads"], op.attrs["head_dim"]
+    r = check.writes[0].shape[0]
+    for spec in check.reads:
+        check.shape(spec, (r, heads, d + 2))
+    check.shape(check.writes[0], (r, heads * d))
+    count = len(op.reads)
+    table, fill = address_table(count)
+    parts = row_parts(r, heads * d * count, pool)
+    if not parts or not heads:
+        return nothing
+    combine = pool.bind(_combine, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        fill([state.reshape(r, -1) for state in reads])
+        combine(table, count, writes[0], heads, d)
+
+    return run
+
+
+def _reference_combine(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    states = np.stack(reads).astype(np.float64)
+    high = states[..., -2]
+    top = high.max(axis=0)
+    with np.errstate(invalid="ignore"):
+        weight = np.where(high == -np.inf, 0.0, np.exp(high - top))
+    norm = (weight * states[..., -1]).sum(axis=0)
+    total = (weight[..., None] * states[..., :-2]).sum(axis=0)
+    out = total / np.where(norm == 0, 1.0, norm)[..., None]
+    return [out.reshape(len(out), op.attrs["heads"] * op.attrs["head_dim"])]
+
+
+ATTENTION_COMBINE: Final = Kernel("attention_combine", _bind_combine, _reference_combine, rowwise)
+
+
+def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = check_at(op, slots, ("f32", "f32"))
+    check.weights(weights, 0)
+    (rows, width), m = check.reads[0].shape, check.reads[1].shape[0]
+    check.shape(check.reads[1], (m, width))
+    check.shape(check.writes[0], (rows, width))
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        state, new, at = reads
+        out = writes[0]
+        first = first_of(op, at, m, rows, "rows of the cache")
+        if out is not state and not np.may_share_memory(out, state):
+            out[...] = state
+        out[first : first + m] = new
+
+    return run
+
+
+def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = check_at(op, slots, ("f32", "f32"))
+    check.weights(weights, 0)
+    m, capacity = check.reads[0].shape[0], check.reads[1].shape[0]
+    layout = check_heads(check)
+    check.shape(check.writes[0], (m, layout.heads * layout.d))
+    if not m * layout.heads:
+        return nothing
+    # As of an empty cache; `at` moves the ends of all ranges of keys alike.
+    ends = np.arange(1, m + 1)
+    empty = tiles_of(np.stack([0 * ends, ends], axis=1), causal=True)
+    tiles, limits = empty.copy(), ends.copy()
+    units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
+    parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
+    attend = [pool.bind(attention_units, divided) for divided in parts]
+    table, scale = layout.table(), np.float32(op.attrs["scale"])
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        q, kv, at = reads
+        first = first_of(op, at, m, capacity, "rows of the cache")
+        np.add(empty[:, 3], first, out=tiles[:, 3])
+        np.add(ends, first, out=limits)
+        threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
+        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, scale)
+
+    return run
+
+
+def _reference_append_rows(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    state, new, first = reads[0].copy(), reads[1], int(reads[2][0])
+    state[first : first + len(new)] = new
+    return [state]
+
+
+def _reference_attention_at(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    (q, kv), first = reads[:2], int(reads[2][0])
+    rows = {"q_rows": range(first, first + len(q)), "k_rows": ((0, len(kv)),), "lengths": (len(kv),), "causal": True}
+    whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **rows})
+    return [ATTENTION.reference(whole, slots, (q, kv), ())[0]]
+
+
+def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    return Work("rowwise", nbytes=2.0 * slots[op.reads[1]].nbytes)
+
+
+def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    # The mean over all positions at which the rows fit.
+    m, capacity = (slots[s].shape[0] for s in op.reads[:2])
+    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * (capacity + 1) / 2)
+
+
+APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)
+ATTENTION_AT: Final = Kernel("attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at)
+
+
+# Columns of the table of units: rows of q, rows of x, first head, heads.
+_FIRST, _STOP, _LOW, _HIGH, _HEAD, _HEADS = range(6)
+
+
+@helper
+def _through_keys(
+    matrix: Any, column: int, d: int, vectors: int, queries: Any, zeros: Any, lane: int, wide: Any
+) -> None:
+    """Fill wide [w, NR], from `lane` on, with columns column..column + d of Wk times queries [d, NR]."""
+    w = matrix.shape[1]
+    at = column
+    while at < column + d:
+        panel, inside = at // NR, at % NR
+        depth = min(NR - inside, column + d - at)
+        left = matrix.ctypes.data + 4 * (panel * w * NR + inside)
+        right = queries.ctypes.data + 4 * (at - column) * NR
+        for i in range(0, w, MR):
+            out = wide.ctypes.data + 4 * (i * NR + lane)
+            start, stride = (out, NR) if at > column else (zeros.ctypes.data, 0)
+            panel_of_rows(min(MR, w - i), vectors, left + 4 * i * NR, NR, depth, right, start, stride, out, NR)
+        at += depth
+
+
+@helper
+def _mixed(x: Any, low: int, keys: int, vectors: int, scores: Any, zeros: Any, started: Any, total: Any) -> None:
+    """Add the transpose of x[low : low + keys] times scores [keys, NR] to total [w, NR], or start it."""
+    w = x.shape[1]
+    for c in range(0, w, MR):
+        out = total.ctypes.data + 4 * c * NR
+        start, stride = (out, NR) if started else (zeros.ctypes.data, 0)
+        at = x.ctypes.data + 4 * (low * w + c)
+        panel_of_columns(min(MR, w - c), vectors, at, w, keys, scores.ctypes.data, start, stride, out, NR)
+
+
+@helper
+def _through_values(
+    matrix: Any, column: int, d: int, vectors: int, total: Any, lane: int, zeros: Any, result: Any
+) -> None:
+    """Fill result [d, NR] with the transpose of columns column..column + d of Wv times total [w, NR] from `lane` on."""
+    w = matrix.shape[1]
+    at = column
+    while at < column + d:
+        panel, inside = at // NR, at % NR
+        rows = min(MR, NR - inside, column + d - at)
+        left = matrix.ctypes.data + 4 * (panel * w * NR + inside)
+        out = result.ctypes.data + 4 * (at - column) * NR
+        right = total.ctypes.data + 4 * lane
+        panel_of_columns(rows, vectors, left, NR, w, right, zeros.ctypes.data, 0, out, NR)
+        at += rows
+
+
+@kernel(
+    reads(float32, 2), reads(float32, 2), fills(float32, 2), reads(float32, 3), reads(float32, 3), reads(float32, 1),
+    TABLE, INT, INT, FLOAT, INT, INT, part=2, seldom=True,
+)  # fmt: skip
+def _reordered_units(
+    q: Any, x: Any, out: Any, key_panels: Any, value_panels: Any, bias: Any, units: Any, q_column: int, d: int,
+    scale: Any, first: int, stop: int,
+) -> None:  # fmt: skip
+    """Fill the rows and heads of out that the units first..stop are."""
+    w = x.shape[1]
+    narrow = np.empty(d * NR, np.float32)
+    wide, total = np.zeros(w * NR, np.float32), np.empty(w * NR, np.float32)
+    scores = np.empty(KEYS * NR, np.float32)
+    zeros = np.zeros(NR, np.float32)
+    high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
+    for unit in range(first, stop):
+        row, count = units[unit, _FIRST], units[unit, _STOP] - units[unit, _FIRST]
+        low, end = units[unit, _LOW], units[unit, _HIGH]
+        head, heads = units[unit, _HEAD], units[unit, _HEADS]
+        if end <= low:
+            out[row : row + count, head * d : (head + heads) * d] = ZERO
+            continue
+        vectors = -(-count // LANES)
+        for j in range(heads):
+            transpose(q, row, count, q_column + (head + j) * d, d, scale * LOG2E, narrow)
+            # What is beyond the queries of this head in its last vector, the next head writes over.
+            _through_keys(key_panels, (head + j) * d, d, vectors, narrow, zeros, j * count, wide)
+        high[:] = _MINUS_INF
+        norm[:] = ZERO
+        together = -(-heads * count // LANES)
+        for block in range(low, end, KEYS):
+            keys = min(KEYS, end - block)
+            scores_of(x.ctypes.data + 4 * block * w, w, keys, together, wide, w, zeros, scores)
+            softmax_tile(together, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
+            if block > low:
+                for c in range(w):
+                    for i in range(together * LANES):
+                        total[c * NR + i] *= rescale[i]
+            _mixed(x, block, keys, together, scores, zeros, block > low, total)
+        for j in range(heads):
+            lane, column = j * count, (head + j) * d
+            _through_values(value_panels, column, d, vectors, total, lane, zeros, narrow)
+            for i in range(count):
+                weight = norm[lane + i]
+                for c in range(d):
+                    out[row + i, column + c] = narrow[c * NR + i] / weight + bias[column + c]
+
+
+def _check_reordered(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
+    """Return (the op's checks, heads, columns of a head); raises ValueError if its slots do not fit together."""
+    check = Check(op, slots)
+    check.count(2)
+    check.dtypes()
+    check.rank(2)
+    heads, d, column = op.attrs["heads"], op.attrs["head_dim"], op.attrs["q_column"]
+    check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
+    r, width = check.reads[0].shape
+    check.that(0 <= column <= width - heads * d, "q_column leaves no room for the heads")
+    check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
+    check.shape(check.writes[0], (r, heads * d))
+    return check, heads, d
+
+
+def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
+    """Return what is computed at once, int64 [units, 6]: tiles of queries [tiles, 4], and which heads of them.
+
+    As many heads as have room beside each other in the lanes, the last one in whole vectors. Heads are the outer loop,
+    so that weights stay near.
+    """
+    counts = (stop - first for first, stop, *_ in tiles.tolist())
+    room = [(NR - -(-count // LANES) * LANES) // count + 1 for count in counts]
+    found = [
+        (*tile, head, min(most, heads - head))
+        for tile, most in zip(tiles.tolist(), room, strict=True)
+        for head in range(0, heads, most)
+    ]
+    return np.asarray(sorted(found, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
+
+
+def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, heads, d = _check_reordered(op, slots)
+    has_bias = bool(op.attrs["bias"])
+    check.weights(weights, 4 if has_bias else 2)
+    s, w = check.reads[1].shape
+    keys, values = (check.packed(weight) for weight in weights[:2])
+    for name, matrix in (("keys", keys), ("values", values)):
+        fits = (matrix.rows, matrix.columns) == (w, heads * d)
+        check.that(fits, f"the matrix of {name} is {matrix.rows} x {matrix.columns}, should be {w} x {heads * d}")
+    biases = [check.plain(weight, (heads * d,)) for weight in weights[2:]]
+    bias = biases[1] if has_bias else np.zeros(heads * d, np.float32)
+    units = units_of(tiles_of(ranges_of_keys(op, s), False), heads)
+    if not len(units):
+        return nothing
+    threads = min(pool.threads, 1 + int(_flops(op, s, w)) // GRAIN)
+    parts = ranges(len(units), threads if threads == 1 else 4 * threads)
+    fixed = (keys.panels, values.panels, bias, units, op.attrs["q_column"], d, np.float32(op.attrs["scale"]))
+    attend = pool.bind(_reordered_units, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        attend(reads[0], reads[1], writes[0], *fixed)
+
+    return run
+
+
+def _pairs_reordered(op: Compute, keys: int) -> int:
+    found = ranges_of_keys(op, keys)
+    return int((found[:, 1] - found[:, 0]).sum())
+
+
+def _flops(op: Compute, keys: int, w: int) -> float:
+    heads, d, r = int(op.attrs["heads"]), int(op.attrs["head_dim"]), len(op.attrs["q_rows"])
+    return 4.0 * heads * w * (r * d + _pairs_reordered(op, keys))
+
+
+def _work_reordered(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    """Return the work as that of a matmul: each query of each head goes through Wk, x, x again and Wv.
+
+    Reading Wk and Wv comes on top: in a matmul of so many rows it is hidden, but only one head's queries meet a weight.
+    """
+    s, w = slots[op.reads[1]].shape
+    heads, r, flops = op.attrs["heads"], len(op.attrs["q_rows"]), _flops(op, s, w)
+    nbytes = 2.0 * 4 * w * heads * op.attrs["head_dim"]
+    return Work("linear", rows=heads * r, k=w, n=round(flops / max(2 * heads * r * w, 1)), flops=flops, nbytes=nbytes)
+
+
+def _reference_reordered(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    """Return the attention over keys and values, which are computed here."""
+    _, heads, d = _check_reordered(op, slots)
+    q, x = (a.astype(np.float64) for a in reads)
+    bias = weights[3] if op.attrs["bias"] else 0.0
+    kv = np.concatenate([x @ weights[0].astype(np.float64), x @ weights[1].astype(np.float64) + bias], axis=1)
+    attrs = {**op.attrs, "k_column": 0, "v_column": heads * d}
+    whole = op._replace(kernel="attention", reads=(0, 1), writes=(2,), attrs=attrs)
+    specs = (slots[op.reads[0]], SlotSpec(kv.shape), slots[op.writes[0]])
+    return ATTENTION.reference_function(whole, specs, (q, kv), ())
+
+
+ATTENTION_REORDERED: Final = Kernel(
+    "attention_reordered", _bind_reordered, _reference_reordered, _work_reordered, later=True
+)

@@ -1,1 +1,0 @@
-"""Attention: over ragged sequences, by blocks of keys and their combination, and over a decoder's cache."""

@@ -1,0 +1,446 @@
+"""Kernels that move values: wire formats (`to_f16`, `from_f16`, `to_i8`, `from_i8`) and `assemble`.
+
+i8 is f32 [..., n] -> i8 [..., n + 4], row by row of the last dimension: values rounded to steps of scale = (largest
+magnitude of the row) / 127, then the scale as four little-endian bytes of f32. A row with a value that is not finite
+decodes to NaN.
+
+assemble puts rectangles of several arrays together into one, all of rank 1 to 4. Attribute copies: (read, source,
+target): index of the array read, and two rectangles of one shape, a half-open range (start, stop) per dimension.
+Targets
+fill the written slot, each element once. All are of one dtype, or the result is f32 and some arrays are f16 or i8:
+these
+are widened straight into their places, with the bits of `from_f16` and `from_i8`; rectangles of i8 exclude the
+scales.
+NumPy's own copies run at the speed of memory and release the GIL: a compiled loop gains nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import float32, int8, types, uint16
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, rowwise
+from hepti_mqtt.kernels.cpu import isa
+from hepti_mqtt.kernels.elementary import ZERO, bits_of, from_bits
+from hepti_mqtt.kernels.jit import JIT, TABLE, entry, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.threads import Workers
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.plan import Range
+from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Compute, SlotSpec, Work
+
+if sys.byteorder != "little":
+    raise ImportError("Hepti's wire formats are little-endian and this machine is not; no such machine is supported")
+
+SCALE_BYTES: Final = 4
+
+# Every CPU of these sets converts to and from half precision in one instruction; elsewhere LLVM would call a library
+# function that Numba does not link.
+HALF_IN_HARDWARE: Final = JIT and isa() in ("avx512", "avx2", "neon")
+
+_LEVELS: Final = np.float32(127.0)
+_TINY: Final = np.float32(1e-35)
+
+
+def _emit_half_bits(_context: Any, _x: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+def _emit_from_half_bits(_context: Any, _bits: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+def _plain_to_f16(x: Any, out: Any) -> None:
+    with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware
+        out.view(np.float16)[...] = x
+
+
+def _plain_from_f16(x: Any, out: Any) -> None:
+    out[...] = x.view(np.float16)
+
+
+_half_bits: Final = lowered(_emit_half_bits, _plain_to_f16)
+from_half_bits: Final = lowered(_emit_from_half_bits, _plain_from_f16)  # in compiled code alone
+
+if HALF_IN_HARDWARE:
+
+    @kernel(reads(float32, 1), fills(uint16, 1))
+    def _to_f16(x: Any, out: Any) -> None:
+        for i in range(len(x)):
+            out[i] = _half_bits(x[i])
+
+    @kernel(reads(uint16, 1), fills(float32, 1))
+    def _from_f16(x: Any, out: Any) -> None:
+        for i in range(len(x)):
+            out[i] = from_half_bits(x[i])
+
+else:
+    _to_f16, _from_f16 = _plain_to_f16, _plain_from_f16
+
+
+@kernel(reads(float32, 2), fills(int8, 2))
+def _to_i8(x: Any, out: Any) -> None:
+    n = x.shape[1]
+    for row in range(len(x)):
+        # The bits of f32 >= 0 are ordered like the values, with infinity and NaN above all: an integer maximum
+        # vectorises, where one of floats would not without the promise that there is no NaN.
+        top = np.int32(0)
+        for i in range(n):
+            bits = bits_of(abs(x[row, i]))
+            top = bits if bits > top else top
+        most = from_bits(top)
+        finite = most < np.inf
+        scale = most / _LEVELS if finite else np.float32(np.nan)
+        by = _LEVELS / most if finite and most > _TINY else ZERO
+        for i in range(n):
+            out[row, i] = np.int8(np.rint(x[row, i] * by)) if finite else np.int8(0)
+        scale_bits = bits_of(scale)
+        for i in range(SCALE_BYTES):
+            byte = (scale_bits >> (8 * i)) & 0xFF
+            out[row, n + i] = np.int8(byte - 256 if byte > 127 else byte)
+
+
+@kernel(reads(int8, 2), fills(float32, 2))
+def _from_i8(x: Any, out: Any) -> None:
+    n = out.shape[1]
+    for row in range(len(x)):
+        bits = 0
+        for i in range(SCALE_BYTES):
+            bits |= (int(x[row, n + i]) & 0xFF) << (8 * i)
+        scale = from_bits(bits)
+        for i in range(n):
+            out[row, i] = np.float32(x[row, i]) * scale
+
+
+def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.weights(weights, 0)
+    encode = op.kernel == "to_f16"
+    check.dtypes(*(("f32", "f16") if encode else ("f16", "f32")))
+    check.shape(check.writes[0], check.reads[0].shape)
+
+    convert = entry(_to_f16 if encode else _from_f16)
+
+    def run_to(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        convert(reads[0].reshape(-1), writes[0].reshape(-1).view(np.uint16))
+
+    def run_from(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        convert(reads[0].reshape(-1).view(np.uint16), writes[0].reshape(-1))
+
+    return run_to if encode else run_from
+
+
+def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.weights(weights, 0)
+    encode = op.kernel == "to_i8"
+    check.dtypes(*(("f32", "i8") if encode else ("i8", "f32")))
+    plain, coded = (check.reads[0], check.writes[0])[:: 1 if encode else -1]
+    check.shape(coded, (*plain.shape[:-1], plain.shape[-1] + SCALE_BYTES))
+    code = entry(_to_i8 if encode else _from_i8)
+    # Rows by the number of their values: a map without rows or columns has no -1 that would follow.
+    shapes = [(prod(slot.shape[:-1]), slot.shape[-1]) for slot in (check.reads[0], check.writes[0])]
+    return lambda reads, writes: code(reads[0].reshape(shapes[0]), writes[0].reshape(shapes[1]))
+
+
+def _reference_f16(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    with np.errstate(over="ignore"):
+        return [reads[0].astype(np.float16 if op.kernel == "to_f16" else np.float32)]
+
+
+def _reference_to_i8(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    x = reads[0]
+    most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0).astype(np.float32)
+    finite = np.isfinite(most)
+    scale = np.where(finite, most / _LEVELS, np.float32(np.nan)).astype("<f4")
+    by = _LEVELS / np.where(finite & (most > _TINY), most, np.float32(np.inf))
+    codes = np.rint(np.where(finite, x, 0) * by).astype(np.int8)
+    return [np.concatenate([codes, scale.view(np.int8)], axis=-1)]
+
+
+def reference_wide(x: Array) -> Array:
+    """Return the f32 values of an f16 or i8 array."""
+    if x.dtype == np.float16:
+        return x.astype(np.float32)
+    coded = np.ascontiguousarray(x)
+    scale: Array = np.ascontiguousarray(coded[..., -SCALE_BYTES:]).view("<f4")
+    wide: Array = coded[..., :-SCALE_BYTES].astype(np.float32) * scale
+    return wide
+
+
+def _reference_from_i8(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    return [reference_wide(reads[0])]
+
+
+TO_F16: Final = Kernel("to_f16", _bind_f16, _reference_f16, rowwise)
+FROM_F16: Final = Kernel("from_f16", _bind_f16, _reference_f16, rowwise)
+TO_I8: Final = Kernel("to_i8", _bind_i8, _reference_to_i8, rowwise)
+FROM_I8: Final = Kernel("from_i8", _bind_i8, _reference_from_i8, rowwise)
+
+
+NARROW: Final = frozenset({"f16", "i8"})
+
+# A row of the table of runs: (first value read, first value written, values side by side, how often, values from one to
+# the next in the array that is read, the same in the one that is written, where the first scale is read).
+RUN: Final = 7
+
+
+class Rectangle(NamedTuple):
+    """A rectangle of the values of a narrow array, and where it goes."""
+
+    source: tuple[Range, ...]
+    target: tuple[Range, ...]
+
+
+def values(spec: SlotSpec) -> tuple[int, ...]:
+    """Return the shape of the values of a slot that is read as f32: rows of i8 end with their scale."""
+    return (*spec.shape[:-1], spec.shape[-1] - SCALE_BYTES) if spec.dtype == "i8" else spec.shape
+
+
+def runs_of(spec: SlotSpec, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> NDArray[np.int64]:
+    """Return the table of what `widen` does with rectangles of a slot, none empty, for a result of `shape`."""
+    scale = values(spec)[-1]
+    far, apart = _strides(spec.shape), _strides(shape)
+    table: list[tuple[int, ...]] = []
+    for source, target in rectangles:
+        extents = [stop - start for start, stop in source]
+        loops = _merged(list(zip(extents, far, apart, strict=True)))
+        first = sum(start * by for (start, _), by in zip(source, far, strict=True))
+        to = sum(start * by for (start, _), by in zip(target, apart, strict=True))
+        at = first - source[-1][0] + scale
+        *outer, (times, over, by), (length, _, _) = loops
+        for places in product(*(range(n) for n, _, _ in outer)):
+            s = sum(i * step for i, (_, step, _) in zip(places, outer, strict=True))
+            t = sum(i * step for i, (_, _, step) in zip(places, outer, strict=True))
+            table.append((first + s, to + t, length, times, over, by, at + s))
+    return np.asarray(table, np.int64).reshape(-1, RUN)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape)))
+
+
+def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return nested loops (times, stride read, stride written), the last one over neighbours; at least two."""
+    loops = [dims.pop()]
+    for n, s, t in reversed(dims):
+        inner = loops[0]
+        if (s, t) == (inner[0] * inner[1], inner[0] * inner[2]):
+            loops[0] = (n * inner[0], inner[1], inner[2])
+        elif n > 1:
+            loops.insert(0, (n, s, t))
+    return loops if len(loops) > 1 else [(1, 0, 0), *loops]
+
+
+def _plain_widen_f16(x: Any, out: Any, runs: Any) -> None:
+    for source, target, length, times, far, apart, _ in runs:
+        for i in range(times):
+            s, t = source + i * far, target + i * apart
+            out[t : t + length] = x[s : s + length].view(np.float16)
+
+
+if HALF_IN_HARDWARE:
+
+    @kernel(reads(uint16, 1), fills(float32, 1), TABLE)
+    def _widen_f16(x: Any, out: Any, runs: Any) -> None:
+        for run in range(len(runs)):
+            length = runs[run, 2]
+            for i in range(runs[run, 3]):
+                s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
+                row, to = x[s : s + length], out[t : t + length]
+                for j in range(len(to)):
+                    to[j] = from_half_bits(row[j])
+
+else:
+    _widen_f16 = _plain_widen_f16
+
+
+@kernel(reads(int8, 1), fills(float32, 1), TABLE)
+def _widen_i8(x: Any, out: Any, runs: Any) -> None:
+    for run in range(len(runs)):
+        length = runs[run, 2]
+        for i in range(runs[run, 3]):
+            s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
+            at = runs[run, 6] + i * runs[run, 4]
+            bits = 0
+            for b in range(SCALE_BYTES):
+                bits |= (int(x[at + b]) & 0xFF) << (8 * b)
+            scale = from_bits(bits)
+            row, to = x[s : s + length], out[t : t + length]
+            for j in range(len(to)):
+                to[j] = np.float32(row[j]) * scale
+
+
+def widen(spec: SlotSpec, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> Callable[[Array, Array], None]:
+    """Return what widens rectangles of an array of a narrow slot into an f32 array of `shape`."""
+    runs = runs_of(spec, shape, rectangles)
+    if spec.dtype == "i8":
+        of_i8 = entry(_widen_i8)
+        return lambda x, out: of_i8(x.reshape(-1), out.reshape(-1), runs)
+    of_f16 = entry(_widen_f16)
+    return lambda x, out: of_f16(x.reshape(-1).view(np.uint16), out.reshape(-1), runs)
+
+
+Place = tuple[slice, ...]
+
+# Copies of single rows up to which a copy each (0.5 to 1 µs) is about as fast as one np.take (2 µs).
+_FEW: Final = 4
+
+
+class _Copy(NamedTuple):
+    """One rectangle of a read and where it goes."""
+
+    read: int
+    source: tuple[Range, ...]
+    target: tuple[Range, ...]
+
+
+def _check_copies(check: Check, copies: Sequence[_Copy]) -> None:
+    shape = check.writes[0].shape
+    check.that(1 <= len(shape) <= 4, "assembles slots of 1 to 4 dimensions")
+    check.that(all(len(s.shape) == len(shape) for s in check.reads), "slots must have one number of dimensions")
+    filled, volume = np.zeros(shape, np.bool_), 0
+    for copy in copies:
+        check.that(0 <= copy.read < len(check.reads), f"copy {tuple(copy)} is of no array that it reads")
+        read = check.reads[copy.read]
+        whole = values(read) if _narrow(check, copy.read) else read.shape
+        fits = _lies_in(copy.source, whole) and _lies_in(copy.target, shape)
+        alike = _extents(copy.source) == _extents(copy.target)
+        check.that(fits and alike, f"copy {tuple(copy)} does not lie in its arrays, or changes its shape")
+        filled[_place(copy.target)] = True
+        volume += math.prod(_extents(copy.target))
+    check.that(volume == filled.size and bool(filled.all()), "copies must fill each element of the result once")
+
+
+def _narrow(check: Check, read: int) -> bool:
+    """Return whether an array that is read is widened."""
+    return check.writes[0].dtype == "f32" and check.reads[read].dtype in NARROW
+
+
+def _lies_in(ranges: Sequence[Range], shape: tuple[int, ...]) -> bool:
+    return len(ranges) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(ranges, shape, strict=True))
+
+
+def _extents(ranges: Sequence[Range]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in ranges)
+
+
+def _place(ranges: Sequence[Range]) -> Place:
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def _single_rows(
+    check: Check, copies: Sequence[_Copy]
+) -> tuple[list[tuple[int, NDArray[np.intp], slice]], list[_Copy]]:
+    """Return (the runs of more than _FEW whole rows of one read that follow each other in the result, the rest).
+
+    A run is (read, rows of it, rows of the result). Parts of rows would have to be contiguous for np.take.
+    """
+    whole = [tuple((0, n) for n in s.shape[1:]) for s in check.reads]
+    rest_of_row = tuple((0, n) for n in check.writes[0].shape[1:])
+
+    def is_row(copy: _Copy) -> bool:
+        whole_row = copy.source[1:] == whole[copy.read] and copy.target[1:] == rest_of_row
+        return whole_row and _extents(copy.source[:1]) == (1,)
+
+    rows = sorted((c for c in copies if is_row(c)), key=lambda c: (c.read, c.target[0]))
+    rest = [c for c in copies if not is_row(c)]
+    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if (a.read, a.target[0][1]) != (b.read, b.target[0][0])]
+    runs = []
+    for first, stop in pairwise([0, *cuts, len(rows)]):
+        run = rows[first:stop]
+        if len(run) <= _FEW:
+            rest += run
+            continue
+        places = np.asarray([c.source[0][0] for c in run], np.intp)
+        runs.append((run[0].read, places, slice(run[0].target[0][0], run[-1].target[0][1])))
+    return runs, rest
+
+
+def _copies(op: Compute) -> list[_Copy]:
+    """Return the copies of an op, without the empty ones."""
+    found = (_Copy(read, tuple(source), tuple(target)) for read, source, target in op.attrs["copies"])
+    return [c for c in found if 0 not in _extents(c.target)]
+
+
+def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(None)
+    check.weights(weights, 0)
+    narrow = [n for n in range(len(check.reads)) if _narrow(check, n)]
+    same = all(s.dtype == check.writes[0].dtype for n, s in enumerate(check.reads) if n not in narrow)
+    check.that(same, "must read and write one dtype, or f16 and i8 into f32")
+    copies = _copies(op)
+    _check_copies(check, copies)
+    widened = [
+        (
+            n,
+            widen(
+                check.reads[n], check.writes[0].shape, [Rectangle(c.source, c.target) for c in copies if c.read == n]
+            ),
+        )
+        for n in narrow
+    ]
+    runs, rest = _single_rows(check, [c for c in copies if c.read not in narrow])
+    moves = [(c.read, _place(c.source), _place(c.target)) for c in rest]
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        out = writes[0]
+        for read, source, target in moves:
+            out[target] = reads[read][source]
+        for read, rows, among in runs:
+            # The rows are checked above; "raise" would go through a buffer.
+            np.take(reads[read], rows, axis=0, out=out[among], mode="clip")
+        for read, widen_into in widened:
+            widen_into(reads[read], out)
+
+    return run
+
+
+def _reference_assemble(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    to = slots[op.writes[0]]
+    out = np.zeros(to.shape, NUMPY_DTYPE[to.dtype])
+    wide = [
+        reference_wide(x) if to.dtype == "f32" and slots[s].dtype in NARROW else x
+        for s, x in zip(op.reads, reads, strict=True)
+    ]
+    for read, source, target in op.attrs["copies"]:
+        out[_place(target)] = wide[read][_place(source)]
+    return [out]
+
+
+def _work_of_result(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    """Return what is read and written: each value of the result once, read as wide as it is there."""
+    to = slots[op.writes[0]]
+    less = sum(
+        math.prod(_extents(target)) * (ITEMSIZE[to.dtype] - ITEMSIZE[slots[op.reads[read]].dtype])
+        for read, _, target in op.attrs.get("copies", ())
+    )
+    return Work("rowwise", nbytes=2.0 * to.nbytes - less)
+
+
+ASSEMBLE: Final = Kernel("assemble", _bind_assemble, _reference_assemble, _work_of_result)

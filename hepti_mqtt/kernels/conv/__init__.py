@@ -1,1 +1,0 @@
-"""Maps of one image: convolution as blocks of a matrix product, and pooling."""

@@ -1,0 +1,243 @@
+"""Kernel `linear` for few rows: f32 over several panels at once, narrow weights down whole panels.
+
+One row of an f32 panel has two sums (AVX2, SSE, NEON), and each multiply-add waits for the one before it. A tile over
+enough panels for eight sums reads caches and memory at full speed. A sum still runs over k in ascending order, so its
+bits are those of any other tile.
+
+Over narrow weights, one compiled call quantises the rows where needed, and one call of a tile goes down each panel:
+at
+40 GB/s a matrix of 1 MB takes 25 microseconds, and every call from Python takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Run
+from hepti_mqtt.kernels.cpu import TILE, Tile
+from hepti_mqtt.kernels.jit import INT, TABLE, emitter, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.quantised import (
+    BIAS,
+    CODES,
+    COLUMN,
+    F16,
+    SCALES,
+    STORAGE,
+    SUMS,
+    VALID,
+    W8A8,
+    panels_of,
+    quantise,
+)
+from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_gemv, dot_gemv, half_gemv, together
+from hepti_mqtt.kernels.threads import Workers, parts_of_panels
+from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, call_chosen, panels_at_once, plain_panels, store
+from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
+from hepti_mqtt.plan import Storage
+
+_NR: Final = TILE.width
+_ADDRESS, _COLUMN, _VALID = 0, 1, 2  # columns of the table of panels, as in `linear`
+
+
+def panels_together(rows: int, tile: Tile) -> int:
+    """Return how many panels a tile of so many rows goes down at once."""
+    return panels_at_once(rows, tile.vectors, tile.lanes)
+
+
+def most_rows(tile: Tile) -> int:
+    """Return the most rows for which that is more than one, 0 if it never is."""
+    return max((rows for rows in range(1, tile.rows + 1) if panels_together(rows, tile) > 1), default=0)
+
+
+MOST_ROWS: Final = most_rows(TILE)
+
+
+def tile_sizes(tile: Tile) -> list[tuple[int, int]]:
+    """Return the tiles that there are, by rows and vectors: over one panel, and over as many as go together."""
+    rows = range(1, max(most_rows(tile), 1) + 1)
+    return list(dict.fromkeys((r, n * tile.vectors) for r in rows for n in (1, panels_together(r, tile))))
+
+
+def write_panels(module: ir.Module, name: str, tile: Tile, rows: int, vectors: int) -> ir.Function:
+    """Return the function of one tile over `vectors` of adjacent panels."""
+    over = tile._replace(rows=rows, vectors=vectors, panel=tile.vectors, steps=0)
+    return TileWriter(module, name, over, rows, vectors, "rows", prefetch=False).write()
+
+
+def _call_panels(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    rows, panels, *rest = arguments
+    nothing = ir.Constant(ir.IntType(64), 0)
+    vectors = builder.mul(panels, ir.Constant(ir.IntType(64), TILE.vectors))
+
+    def written(name: str, count: int, width: int) -> ir.Function:
+        return write_panels(builder.module, name, TILE, count, width)
+
+    call_chosen(builder, (rows, vectors), tile_sizes(TILE), "hepti_panels_rows", written, [*rest, nothing, nothing])
+    return context.get_dummy_value()
+
+
+# Fill c [rows, panels * NR] with start + a @ [b_1 | b_2 ...], b_i panels of k rows that lie one behind the other.
+# Arguments: rows (1 to MOST_ROWS), panels (1, or `together`), a, floats between rows of a, k, b, start, floats
+# between rows of start, c, floats between rows of c.
+panels_of_rows: Final = lowered(emitter(10, _call_panels), plain_panels)
+
+
+@kernel(
+    reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, fills(float32, 2), INT, INT, INT, INT, part=2,
+    seldom=MOST_ROWS == 0,
+)  # fmt: skip
+def _gemv(
+    x: Any, out: Any, residual: Any, panels: Any, bias: Any, activation: int, at_once: int, first_panel: int,
+    last_panel: int,
+) -> None:  # fmt: skip
+    """Fill the columns of some panels in all rows of out, `at_once` of them together where they are adjacent."""
+    rows, k = x.shape
+    plain = activation == NONE and residual.size == 0
+    sums = np.empty(rows * at_once * _NR, np.float32)
+    p = first_panel
+    while p < last_panel:
+        count = at_once if p + at_once <= last_panel else 1
+        # Each lies behind the one before, which has no columns that are not kept.
+        for q in range(p + 1, p + count):
+            behind = panels[q, _ADDRESS] == panels[q - 1, _ADDRESS] + 4 * k * _NR
+            if not (behind and panels[q, _COLUMN] == panels[q - 1, _COLUMN] + _NR):
+                count = 1
+                break
+        column, valid = panels[p, _COLUMN], panels[p + count - 1, _VALID] + _NR * (count - 1)
+        place, stride = sums.ctypes.data, count * _NR
+        direct = plain and valid == stride
+        if direct:
+            place, stride = out.ctypes.data + 4 * column, out.shape[1]
+        start = bias.ctypes.data + 4 * _NR * p
+        panels_of_rows(rows, count, x.ctypes.data, k, k, panels[p, _ADDRESS], start, 0, place, stride)
+        if not direct:
+            tile = sums[: rows * stride]
+            activate(tile, activation)
+            store(tile, stride, 0, rows, out, residual, column, valid)
+        p += count
+
+
+def bind_f32(
+    shape: tuple[int, int],
+    table: NDArray[np.int64],
+    bias: NDArray[np.float32],
+    alive: tuple[object, ...],
+    has_residual: bool,
+    activation: int,
+    pool: Workers,
+) -> Run:
+    """Return the run of a checked product of at most MOST_ROWS rows, as `linear.bind_product` does.
+
+    table, bias: of `linear.panels_of`. alive: what the addresses in the table belong to.
+    """
+    m, k = shape
+    parts = parts_of_panels(len(table), m * _NR * k, pool.threads)
+    none, at_once = np.empty((0, 0), np.float32), panels_together(m, TILE)
+    product = pool.bind(_gemv, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+        residual = reads[1] if has_residual else none
+        product(reads[0], writes[0], residual, table, bias, activation, at_once)
+
+    return run
+
+
+# The most rows that one tile has: with them a panel is read once, in one call.
+MOST_ROWS_QUANTISED: Final = {storage: form.rows for storage, form in FORMS.items()}
+_NR_WIDENED: Final = FORMS["f16"].width
+_NR_DOT: Final = FORMS["w8a8"].width
+_VECTORS: Final = FORMS["f16"].vectors
+_VECTORS_DOT: Final = FORMS["w8a8"].vectors
+
+
+@kernel(INT, reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, INT, INT, INT, INT, part=2, narrow=True)
+def _gemv_quantised(
+    storage: int, x: Any, out: Any, residual: Any, panels: Any, activation: int, at_once: int, first_panel: int,
+    last_panel: int,
+) -> None:  # fmt: skip
+    """Fill the columns of some panels, those of `narrow`, in all rows of out, `at_once` together where adjacent."""
+    rows, k = x.shape
+    dot = storage == W8A8
+    width, vectors = (_NR_DOT, _VECTORS_DOT) if dot else (_NR_WIDENED, _VECTORS)
+    plain = activation == NONE and residual.size == 0
+    stride, steps, blocks = 4 * k, k, max(1, -(-k // BLOCK))
+    quantised = rows if dot else 0
+    codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
+    row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.float32)
+    if dot:
+        # Every thread for itself: a few thousand values take less than a hand-over.
+        quantise(x, codes, row_scales, zeros, 0, rows)
+        stride, steps = codes.shape[1], codes.shape[1] // GROUP
+    sums = np.empty(rows * width * at_once, np.float32)
+    item = 2 if storage == F16 else 1
+    p = first_panel
+    while p < last_panel:
+        count = at_once if p + at_once <= last_panel else 1
+        # Each lies behind the one before, with its scales and its bias: of another matrix those may lie elsewhere.
+        for q in range(p + 1, p + count):
+            behind = panels[q, CODES] == panels[q - 1, CODES] + item * k * width
+            scaled = storage == F16 or panels[q, SCALES] == panels[q - 1, SCALES] + 4 * blocks * width
+            biased = panels[q, BIAS] == panels[q - 1, BIAS] + 4 * width
+            if not (behind and scaled and biased and panels[q, COLUMN] == panels[q - 1, COLUMN] + width):
+                count = 1
+                break
+        columns, over = count * width, count * vectors
+        column, valid = panels[p, COLUMN], panels[p + count - 1, VALID] + width * (count - 1)
+        direct = plain and valid == columns
+        weights, bias = panels[p, CODES], panels[p, BIAS]
+        of_columns, of_codes = panels[p, SCALES], panels[p, SUMS]
+        # Addresses are read where they are used: an array of which nothing is read any more is freed.
+        left = codes.ctypes.data if dot else x.ctypes.data
+        of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
+        c, c_stride = sums.ctypes.data, 4 * columns
+        if direct:
+            c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
+        if dot:
+            dot_gemv(
+                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        elif storage == F16:
+            half_gemv(
+                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        else:
+            byte_gemv(
+                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+                bias, 0, c, c_stride, 0, 0
+            )  # fmt: skip
+        if not direct:
+            tile = sums[: rows * columns]
+            activate(tile, activation)
+            store(tile, columns, 0, rows, out, residual, column, valid)
+        p += count
+
+
+def bind_quantised(
+    shape: tuple[int, int],
+    matrices: Sequence[NarrowMatrix],
+    biases: Sequence[NDArray[np.float32]],
+    has_residual: bool,
+    activation: int,
+    pool: Workers,
+) -> Run:
+    """Return what `narrow.bind` does, for at most MOST_ROWS rows."""
+    m, k = shape
+    table, alive = panels_of(matrices, biases)
+    storage: Storage = matrices[0].storage
+    parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
+    none = np.empty((0, 0), np.float32)
+    product, at_once = pool.bind(_gemv_quantised, parts), together(m, FORMS[storage])
+
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+        residual = reads[1] if has_residual else none
+        product(STORAGE[storage], reads[0], writes[0], residual, table, activation, at_once)
+
+    return run

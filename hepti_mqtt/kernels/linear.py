@@ -1,0 +1,212 @@
+"""Kernel `linear`: activation(x [m, k] @ [W_1 | ... | W_p] + [b_1 | ... | b_p]) + residual.
+
+Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ...
+b_p
+plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`).
+
+A tile is finished (activation, residual) while it is in the first-level cache, so that memory is written once; a tile
+that needs neither goes from the registers to its place. Every output is one sum over k in ascending order: its bits
+depend neither on its tile nor on the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels import gemv, quantised
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.threads import Workers, matmul_parts
+from hepti_mqtt.kernels.tile import (
+    MR,
+    NONE,
+    NR,
+    activate,
+    activation_of,
+    ask_for_rows,
+    emit_tile,
+    plain_panel_ahead,
+    store,
+)
+from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
+from hepti_mqtt.program import Compute, SlotSpec, Work
+
+Matrix = PackedMatrix | NarrowMatrix
+
+# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
+# begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
+# 256 another 1 to 2 %, though even one of 256 is larger than the first-level cache there (AMD EPYC, AVX-512).
+ROWS: Final = 384
+DEPTH: Final = TILE.depth
+
+# The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
+# each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
+# one stream, which the hardware fetches better alone.
+FETCHERS: Final = 4
+SHALLOW: Final = 64
+SHALLOW_TILES: Final = 3
+
+# Columns of the table of panels.
+_ADDRESS, _COLUMN, _VALID = 0, 1, 2
+
+_LANES: Final = TILE.lanes
+
+# `panel_of_rows` that also fetches: two more arguments, the first address and the bytes for each step of k.
+_panel_tile: Final = lowered(emit_tile("rows", TILE, prefetch=True), plain_panel_ahead)
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, fills(float32, 2), *[INT] * 5, part=4)
+def _linear(
+    x: Any, out: Any, residual: Any, panels: Any, bias: Any, activation: int, first_panel: int, last_panel: int,
+    first_row: int, last_row: int,
+) -> None:  # fmt: skip
+    """Fill the columns of some panels in some rows of out; panels [P, 3], bias [P, NR]."""
+    k, width = x.shape[1], out.shape[1]
+    plain = activation == NONE and residual.size == 0
+    most = min(ROWS, last_row - first_row)
+    sums = np.empty(most * NR, np.float32)
+    for block in range(first_row, last_row, ROWS):
+        rows = min(ROWS, last_row - block)
+        tiles = -(-rows // MR)
+        piece = SHALLOW if 1 < tiles <= SHALLOW_TILES else DEPTH
+        for p in range(first_panel, last_panel):
+            column, valid = panels[p, _COLUMN], panels[p, _VALID]
+            vectors = -(-valid // _LANES)
+            fetchers = min(tiles, FETCHERS)
+            direct = plain and valid == vectors * _LANES
+            panel, bias_at = panels[p, _ADDRESS], bias.ctypes.data + 4 * NR * p
+            for low in range(0, max(k, 1), piece):
+                depth = min(piece, k - low)
+                final = low + depth >= k
+                for t in range(tiles):
+                    # Tiles of nearly equal height: 7 rows as 3 + 4 keep the pipelines fuller than 6 + 1.
+                    i = t * rows // tiles
+                    count = (t + 1) * rows // tiles - i
+                    left = x.ctypes.data + 4 * ((block + i) * k + low)
+                    right = panel + 4 * low * NR
+                    place, stride = sums.ctypes.data + 4 * i * NR, NR
+                    start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
+                    if final:
+                        ask_for_rows(block + i, count, out, residual, column, valid)
+                    if final and direct:
+                        place, stride = out.ctypes.data + 4 * ((block + i) * width + column), width
+                    # What comes after this piece is fetched by the last tiles, each its share.
+                    share = t - tiles + fetchers
+                    fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
+                    ahead = right + 4 * NR * depth + share * depth * fetch
+                    _panel_tile(count, vectors, left, k, depth, right, start, start_stride, place, stride, ahead, fetch)
+                    if final and not direct:
+                        tile = sums[i * NR : (i + count) * NR]
+                        activate(tile, activation)
+                        store(tile, NR, block + i, count, out, residual, column, valid)
+
+
+def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
+    """Return the matrices, all packed in one storage and as high as x is wide, and their biases, if any."""
+    storages = {w.storage if isinstance(w, NarrowMatrix) else "f32" for w in weights[:count]}
+    check.that(len(storages) == 1, f"its matrices must all be packed and in one storage, got {sorted(storages)}")
+    k = check.reads[0].shape[1]
+    matrices: list[Matrix] = [w if isinstance(w, NarrowMatrix) else check.packed(w) for w in weights[:count]]
+    for place, matrix in enumerate(matrices):
+        check.that(matrix.rows == k, f"weight {place} has {matrix.rows} rows, x has {k} columns")
+    biases = [check.plain(b, (w.columns,)) for b, w in zip(weights[count:], matrices, strict=False)]
+    return matrices, biases
+
+
+def panels_of(
+    matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return (table of panels: address, first column, valid columns; bias by panel [P, NR])."""
+    table: list[tuple[int, int, int]] = []
+    bias_rows: list[NDArray[np.float32]] = []
+    column = 0
+    for place, matrix in enumerate(matrices):
+        padded = np.zeros((len(matrix.panels), NR), np.float32)
+        if biases:
+            padded.reshape(-1)[: matrix.columns] = biases[place]
+        bias_rows.append(padded)
+        address = matrix.panels.__array_interface__["data"][0]
+        for p in range(len(matrix.panels)):
+            valid = min(NR, matrix.columns - p * NR)
+            table.append((address + 4 * p * matrix.rows * NR, column + p * NR, valid))
+        column += matrix.columns
+    return np.asarray(table, np.int64).reshape(-1, 3), np.concatenate(bias_rows)
+
+
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
+    check.count(2 if has_residual else 1)
+    check.dtypes()
+    check.rank(2)
+    activation = activation_of(check, op.attrs["activation"])
+    count = len(weights) // 2 if has_bias else len(weights)
+    check.that(count >= 1, "needs a weight")
+    check.weights(weights, 2 * count if has_bias else count)
+    matrices, biases = _checked(check, weights, count)
+    m, k = check.reads[0].shape
+    n = sum(w.columns for w in matrices)
+    check.shape(check.writes[0], (m, n))
+    if has_residual:
+        check.shape(check.reads[1], (m, n))
+    return bind_product((m, k), matrices, biases, has_residual, activation, pool)
+
+
+def bind_product(
+    shape: tuple[int, int],
+    matrices: Sequence[Matrix],
+    biases: Sequence[NDArray[np.float32]],
+    has_residual: bool,
+    activation: int,
+    pool: Workers,
+) -> Run:
+    """Return the run of a checked product: reads x of `shape` [m, k], then the residual if there is one; writes out.
+
+    biases: one for each matrix, or none. activation: its place in `ACTIVATIONS`.
+    """
+    m, k = shape
+    if not m or not any(w.columns for w in matrices):
+        return nothing
+    narrow_ones = [w for w in matrices if isinstance(w, NarrowMatrix)]
+    if narrow_ones:
+        bind = gemv.bind_quantised if m <= gemv.MOST_ROWS_QUANTISED[narrow_ones[0].storage] else quantised.bind
+        return bind(shape, narrow_ones, biases, has_residual, activation, pool)
+    table, bias = panels_of(matrices, biases)
+    if m <= gemv.MOST_ROWS:
+        return gemv.bind_f32(shape, table, bias, tuple(matrices), has_residual, activation, pool)
+    parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
+    alive = tuple(matrices)  # the table has only addresses
+    none, product = np.empty((0, 0), np.float32), pool.bind(_linear, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
+        residual = reads[1] if has_residual else none
+        product(reads[0], writes[0], residual, table, bias, activation)
+
+    return run
+
+
+def _reference(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    count = len(weights) // 2 if op.attrs["bias"] else len(weights)
+    x = reads[0].astype(np.float64)
+    biases = weights[count:] if op.attrs["bias"] else [np.zeros(w.shape[1]) for w in weights[:count]]
+    parts = [x @ w.astype(np.float64, copy=False) + b for w, b in zip(weights[:count], biases, strict=True)]
+    out = REFERENCE_ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))
+    return [out + reads[1] if op.attrs["residual"] else out]
+
+
+def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    m, k = slots[op.reads[0]].shape
+    n = slots[op.writes[0]].shape[1]
+    storage = op.weights[0].storage if op.weights else "f32"
+    return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, storage=storage)
+
+
+LINEAR: Final = Kernel("linear", _bind, _reference, _work)

@@ -1,1 +1,0 @@
-"""What the kernels stand on: instruction set, compiler, threads, addresses, memory for weights, measured roofs."""

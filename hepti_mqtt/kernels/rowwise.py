@@ -1,0 +1,474 @@
+"""Kernels over rows of f32 [m, h]: sums, norms and means.
+
+add             residual, p_1 ... p_n -> residual + (bias + p_1 + ... + p_n), in that order; weight bias if
+                attribute bias.
+sum             p_1 ... p_n of one shape of any rank -> activation(p_1 + ... + p_n); attribute activation, optional,
+                one of
+                `ACTIVATIONS`.
+layer_norm      x -> layer norm; weights gamma, beta; attribute eps.
+add_norm        the sum of `add`, then its layer norm -> (normed), or (total, normed) with attribute keep_sum; weights
+                bias if attribute bias, gamma, beta; attributes bias, eps, keep_sum.
+normalize_rows  x -> x / max(L2 norm, 1e-12).
+mean_rows       x -> mean of each sequence [B, h]; attribute lengths. An empty sequence gives 0.
+
+Layer norm of rows whose columns lie on several devices:
+
+moments         x [r, c] -> [r, 2]: mean and standard deviation of the c values, which are finite in f32 as x is;
+                the sum of
+                squared distances would overflow from 1e19 on. Without columns both are 0.
+normalise       x [r, c], p_1 ... p_n [r, 2] (moments of all columns of the row) -> (x - mean) / sqrt(variance +
+                eps) * gamma
+                + beta; weights gamma, beta [c]; attributes counts (columns of each part), eps. Parts are combined
+                in the
+                given order (Chan, Golub and LeVeque 1979, formula 2.1).
+
+Moments are computed in f64 and sent in f32. A sum of squares beside a sum would lose the digits that its mean takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import (
+    REFERENCE_ACTIVATIONS,
+    Array,
+    Check,
+    Kernel,
+    Run,
+    nothing,
+    reference_layer_norm,
+    row_parts,
+    rowwise,
+    starts_of,
+)
+from hepti_mqtt.kernels.elementary import ZERO
+from hepti_mqtt.kernels.jit import (
+    FLOAT,
+    INT,
+    INT_ARRAY,
+    address_table,
+    entry,
+    exact,
+    fills,
+    floats,
+    helper,
+    kernel,
+    reads,
+)
+from hepti_mqtt.kernels.threads import Workers
+from hepti_mqtt.kernels.tile import activate, activation_of
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.program import Compute, SlotSpec
+
+# Elements that are summed and activated while they are in the first-level cache: a tenth of one of 32 KB.
+_BLOCK: Final = 1024
+
+
+@helper
+def add_row(addresses: Any, count: int, bias: Any, at: int, total: Any) -> None:
+    """Fill total [h] with residual + (bias + p_1 + ... + p_n); the addresses are of residual, p_1, ..., p_n."""
+    h = len(total)
+    for i in range(h):
+        total[i] = bias[i]
+    for p in range(1, count):
+        part = floats(addresses[p] + 4 * at, h)
+        for i in range(h):
+            total[i] += part[i]
+    residual = floats(addresses[0] + 4 * at, h)
+    for i in range(h):
+        total[i] += residual[i]
+
+
+@kernel(INT_ARRAY, INT, fills(float32, 2), reads(float32, 1), INT, INT, part=2)
+def _add(addresses: Any, count: int, out: Any, bias: Any, first: int, stop: int) -> None:
+    for row in range(first, stop):
+        add_row(addresses, count, bias, row * out.shape[1], out[row])
+
+
+@kernel(INT_ARRAY, INT, fills(float32, 1), INT, INT, INT, part=2)
+def _sum(addresses: Any, count: int, out: Any, activation: int, first: int, stop: int) -> None:
+    for low in range(first, stop, _BLOCK):
+        block = out[low : min(low + _BLOCK, stop)]
+        part = floats(addresses[0] + 4 * low, len(block))
+        for i in range(len(block)):
+            block[i] = part[i]
+        for p in range(1, count):
+            part = floats(addresses[p] + 4 * low, len(block))
+            for i in range(len(block)):
+                block[i] += part[i]
+        activate(block, activation)
+
+
+def same_shapes(op: Compute, slots: Sequence[SlotSpec], reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
+    """Check an op whose slots are all f32 [m, h]; return (its checks, m, h)."""
+    check = Check(op, slots)
+    check.count(reads, writes)
+    check.dtypes()
+    check.rank(2)
+    m, h = check.reads[0].shape
+    for spec in (*check.reads, *check.writes):
+        check.shape(spec, (m, h))
+    return check, m, h
+
+
+def bias_of(check: Check, op: Compute, weights: Sequence[Weight], h: int) -> NDArray[np.float32]:
+    """Return the op's bias [h], its first weight if attribute bias, else zeros."""
+    return check.plain(weights[0], (h,)) if op.attrs["bias"] else np.zeros(h, np.float32)
+
+
+def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, m, h = same_shapes(op, slots, None)
+    check.weights(weights, int(bool(op.attrs["bias"])))
+    bias, count = bias_of(check, op, weights, h), len(op.reads)
+    table, fill = address_table(count)
+    parts = row_parts(m, h * count, pool)
+    if not parts or not h:
+        return nothing
+    add = pool.bind(_add, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        fill(reads)
+        add(table, count, writes[0], bias)
+
+    return run
+
+
+def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(None)
+    check.dtypes()
+    check.weights(weights, 0)
+    activation = activation_of(check, op.attrs.get("activation"))
+    for spec in check.reads:
+        check.shape(spec, check.writes[0].shape)
+    count = len(op.reads)
+    table, fill = address_table(count)
+    parts = row_parts(check.writes[0].nbytes // 4, count, pool)
+    if not parts:
+        return nothing
+    add_up = pool.bind(_sum, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        fill([part.reshape(1, -1) for part in reads])
+        add_up(table, count, writes[0].reshape(-1), activation)
+
+    return run
+
+
+def total_of(op: Compute, reads: Sequence[Array], weights: Sequence[Array]) -> Array:
+    """Return residual + (bias + p_1 + ... + p_n) in float64, for references."""
+    parts = [p.astype(np.float64) for p in reads[1:]]
+    start = weights[0].astype(np.float64) if op.attrs["bias"] else np.zeros(reads[0].shape[1])
+    return np.asarray(reads[0] + sum(parts, np.broadcast_to(start, reads[0].shape)))
+
+
+def _reference_add(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    return [total_of(op, reads, weights)]
+
+
+def _reference_sum(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    total = reads[0].astype(np.float64)
+    for part in reads[1:]:
+        total = total + part
+    return [REFERENCE_ACTIVATIONS[op.attrs.get("activation")](total)]
+
+
+ADD: Final = Kernel("add", _bind_add, _reference_add, rowwise)
+SUM: Final = Kernel("sum", _bind_sum, _reference_sum, rowwise)
+
+
+_TINY: Final = 1e-12
+
+
+@exact  # else LLVM turns the product with it into a division for every value
+def reciprocal_root(x: Any) -> Any:
+    """Return 1 / sqrt(x)."""
+    return 1.0 / np.sqrt(x)
+
+
+@helper
+def moments_of(x: Any) -> tuple[Any, Any]:
+    """Return (mean, sum of squared distances from it) of x [h], h >= 1: two passes, mean before variance.
+
+    In f64: sums and squares of large f32 would be infinite, and an infinite norm would make a wrong row of zeros.
+    """
+    h = len(x)
+    total = 0.0
+    for i in range(h):
+        total += np.float64(x[i])
+    mean = total / h
+    squares = 0.0
+    for i in range(h):
+        away = np.float64(x[i]) - mean
+        squares += away * away
+    return mean, squares
+
+
+@helper
+def scale_row(x: Any, out: Any, mean: Any, by: Any, gamma: Any, beta: Any) -> None:
+    """Fill out [h] with (x - mean) * by * gamma + beta, where mean and by are f64; x may be the same array."""
+    for i in range(len(x)):
+        out[i] = np.float32((np.float64(x[i]) - mean) * by) * gamma[i] + beta[i]
+
+
+@helper
+def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
+    """Fill out [h] with the layer norm of x [h], which may be the same array."""
+    mean, squares = moments_of(x)
+    scale_row(x, out, mean, reciprocal_root(squares / len(x) + np.float64(eps)), gamma, beta)
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2)
+def _layer_norm(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int) -> None:
+    for row in range(first, stop):
+        normalise_row(x[row], out[row], gamma, beta, eps)
+
+
+@kernel(
+    INT_ARRAY, INT, fills(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), reads(float32, 1),
+    FLOAT, INT, INT, part=2,
+)  # fmt: skip
+def _add_norm(
+    addresses: Any, count: int, total: Any, out: Any, bias: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int
+) -> None:
+    """Fill total and out; without keep_sum they are one array, whose rows are normalised in place."""
+    for row in range(first, stop):
+        add_row(addresses, count, bias, row * out.shape[1], total[row])
+        normalise_row(total[row], out[row], gamma, beta, eps)
+
+
+@kernel(reads(float32, 2), fills(float32, 2))
+def _normalize_rows(x: Any, out: Any) -> None:
+    h = x.shape[1]
+    for row in range(len(x)):
+        # f64: the square of a large f32 would be infinite, and so may be the norm of several.
+        squares = 0.0
+        for i in range(h):
+            squares += np.float64(x[row, i]) * np.float64(x[row, i])
+        norm = np.sqrt(squares)
+        by = norm if not norm < _TINY else _TINY
+        for i in range(h):
+            out[row, i] = np.float32(np.float64(x[row, i]) / by)
+
+
+def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, m, h = same_shapes(op, slots, 1)
+    check.weights(weights, 2)
+    gamma, beta = (check.plain(w, (h,)) for w in weights)
+    eps, parts = np.float32(op.attrs["eps"]), row_parts(m, h, pool)
+    if not parts or not h:
+        return nothing
+    norm = pool.bind(_layer_norm, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        norm(reads[0], writes[0], gamma, beta, eps)
+
+    return run
+
+
+def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, m, h = same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
+    check.weights(weights, 3 if op.attrs["bias"] else 2)
+    bias, count = bias_of(check, op, weights, h), len(op.reads)
+    gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
+    eps = np.float32(op.attrs["eps"])
+    table, fill = address_table(count)
+    parts = row_parts(m, h * count, pool)
+    if not parts or not h:
+        return nothing
+    norm = pool.bind(_add_norm, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        fill(reads)
+        norm(table, count, writes[0], writes[-1], bias, gamma, beta, eps)
+
+    return run
+
+
+def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check, _, _ = same_shapes(op, slots, 1)
+    check.weights(weights, 0)
+    normalize = entry(_normalize_rows)
+    return lambda reads, writes: normalize(reads[0], writes[0])
+
+
+def _reference_layer_norm(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    return [reference_layer_norm(reads[0], weights[0], weights[1], op.attrs["eps"])]
+
+
+def _reference_add_norm(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    total = total_of(op, reads, weights)
+    normed = reference_layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])
+    return [total, normed] if op.attrs["keep_sum"] else [normed]
+
+
+def _reference_normalize_rows(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    x = reads[0].astype(np.float64)
+    norms = np.sqrt((x * x).sum(axis=1, keepdims=True))
+    return [x / np.where(norms < 1e-12, 1e-12, norms)]
+
+
+LAYER_NORM: Final = Kernel("layer_norm", _bind_layer_norm, _reference_layer_norm, rowwise)
+ADD_NORM: Final = Kernel("add_norm", _bind_add_norm, _reference_add_norm, rowwise)
+NORMALIZE_ROWS: Final = Kernel("normalize_rows", _bind_normalize_rows, _reference_normalize_rows, rowwise)
+
+
+@kernel(reads(float32, 2), fills(float32, 2), INT, INT, part=2)
+def _moments(x: Any, out: Any, first: int, stop: int) -> None:
+    for row in range(first, stop):
+        mean, squares = moments_of(x[row])
+        out[row, 0] = np.float32(mean)
+        out[row, 1] = np.float32(np.sqrt(squares / x.shape[1]))
+
+
+@kernel(
+    reads(float32, 2), fills(float32, 2), INT_ARRAY, INT_ARRAY, reads(float32, 1), reads(float32, 1), FLOAT, INT, INT,
+    part=2,
+)  # fmt: skip
+def _normalise(
+    x: Any, out: Any, addresses: Any, counts: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int
+) -> None:
+    for row in range(first, stop):
+        mean, squares, count = 0.0, 0.0, 0
+        for p in range(len(counts)):
+            if counts[p] > 0:
+                part = floats(addresses[p] + 8 * row, 2)
+                away, deviation = np.float64(part[0]) - mean, np.float64(part[1])
+                share = counts[p] / np.float64(count + counts[p])
+                mean += away * share
+                squares += deviation * deviation * counts[p] + away * away * count * share
+                count += counts[p]
+        scale_row(x[row], out[row], mean, reciprocal_root(squares / count + np.float64(eps)), gamma, beta)
+
+
+def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 0)
+    r, c = check.reads[0].shape
+    check.shape(check.writes[0], (r, 2))
+    parts = row_parts(r, c, pool)
+    if not c:
+        return _no_columns
+    find = pool.bind(_moments, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        find(reads[0], writes[0])
+
+    return run
+
+
+def _no_columns(_reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    writes[0][...] = ZERO
+
+
+def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(None)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 2)
+    (r, c), counts = check.reads[0].shape, np.asarray(op.attrs["counts"], np.int64)
+    check.shape(check.writes[0], (r, c))
+    for spec in check.reads[1:]:
+        check.shape(spec, (r, 2))
+    check.that(len(counts) == len(op.reads) - 1, f"counts has {len(counts)} numbers, not one for each part")
+    fits = not (counts < 0).any() and counts.sum() >= c
+    check.that(fits, f"counts {counts.tolist()} must be >= 0 and at least the {c} columns of x in all")
+    gamma, beta = (check.plain(w, (c,)) for w in weights)
+    eps, parts = np.float32(op.attrs["eps"]), row_parts(r, c, pool)
+    table, fill = address_table(len(counts))
+    if not parts or not c:
+        return nothing
+    norm = pool.bind(_normalise, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        fill(reads[1:])
+        norm(reads[0], writes[0], table, counts, gamma, beta, eps)
+
+    return run
+
+
+def _reference_moments(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    x = reads[0].astype(np.float64)
+    if not x.shape[1]:
+        return [np.zeros((len(x), 2))]
+    return [np.stack([x.mean(axis=1), x.std(axis=1)], axis=1)]
+
+
+def _reference_normalise(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    if not reads[0].shape[1]:
+        return [reads[0]]
+    x, counts = reads[0].astype(np.float64), np.asarray(op.attrs["counts"])
+    used = counts > 0
+    means, deviations = (np.stack([p[:, i].astype(np.float64) for p in reads[1:]])[used] for i in (0, 1))
+    weight = counts[used][:, None]
+    mean = (means * weight).sum(axis=0) / counts.sum()
+    var = (weight * (deviations**2 + (means - mean) ** 2)).sum(axis=0) / counts.sum()
+    return [(x - mean[:, None]) / np.sqrt(var[:, None] + op.attrs["eps"]) * weights[0] + weights[1]]
+
+
+MOMENTS: Final = Kernel("moments", _bind_moments, _reference_moments, rowwise)
+NORMALISE: Final = Kernel("normalise", _bind_normalise, _reference_normalise, rowwise)
+
+
+@kernel(reads(float32, 2), fills(float32, 2), INT_ARRAY)
+def _mean_rows(x: Any, out: Any, starts: Any) -> None:
+    """Fill out [B, h] with the means of rows starts[b]..starts[b + 1] of x; of no rows it is 0."""
+    h = x.shape[1]
+    for b in range(len(out)):
+        for i in range(h):
+            out[b, i] = ZERO
+        for row in range(starts[b], starts[b + 1]):
+            for i in range(h):
+                out[b, i] += x[row, i]
+        by = np.float32(max(starts[b + 1] - starts[b], 1))
+        for i in range(h):
+            out[b, i] /= by
+
+
+def _bind_mean_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 0)
+    starts = starts_of(op.attrs["lengths"])
+    m, h = check.reads[0].shape
+    check.that(starts[-1] == m, f"lengths sum to {starts[-1]}, x has {m} rows")
+    check.shape(check.writes[0], (len(starts) - 1, h))
+    return lambda reads, writes: _mean_rows(reads[0], writes[0], starts)
+
+
+def _reference_mean_rows(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    starts = starts_of(op.attrs["lengths"])
+    x = reads[0].astype(np.float64)
+    means = [x[a:b].sum(axis=0) / max(b - a, 1) for a, b in pairwise(starts)]
+    return [np.asarray(means).reshape(len(means), x.shape[1])]
+
+
+MEAN_ROWS: Final = Kernel("mean_rows", _bind_mean_rows, _reference_mean_rows, rowwise)

@@ -1,0 +1,225 @@
+"""Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
+
+embed_tokens       ids i32 [m] -> layer norm of word[id] + position[offset + place in its sequence] + type[0], [m, h];
+                   weights word, position, type (optional), gamma, beta; attributes lengths, position_offset, eps.
+embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. `at` is an i32
+                   slot [1];
+                   positions beyond the table raise ValueError before anything is written.
+patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
+                   (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
+prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
+                   position [n + 1, h]; attribute images (B).
+
+An id outside the vocabulary raises ValueError before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numba import float32, int32, uint8
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import (
+    Array,
+    Check,
+    Kernel,
+    Run,
+    check_at,
+    first_of,
+    nothing,
+    reference_layer_norm,
+    rowwise,
+    starts_of,
+)
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
+from hepti_mqtt.kernels.rowwise import normalise_row
+from hepti_mqtt.kernels.threads import Workers
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.program import Compute, SlotSpec, Work
+
+
+@kernel(
+    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 1), reads(float32, 1),
+    reads(float32, 1), INT_ARRAY, FLOAT,
+)  # fmt: skip
+def _embed_tokens(
+    ids: Any, out: Any, word: Any, position: Any, kind: Any, gamma: Any, beta: Any, positions: Any, eps: Any
+) -> None:
+    h = out.shape[1]
+    for row in range(len(ids)):
+        token, place = ids[row], positions[row]
+        for i in range(h):
+            out[row, i] = word[token, i] + position[place, i] + kind[i]
+        normalise_row(out[row], out[row], gamma, beta, eps)
+
+
+def _positions(op: Compute) -> NDArray[np.int64]:
+    starts = starts_of(op.attrs["lengths"])
+    within = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    return np.asarray(within + op.attrs["position_offset"], np.int64)
+
+
+def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes("i32", "f32")
+    check.weights(weights, 4 if len(weights) == 4 else 5)
+    m, h = check.writes[0].shape
+    check.shape(check.reads[0], (m,))
+    word, position, *typed = (check.table(w, h) for w in weights[:-2])
+    kinds = typed[0] if typed else np.zeros((1, h), np.float32)
+    gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
+    check.that(len(kinds) > 0, "the table of token types is empty")
+    positions = _positions(op)
+    check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
+    if not m or not h:
+        return nothing
+    last, offset = int(positions.max()), int(positions.min())
+    check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
+    eps, vocab, kind = np.float32(op.attrs["eps"]), len(word), kinds[0]
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        ids = reads[0]
+        _check_ids(ids, vocab)
+        _embed_tokens(ids, writes[0], word, position, kind, gamma, beta, positions, eps)
+
+    return run
+
+
+def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = check_at(op, slots, ("i32",))
+    check.weights(weights, 2)
+    m, h = check.writes[0].shape
+    check.shape(check.reads[0], (m,))
+    word, position = (check.table(w, h) for w in weights)
+    if not m or not h:
+        return nothing
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        ids, out = reads[0], writes[0]
+        _check_ids(ids, len(word))
+        first = first_of(op, reads[1], m, len(position), "positions of the model")
+        # The ids are checked above; "raise" would go through a buffer.
+        np.take(word, ids, axis=0, out=out, mode="clip")
+        np.add(out, position[first : first + m], out=out)
+
+    return run
+
+
+def _check_ids(ids: Array, vocabulary: int) -> None:
+    """Raise ValueError if one of some token ids is outside the vocabulary."""
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        bad = ids[(ids < 0) | (ids >= vocabulary)][0]
+        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}; tokenise for this model")
+
+
+def _reference_embed_tokens(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    word, position, *typed = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights[:-2])
+    total = word[reads[0]] + position[_positions(op)] + (typed[0][0] if typed else 0)
+    return [reference_layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])]
+
+
+def _reference_embed_at(
+    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    ids, first = reads[0], int(reads[1][0])
+    word, position = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights)
+    return [word[ids] + position[first : first + len(ids)]]
+
+
+def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    # Rows of two tables are read, one result is written.
+    return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
+
+
+EMBED_TOKENS: Final = Kernel("embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding)
+EMBED_AT: Final = Kernel("embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding)
+
+
+@kernel(reads(uint8, 4), fills(float32, 2), INT, reads(float32, 1), reads(float32, 1))
+def _patchify(pixels: Any, out: Any, patch: int, scale: Any, shift: Any) -> None:
+    images, channels, size = pixels.shape[0], pixels.shape[1], pixels.shape[2]
+    side = size // patch
+    for image in range(images):
+        for channel in range(channels):
+            for y in range(side * patch):
+                for across in range(side):
+                    row = (image * side + y // patch) * side + across
+                    at = (channel * patch + y % patch) * patch
+                    for x in range(patch):
+                        pixel = np.float32(pixels[image, channel, y, across * patch + x])
+                        out[row, at + x] = pixel * scale[channel] + shift[channel]
+
+
+def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes("u8", "f32")
+    check.weights(weights, 0)
+    patch = op.attrs["patch"]
+    images, channels, size, width = check.reads[0].shape
+    check.that(size == width and patch >= 1 and size % patch == 0, f"images must be squares of patches of {patch}")
+    check.shape(check.writes[0], (images * (size // patch) ** 2, channels * patch * patch))
+    mean, std = (np.asarray(op.attrs[name], np.float64) for name in ("mean", "std"))
+    check.that(mean.shape == std.shape == (channels,), f"mean and std need {channels} values, one per channel")
+    check.that(bool((std > 0).all()), "std must be > 0")
+    scale, shift = (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+    return lambda reads, writes: _patchify(reads[0], writes[0], patch, scale, shift)
+
+
+def _reference_patchify(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    p = op.attrs["patch"]
+    images, channels, size, _ = reads[0].shape
+    mean, std = (np.asarray(op.attrs[name], np.float64)[:, None, None] for name in ("mean", "std"))
+    values = (reads[0] / 255.0 - mean) / std
+    grid = values.reshape(images, channels, size // p, p, size // p, p)
+    return [grid.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels * p * p)]
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 2), INT)
+def _prepend_positions(patches: Any, out: Any, cls: Any, position: Any, images: int) -> None:
+    tokens, h = position.shape
+    for image in range(images):
+        row = image * tokens
+        for i in range(h):
+            out[row, i] = cls[i] + position[0, i]
+        for n in range(1, tokens):
+            for i in range(h):
+                out[row + n, i] = patches[row - image + n - 1, i] + position[n, i]
+
+
+def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 2)
+    images, h = op.attrs["images"], check.writes[0].shape[1]
+    cls = check.plain(weights[0], (h,))
+    position = check.table(weights[1], h)
+    tokens = len(position)
+    check.that(tokens >= 1 and images >= 0, f"{images} images of {tokens} positions make no sense")
+    check.shape(check.reads[0], (images * (tokens - 1), h))
+    check.shape(check.writes[0], (images * tokens, h))
+    return lambda reads, writes: _prepend_positions(reads[0], writes[0], cls, position, images)
+
+
+def _reference_prepend_positions(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    cls, position = weights[0].astype(np.float64), np.atleast_2d(weights[1])
+    images, h = op.attrs["images"], position.shape[1]
+    patches = reads[0].astype(np.float64).reshape(images, len(position) - 1, h)
+    first = np.broadcast_to(cls, (images, 1, h))
+    return [(np.concatenate([first, patches], axis=1) + position).reshape(-1, h)]
+
+
+PATCHIFY: Final = Kernel("patchify", _bind_patchify, _reference_patchify, rowwise)
+PREPEND_POSITIONS: Final = Kernel("prepend_positions", _bind_prepend_positions, _reference_prepend_positions, rowwise)

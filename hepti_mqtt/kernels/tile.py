@@ -1,0 +1,442 @@
+"""The register tile of every matmul, as LLVM vector IR, and what follows it: activation and residual.
+
+A tile [rows, NR] of sums stays in vector registers while k runs: per step one load for each vector of the panel, one
+broadcast for each row, and a fused multiply-add for each pair (as in BLIS, Van Zee and van de Geijn 2015).
+Every sum runs over k in ascending order, one term at a time, whatever the number of rows: a row's bits do not
+depend on
+its tile. Kernels call it by address; the loops around it are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, Final, Literal
+
+import numpy as np
+from llvmlite import ir
+
+from hepti_mqtt.kernels import elementary
+from hepti_mqtt.kernels.base import Check
+from hepti_mqtt.kernels.cpu import TILE, Tile
+from hepti_mqtt.kernels.jit import emitter, fetch_to_read, fetch_to_write, floats, helper, lowered
+
+_I64: Final = ir.IntType(64)
+
+
+def loop(
+    builder: Any,
+    bounds: tuple[Any, Any, int],
+    start: Sequence[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+    *,
+    as_written: bool,
+) -> list[Any]:
+    """Write `sums = body(p, sums)` for p in range(*bounds) (i64, i64, a number); return the last sums.
+
+    as_written: the compiler does no several turns at once.
+    """
+    first, stop, step = bounds
+    before, inner, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed("<", first, stop), inner, after)
+    builder.position_at_end(inner)
+    p, sums = builder.phi(_I64), [builder.phi(value.type) for value in start]
+    new = body(p, list(sums))
+    last = builder.block
+    following = builder.add(p, ir.Constant(_I64, step))
+    back = builder.cbranch(builder.icmp_signed("<", following, stop), inner, after)
+    if as_written:
+        back.set_metadata("llvm.loop", _not_unrolled(builder.module))
+    p.add_incoming(first, before)
+    p.add_incoming(following, last)
+    builder.position_at_end(after)
+    results = [builder.phi(value.type) for value in start]
+    for phi, result, begin, end in zip(sums, results, start, new, strict=True):
+        for place in (phi, result):
+            place.add_incoming(begin, before)
+            place.add_incoming(end, last)
+    return results
+
+
+def in_order(builder: Any, sums: Sequence[Any]) -> list[Any]:
+    """Return vectors of an x86 register unchanged, and keep the compiler from moving products or loads across.
+
+    It would load what several steps need before their products (Zen), and run out of registers. No instruction comes
+    of it.
+    """
+    vector, count = sums[0].type, len(sums)
+    constraints = ",".join(["=v"] * count + [str(i) for i in range(count)] + ["~{memory}"])
+    result = ir.LiteralStructType([vector] * count) if count > 1 else vector
+    same = builder.asm(ir.FunctionType(result, [vector] * count), "", constraints, sums, True)
+    return [builder.extract_value(same, i) for i in range(count)] if count > 1 else [same]
+
+
+def _not_unrolled(module: ir.Module) -> Any:
+    """Return what a loop's last branch bears so that the compiler does one turn at a time."""
+    mark = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
+    mark.operands = (mark, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))
+    return mark
+
+
+MR: Final = TILE.rows
+NR: Final = TILE.width
+
+# Sums that hide how long a multiply-add takes: two begin in a cycle and are there after four (AMD, Intel), or fewer
+# begin and they take longer (ARM). And values of sums with which a tile reads 64 bytes of f32 weights in a cycle, which
+# is what the nearest cache gives.
+_SUMS: Final = 8
+_VALUES: Final = 64
+
+Layout = Literal["rows", "columns"]
+
+_F32: Final = ir.FloatType()
+_I32: Final = ir.IntType(32)
+_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 10)
+_BYTE_POINTER: Final = ir.IntType(8).as_pointer()
+_PREFETCH_NAME: Final = "llvm.prefetch.p0"
+_READ_SECOND_LEVEL: Final = (0, 2, 1)  # read, locality, data
+_PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+
+
+def panels_at_once(rows: int, vectors: int, lanes: int) -> int:
+    """Return how many panels a tile of so few rows goes down together, so that it does not wait for its own sums.
+
+    vectors: of a panel. lanes: f32 values of a vector.
+    """
+    return max(1, min(_SUMS // (rows * vectors), _VALUES // (rows * vectors * lanes)))
+
+
+class TileWriter:
+    """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
+    ahead, bytes ahead).
+
+    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR] with NR = tile.width, of which the first
+    `vectors` vectors count, or several such panels behind each other; start and c are [rows, vectors]. Addresses;
+    strides in floats. With `prefetch`, every step of k asks for the next "bytes ahead" of memory from `ahead` on: what
+    the next tiles read comes while this one adds.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, tile: Tile, rows: int, vectors: int, layout: Layout, prefetch: bool
+    ) -> None:
+        self.tile, self.rows, self.vectors, self.layout, self.prefetch = tile, rows, vectors, layout, prefetch
+        self.steps = tile.steps if vectors == tile.vectors or tile.steps == 1 else 0
+        self.vector = ir.VectorType(_F32, tile.lanes)
+        self.function = ir.Function(module, _SIGNATURE, name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        intrinsic = f"llvm.{'fma' if tile.fma else 'fmuladd'}.v{tile.lanes}f32"
+        self.multiply_add = module.globals.get(intrinsic) or ir.Function(
+            module, ir.FunctionType(self.vector, [self.vector] * 3), intrinsic
+        )
+        a, self.stride, self.k, b, start, self.start_stride, c, self.c_stride, self.ahead, self.bytes_ahead = (
+            self.function.args
+        )
+
+        self.a, self.b, self.start, self.c = (self.builder.inttoptr(p, _F32.as_pointer()) for p in (a, b, start, c))
+
+    def write(self) -> ir.Function:
+        """Return the finished function."""
+        b = self.builder
+        start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
+        if self.prefetch:
+            # Apart: asking for a line that is not in the first-level cache costs as much as reading it.
+            with b.if_then(b.icmp_signed("==", self.bytes_ahead, self._int(0))):
+                self._write(start, prefetch=False)
+        self._write(start, self.prefetch)
+        return self.function
+
+    def _write(self, start: list[Any], prefetch: bool) -> None:
+        b = self.builder
+        at_rows = [b.gep(self.a, [b.mul(self.stride, self._int(i))]) for i in range(self.rows)]
+        left = self._column if self.layout == "columns" else None
+        for place, total in enumerate(self._over_k(at_rows, start, left, prefetch)):
+            i, j = divmod(place, self.vectors)
+            self._store(total, self.c, self._at(self.c_stride, i, j))
+        b.ret_void()
+
+    def _over_k(
+        self,
+        at_rows: list[Any],
+        start: list[Any],
+        left: Callable[[Any], list[Any]] | None = None,
+        prefetch: bool = False,
+    ) -> list[Any]:
+        """Return what the sums become over all of k. left: broadcasts of all rows at p, if not those of `at_rows`."""
+        b, first = self.builder, self._int(0)
+
+        def one(p: Any) -> list[Any]:
+            return left(p) if left else self._splats(at_rows, p)
+
+        def turn(p: Any) -> Iterator[list[Any]]:
+            if by_lane:
+                yield from self._lanes_of_rows(at_rows, p)
+            else:
+                yield from (one(b.add(p, self._int(q))) for q in range(count))
+
+        by_lane = self.tile.lane_broadcast and not left
+        # More than two, and what is to be fetched, are too many addresses for the registers.
+        count = self.tile.lanes if by_lane else min(self.steps, 2) if prefetch else self.steps
+        if count > 1:
+            first = b.and_(self.k, self._int(-count))
+            start = self._loop(self._int(0), first, count, start, turn, prefetch)
+        return self._loop(first, self.k, 1, start, lambda p: iter([one(p)]), prefetch)
+
+    def _start(self, i: int, j: int) -> Any:
+        return self._load(self.start, self._at(self.start_stride, i, j))
+
+    def _at(self, stride: Any, i: int, j: int) -> Any:
+        return self.builder.add(self.builder.mul(stride, self._int(i)), self._int(j * self.tile.lanes))
+
+    def _loop(
+        self,
+        first: Any,
+        stop: Any,
+        step: int,
+        start: list[Any],
+        left: Callable[[Any], Iterator[list[Any]]],
+        prefetch: bool,
+    ) -> list[Any]:
+        """Run p from first to stop; `left(p)` writes the broadcast of every row, for `step` values of k in turn."""
+        b = self.builder
+
+        def turn(p: Any, sums: list[Any]) -> list[Any]:
+            rows_of = left(p)
+            for q in range(step):
+                if q and self.steps:
+                    sums = in_order(b, sums)
+                rows = next(rows_of)
+                at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
+                panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
+                if prefetch and q == 0:
+                    self._prefetch(p, step)
+                pairs = product(rows, panel)
+                sums = [b.call(self.multiply_add, [x, w, s]) for (x, w), s in zip(pairs, sums, strict=True)]
+            return sums
+
+        return loop(b, (first, stop, step), start, turn, as_written=bool(self.steps))
+
+    def _in_panel(self, j: int) -> Any:
+        """Return how far vector j lies from the first one of a step; those beyond a panel's are in the next one."""
+        panel, place = divmod(j, self.tile.panel or self.tile.vectors)
+        within = self._int(place * self.tile.lanes)
+        return (
+            self.builder.add(self.builder.mul(self.k, self._int(panel * self.tile.width)), within) if panel else within
+        )
+
+    def _prefetch(self, p: Any, step: int) -> None:
+        """Ask for the share of steps p to p + step: lines of 64 bytes, for half of the panel at least."""
+        b, module = self.builder, self.function.module
+        ask = module.globals.get(_PREFETCH_NAME) or ir.Function(module, _PREFETCH, _PREFETCH_NAME)
+        nbytes = 4 * self.tile.width * step
+        count = max(nbytes // 128, min(nbytes // 64, 2), 1)
+        for nth in range(count):
+            address = b.add(self.ahead, b.mul(p, self.bytes_ahead))
+            if nth:
+                share = b.mul(self.bytes_ahead, self._int(step * nth))
+                address = b.add(address, b.udiv(share, self._int(count)))
+            b.call(ask, [b.inttoptr(address, _BYTE_POINTER), *(ir.Constant(_I32, v) for v in _READ_SECOND_LEVEL)])
+
+    def _splats(self, at_rows: list[Any], p: Any) -> list[Any]:
+        return [self._splat_of(self._scalar(row, p)) for row in at_rows]
+
+    def _lanes_of_rows(self, at_rows: list[Any], p: Any) -> list[list[Any]]:
+        vectors = [self._load(row, p) for row in at_rows]
+        return [[self._splat(v, lane) for v in vectors] for lane in range(self.tile.lanes)]
+
+    def _column(self, p: Any) -> list[Any]:
+        b = self.builder
+        at = b.gep(self.a, [b.mul(self.stride, p)])
+        whole = self.rows // self.tile.lanes * self.tile.lanes if self.tile.lane_broadcast else 0
+        vectors = [self._load(at, self._int(i)) for i in range(0, whole, self.tile.lanes)]
+        found = [self._splat(v, lane) for v in vectors for lane in range(self.tile.lanes)]
+        return found + [self._splat_of(self._scalar(at, self._int(i))) for i in range(whole, self.rows)]
+
+    def _scalar(self, base: Any, offset: Any) -> Any:
+        value = self.builder.load(self.builder.gep(base, [offset]))
+        value.align = 4
+        return value
+
+    def _splat_of(self, value: Any) -> Any:
+        return self._splat(
+            self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, ir.Constant(_I32, 0)), 0
+        )
+
+    def _splat(self, vector: Any, lane: int) -> Any:
+        mask = ir.Constant(ir.VectorType(_I32, self.tile.lanes), [lane] * self.tile.lanes)
+        return self.builder.shuffle_vector(vector, ir.Constant(self.vector, ir.Undefined), mask)
+
+    def _load(self, base: Any, offset: Any) -> Any:
+        value = self.builder.load(self._vector_at(base, offset))
+        value.align = 4
+        return value
+
+    def _store(self, value: Any, base: Any, offset: Any) -> None:
+        self.builder.store(value, self._vector_at(base, offset)).align = 4
+
+    def _vector_at(self, base: Any, offset: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(base, [offset]), self.vector.as_pointer())
+
+    @staticmethod
+    def _int(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+
+def emit_tile(layout: Layout, tile: Tile, prefetch: bool = False) -> Callable[..., Any]:
+    """Return the Numba intrinsic that calls the tile of any number of rows and vectors up to those of `tile`.
+
+    Arguments: those of `panel_of_rows`; with `prefetch` also the first address to fetch (need not be valid) and the
+    bytes to fetch for each k: memory that is needed next.
+    """
+    kind = f"panel{'_ahead' if prefetch else ''}_{layout}"
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        rows, vectors, *rest = arguments
+        rest += [ir.Constant(_I64, 0)] * (len(_SIGNATURE.args) - len(rest))  # where nothing is fetched ahead
+
+        def written(name: str, count: int, width: int) -> ir.Function:
+            return TileWriter(builder.module, name, tile, count, width, layout, prefetch).write()
+
+        sizes = [(count, width) for width, count in product(range(1, tile.vectors + 1), range(1, tile.rows + 1))]
+        call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
+        return context.get_dummy_value()
+
+    return emitter(12 if prefetch else 10, codegen)
+
+
+def call_chosen(
+    builder: Any,
+    size: tuple[Any, Any],
+    sizes: Sequence[tuple[int, int]],
+    prefix: str,
+    written: Callable[[str, int, int], ir.Function],
+    arguments: list[Any],
+) -> None:
+    """Call the function of this many rows and vectors with `arguments`; each is written once per module."""
+    most = max(rows for rows, _ in sizes)
+    end = builder.append_basic_block("tile.end")
+    choice = builder.switch(builder.add(builder.mul(size[1], ir.Constant(_I64, most)), size[0]), end)
+    for rows, vectors in sizes:
+        name = f"{prefix}_{rows}x{vectors}"
+        function = builder.module.globals.get(name) or written(name, rows, vectors)
+        with builder.goto_block(builder.append_basic_block(name)):
+            choice.add_case(ir.Constant(_I64, vectors * most + rows), builder.block)
+            builder.call(function, arguments)
+            builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _plain_tile(left: Any, width: int, b: int, start: int, start_stride: int, c: int, c_stride: int) -> None:
+    rows, k = left.shape
+    right = floats(b, k * NR).reshape(k, NR)[:, :width]
+    sums = [floats(start + 4 * i * start_stride, width) + left[i] @ right for i in range(rows)]
+    for i in range(rows):
+        floats(c + 4 * i * c_stride, width)[:] = sums[i]
+
+
+def _plain_panel(
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    left = np.stack([floats(a + 4 * i * stride, k) for i in range(rows)])
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
+
+
+def plain_panels(
+    rows: int, panels: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    """Compute what a tile over several panels does that lie one behind the other."""
+    for p in range(panels):
+        of_panel = (b + 4 * p * k * NR, start + 4 * p * NR, start_stride, c + 4 * p * NR, c_stride)
+        _plain_panel(rows, TILE.vectors, a, stride, k, *of_panel)
+
+
+def plain_panel_ahead(*arguments: int) -> None:
+    """Compute what a tile does that fetches memory ahead; its last two arguments are not used."""
+    _plain_panel(*arguments[:-2])
+
+
+def _plain_panel_of_columns(
+    rows: int, vectors: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
+) -> None:
+    left = np.asarray([floats(a + 4 * p * stride, rows) for p in range(k)], np.float32).reshape(k, rows).T
+    _plain_tile(left, vectors * TILE.lanes, b, start, start_stride, c, c_stride)
+
+
+# Fill c [rows, vectors] with start + a @ b, where a is [rows, k] (panel_of_rows) or the transpose of [k, rows]
+# (panel_of_columns) and b the first `vectors` vectors of [k, NR]. Arguments: rows (1 to MR), vectors (1 to
+# TILE.vectors), a, floats between rows of a as stored, k, b, start, floats between rows of start (0 repeats one row),
+# c, floats between rows of c; all but the numbers are addresses.
+panel_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_panel)
+panel_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_panel_of_columns)
+
+
+ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu")
+NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU = range(7)
+
+_LINE: Final = 16  # floats of a cache line
+
+_gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
+_relu6, _leaky_relu = elementary.relu6, elementary.leaky_relu
+
+
+def activation_of(check: Check, name: str | None) -> int:
+    """Return the place of an activation in `ACTIVATIONS`; ValueError if it is unknown."""
+    check.that(name in ACTIVATIONS, f"activation {name!r} is not in {ACTIVATIONS}")
+    return ACTIVATIONS.index(name)
+
+
+@helper
+def activate(tile: Any, activation: int) -> None:
+    """Replace tile by its activation."""
+    if activation == GELU:
+        for i in range(tile.size):
+            tile[i] = _gelu(tile[i])
+    elif activation == GELU_TANH:
+        for i in range(tile.size):
+            tile[i] = _gelu_tanh(tile[i])
+    elif activation == RELU:
+        for i in range(tile.size):
+            tile[i] = _relu(tile[i])
+    elif activation == TANH:
+        for i in range(tile.size):
+            tile[i] = _tanh(tile[i])
+    elif activation == RELU6:
+        for i in range(tile.size):
+            tile[i] = _relu6(tile[i])
+    elif activation == LEAKY_RELU:
+        for i in range(tile.size):
+            tile[i] = _leaky_relu(tile[i])
+
+
+@helper
+def ask_for_rows(row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
+    """Ask for the memory that `store` will write and read, while the tile computes.
+
+    Rows lie KB apart, so no hardware fetches the next one. Where rows do not begin with a cache line, the first line of
+    a panel is the last one of the panel before.
+    """
+    for i in range(rows):
+        for j in range(0, valid, _LINE):
+            at = 4 * ((row + i) * out.shape[1] + column + min(j + _LINE, valid) - 1)
+            fetch_to_write(out.ctypes.data + at)
+            if residual.size > 0:
+                fetch_to_read(residual.ctypes.data + at)
+
+
+@helper
+def store(tile: Any, stride: int, row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
+    """Copy `valid` columns of tile [rows, stride] to out[row :, column :], and add those of residual if it has any.
+
+    Rows are taken by address: an index that might be negative, for all that Numba knows, made every store a scatter.
+    """
+    for i in range(rows):
+        sums = floats(tile.ctypes.data + 4 * i * stride, valid)
+        target = floats(out.ctypes.data + 4 * ((row + i) * out.shape[1] + column), valid)
+        if residual.size > 0:
+            added = floats(residual.ctypes.data + 4 * ((row + i) * residual.shape[1] + column), valid)
+            for j in range(valid):
+                target[j] = sums[j] + added[j]
+        else:
+            for j in range(valid):
+                target[j] = sums[j]

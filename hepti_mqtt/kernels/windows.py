@@ -1,0 +1,411 @@
+"""How patches lie on an image, f32 [Y, X, C], rows first and channels last, and kernels that pool them.
+
+Attributes kernel (ky, kx), stride (sy, sx), pad (top, left, bottom, right) and optionally dilation (dy, dx) place the
+patches; as many as fit: y = (Y + top + bottom - (ky - 1) dy - 1) // sy + 1.
+
+Attribute `bands`: several ranges of rows in one convolution, each (first row of x that it sees, the one behind the
+last,
+rows of zeros above those and below, its first row on the whole map). Bands may share rows of x, and see none but
+their
+own. Their outputs lie one behind the other; `pad` then has 0 rows above and below.
+
+max_pool2d      x -> the largest value of each channel in each patch, [y, x, C]; -infinity beyond x.
+average_pool2d  x -> the mean of each channel in each patch, [y, x, C]; attribute count_pad (bool): places beyond x
+                count as
+                zeros; if not, the mean is that of the others, and 0 without any. Sums run in ascending order of
+                places.
+global_sum      x -> scale (default 1) times the sum of each channel, [1, C]: with 1 / (rows times columns of the
+                whole map)
+                the parts' sums add up to its mean. Pixels of a row are added in order, then rows: parts that are
+                added
+                differ from the whole by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import ROWWISE_GRAIN, Array, Check, Kernel, Run, nothing, row_parts, rowwise
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.elementary import ZERO
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
+from hepti_mqtt.kernels.threads import Parts, Workers, ranges
+from hepti_mqtt.kernels.tile import NR, activate
+from hepti_mqtt.kernels.weights import PackedMatrix, Weight
+from hepti_mqtt.program import Compute, SlotSpec, Work
+
+
+class Window(NamedTuple):
+    """How patches lie on an image; compiled code reads it as a table in this order."""
+
+    rows: int
+    columns: int
+    channels: int
+    kernel_rows: int
+    kernel_columns: int
+    stride_rows: int
+    stride_columns: int
+    top: int
+    left: int
+    out_rows: int
+    out_columns: int
+    dilation_rows: int
+    dilation_columns: int
+
+    def table(self) -> NDArray[np.int64]:
+        """Return the window as compiled code reads it."""
+        return np.asarray(self, np.int64)
+
+    @property
+    def pixels(self) -> int:
+        """Return the number of patches."""
+        return self.out_rows * self.out_columns
+
+    @property
+    def places(self) -> int:
+        """Return the pixels of a patch."""
+        return self.kernel_rows * self.kernel_columns
+
+
+def window_of(check: Check, op: Compute) -> Window:
+    """Return the window of an op whose first read is [Y, X, C] and whose result is [y, x, n]."""
+    window = measured(check, op)
+    check.shape(check.writes[0], (window.out_rows, window.out_columns, check.writes[0].shape[2]))
+    return window
+
+
+def measured(check: Check, op: Compute) -> Window:
+    """Return the window of an op whose first read is [Y, X, C], with as many patches as fit."""
+    check.that(len(check.reads[0].shape) == len(check.writes[0].shape) == 3, "slots must have 3 dimensions")
+    height, width, channels = check.reads[0].shape
+    (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
+    dy, dx = op.attrs.get("dilation", (1, 1))
+    top, left, bottom, right = op.attrs["pad"]
+    check.that(min(ky, kx, sy, sx) >= 1, f"kernel {(ky, kx)} and stride {(sy, sx)} must be >= 1")
+    check.that(min(dy, dx) >= 1, f"dilation {(dy, dx)} must be >= 1")
+    check.that(min(top, left, bottom, right) >= 0, f"pad {(top, left, bottom, right)} must be >= 0")
+    y, x = fitting(op, 0, height + top + bottom), fitting(op, 1, width + left + right)
+    return Window(height, width, channels, ky, kx, sy, sx, top, left, y, x, dy, dx)
+
+
+def fitting(op: Compute, dim: int, size: int) -> int:
+    """Return how many patches of an op fit into `size` rows (dimension 0), or columns (1)."""
+    reach: int = (op.attrs["kernel"][dim] - 1) * op.attrs.get("dilation", (1, 1))[dim] + 1
+    stride: int = op.attrs["stride"][dim]
+    return max(0, (size - reach) // stride + 1)
+
+
+def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> tuple[Window, Parts]:
+    """Return the window of an op that pools channel by channel, and the pixels that each thread of `pool` fills.
+
+    Raises ValueError if the op does not fit together.
+    """
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.weights(weights, 0)
+    window = window_of(check, op)
+    c = window.channels
+    check.that(check.writes[0].shape[2] == c, f"must write as many channels as it reads, {c}")
+    return window, row_parts(window.pixels, c * window.places, pool)
+
+
+def pooling_work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    """Return the work of an op that pools: for each place of a patch, its values and what they change are moved."""
+    places, out = prod(op.attrs["kernel"]), slots[op.writes[0]]
+    return Work("rowwise", nbytes=2.0 * (places + 1) * out.nbytes)
+
+
+def patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:
+    """Return the patches of x as [y, x, ky, kx, C], for references."""
+    (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
+    dy, dx = op.attrs.get("dilation", (1, 1))
+    top, left, bottom, right = op.attrs["pad"]
+    padded = np.pad(x.astype(np.float64), ((top, bottom), (left, right), (0, 0)), constant_values=fill)
+    y, across, _ = out.shape
+    found = np.empty((y, across, ky, kx, x.shape[2]))
+    for i in range(y):
+        for j in range(across):
+            rows = slice(i * sy, i * sy + (ky - 1) * dy + 1, dy)
+            found[i, j] = padded[rows, j * sx : j * sx + (kx - 1) * dx + 1 : dx]
+    return found
+
+
+class Band(NamedTuple):
+    """Rows first..stop of x, with rows of zeros above and below, make `out` rows, from row `origin` of a map on."""
+
+    first: int
+    stop: int
+    top: int
+    bottom: int
+    origin: int
+    out: int
+
+
+def banded(check: Check, op: Compute) -> tuple[Window, tuple[Band, ...]]:
+    """Return the window of an op as `window_of` does, whose rows written are those of all bands, and the bands."""
+    window, (top, _, bottom, _) = measured(check, op), op.attrs["pad"]
+    given = op.attrs.get("bands")
+    if given is None:
+        row = op.attrs.get("origin", (0, 0))[0]
+        bands: tuple[Band, ...] = (Band(0, window.rows, top, bottom, row, window.out_rows),)
+    else:
+        check.that(top == bottom == 0, f"pad {op.attrs['pad']} must have no rows where bands have their own")
+        bands = tuple([_band(check, op, window, *band) for band in given])
+        window = window._replace(out_rows=sum(band.out for band in bands))
+    check.shape(check.writes[0], (window.out_rows, window.out_columns, check.writes[0].shape[2]))
+    return window, bands
+
+
+def _band(check: Check, op: Compute, window: Window, *given: int) -> Band:
+    check.that(len(given) == 5, f"band {given} must have 5 numbers")
+    first, stop, top, bottom, origin = given
+    check.that(0 <= first <= stop <= window.rows, f"band {given} must lie within the {window.rows} rows of the map")
+    check.that(min(top, bottom, origin) >= 0, f"band {given} must have no number below 0")
+    return Band(first, stop, top, bottom, origin, fitting(op, 0, stop - first + top + bottom))
+
+
+def lines(bands: Sequence[Band], stride: int) -> NDArray[np.int64]:
+    """Return, for each row written, (the first row of x that it sees, the first one of its band, the last one + 1)."""
+    found = [(b.first + i * stride - b.top, b.first, b.stop) for b in bands for i in range(b.out)]
+    return np.asarray(found, np.int64).reshape(-1, 3)
+
+
+def patches_of_bands(op: Compute, x: Array, out: SlotSpec) -> Array:
+    """Return the patches of x, each band as if it were alone, one behind the other; for references."""
+    if "bands" not in op.attrs:
+        return patches_of(op, x, out, 0.0)
+    found, (_, left, _, right) = [], op.attrs["pad"]
+    for first, stop, top, bottom, _ in op.attrs["bands"]:
+        alone = op._replace(attrs={**op.attrs, "pad": (top, left, bottom, right)})
+        rows = fitting(op, 0, stop - first + top + bottom)
+        found.append(patches_of(alone, x[first:stop], SlotSpec((rows, *out.shape[1:])), 0.0))
+    return np.concatenate(found)
+
+
+_LANES: Final = TILE.lanes
+# Columns of the table of units: address of weights, address of biases, first column of out, columns, those of the panel
+# before the first one, bytes from a pixel to its first channel.
+WEIGHTS, BIAS, COLUMN, VALID, SHIFT, OFFSET = range(6)
+# How products are made: what `_conv2d` reads of it, in this order.
+LENGTH, DEPTHWISE, ACTIVATION, IN_REGISTERS, BOUNDS, RESIDUAL_FIRST = range(6)
+
+
+@helper
+def finish_rows(sums: Any, first: int, count: int, pixel: int, unit: Any, how: Any, out: Any, residual: Any) -> None:
+    """Finish rows first..first + count of sums [.., NR] and copy them to the pixels of out from `pixel` on."""
+    valid, n = unit[VALID], out.shape[1]
+    has, is_first = residual.size > 0, how[RESIDUAL_FIRST] != 0
+    for i in range(count):
+        tile = floats(sums.ctypes.data + 4 * ((first + i) * NR + unit[SHIFT]), valid)
+        target = floats(out.ctypes.data + 4 * ((pixel + i) * n + unit[COLUMN]), valid)
+        added = floats(residual.ctypes.data + 4 * ((pixel + i) * n + unit[COLUMN]), valid if has else 0)
+        if has and is_first:
+            for j in range(valid):
+                tile[j] += added[j]
+        activate(tile, how[ACTIVATION])
+        if has and not is_first:
+            for j in range(valid):
+                tile[j] += added[j]
+        for j in range(valid):
+            target[j] = tile[j]
+
+
+class Groups(NamedTuple):
+    """How channels of x and columns of W fall into groups: of a group, so many of each."""
+
+    number: int
+    channels: int
+    columns: int
+
+
+def groups_of(check: Check, op: Compute, window: Window, n: int) -> Groups:
+    """Return the groups of a convolution to n columns; ValueError where channels or columns do not fall into them."""
+    count = int(op.attrs.get("groups", 1))
+    check.that(count >= 1, f"groups {count} must be >= 1")
+    divides = window.channels % count == n % count == 0
+    check.that(divides, f"groups {count} must divide {window.channels} channels and {n} columns")
+    return Groups(count, window.channels // count, n // count)
+
+
+def units_of(matrix: PackedMatrix, bias: NDArray[np.float32], groups: Groups, depthwise: bool) -> NDArray[np.int64]:
+    """Return the table of units: columns of one panel and one group; depthwise, of one panel."""
+    found = []
+    address = matrix.panels.__array_interface__["data"][0]
+    biases = bias.__array_interface__["data"][0]
+    for panel in range(len(matrix.panels)):
+        first, stop = panel * NR, min((panel + 1) * NR, matrix.columns)
+        while first < stop:
+            group = 0 if depthwise else first // groups.columns
+            end = stop if depthwise else min(stop, (group + 1) * groups.columns)
+            # Vectors of a panel begin at whole vectors.
+            skipped = (first - panel * NR) // _LANES * _LANES
+            weights = address + 4 * (panel * matrix.rows * NR + skipped)
+            shift = first - panel * NR - skipped
+            offset = first if depthwise else group * groups.channels
+            found.append((weights, biases + 4 * (first - shift), first, end - first, shift, 4 * offset))
+            first = end
+    return np.asarray(found, np.int64)
+
+
+_MINUS_INF: Final = np.float32(-np.inf)
+
+
+@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, part=2, maps=True)
+def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
+    """Fill rows first..stop of out [y x, C] with the largest values in the patches of the image x [Y X C]."""
+    height, width, channels = window[0], window[1], window[2]
+    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
+    for pixel in range(first, stop):
+        best = floats(out.ctypes.data + 4 * channels * pixel, channels)
+        for c in range(channels):
+            best[c] = _MINUS_INF
+        y0 = pixel // across * window[5] - window[7]
+        x0 = pixel % across * window[6] - window[8]
+        for i in range(ky):
+            for j in range(kx):
+                y, column = y0 + i * dy, x0 + j * dx
+                if y < 0 or y >= height or column < 0 or column >= width:
+                    continue
+                values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                for c in range(channels):
+                    # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
+                    is_above = (values[c] > best[c]) | np.isnan(values[c])
+                    best[c] = values[c] if is_above else best[c]
+
+
+def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    window, parts = pooling(op, slots, weights, pool)
+    c, table = window.channels, window.table()
+    if not c:
+        return nothing
+    pool_maxima = pool.bind(_max_pool2d, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        pool_maxima(reads[0].reshape(-1), writes[0].reshape(-1, c), table)
+
+    return run
+
+
+def _reference_max_pool2d(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
+
+
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind_max_pool2d, _reference_max_pool2d, pooling_work, later=True)
+
+
+@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, INT, part=2, maps=True)
+def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, stop: int) -> None:
+    """Fill rows first..stop of out [y x, C] with the means of the patches of the image x [Y X C]."""
+    height, width, channels = window[0], window[1], window[2]
+    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
+    for pixel in range(first, stop):
+        total = floats(out.ctypes.data + 4 * channels * pixel, channels)
+        for c in range(channels):
+            total[c] = ZERO
+        y0 = pixel // across * window[5] - window[7]
+        x0 = pixel % across * window[6] - window[8]
+        count = 0
+        for i in range(ky):
+            for j in range(kx):
+                y, column = y0 + i * dy, x0 + j * dx
+                if 0 <= y < height and 0 <= column < width:
+                    count += 1
+                    values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                    for c in range(channels):
+                        total[c] += values[c]
+        by = np.float32(1.0) / np.float32(ky * kx if count_pad else max(count, 1))
+        for c in range(channels):
+            total[c] *= by
+
+
+def _bind_average_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    window, parts = pooling(op, slots, weights, pool)
+    c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
+    if not c:
+        return nothing
+    pool_means = pool.bind(_average_pool2d, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        pool_means(reads[0].reshape(-1), writes[0].reshape(-1, c), table, count_pad)
+
+    return run
+
+
+def _reference_average_pool2d(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    out = slots[op.writes[0]]
+    counted = np.ones(reads[0].shape)
+    inside = patches_of(op, counted, out, 0.0).sum(axis=(2, 3))
+    counts = np.prod(op.attrs["kernel"]) if op.attrs["count_pad"] else np.maximum(inside, 1)
+    return [patches_of(op, reads[0], out, 0.0).sum(axis=(2, 3)) / counts]
+
+
+AVERAGE_POOL2D: Final = Kernel(
+    "average_pool2d", _bind_average_pool2d, _reference_average_pool2d, pooling_work, later=True
+)
+
+
+# Channels whose sums stay in the first-level cache.
+_CHANNELS: Final = 1024
+
+
+@kernel(reads(float32, 3), fills(float32, 2), FLOAT, INT, INT, part=2, maps=True)
+def _global_sum(x: Any, out: Any, scale: Any, first: int, stop: int) -> None:
+    """Fill channels first..stop of out [1, C]."""
+    channels = x.shape[2]
+    of_row = np.empty(min(_CHANNELS, stop - first), np.float32)
+    for low in range(first, stop, _CHANNELS):
+        count = min(_CHANNELS, stop - low)
+        total = floats(out.ctypes.data + 4 * low, count)
+        for c in range(count):
+            total[c] = ZERO
+        for y in range(x.shape[0]):
+            for c in range(count):
+                of_row[c] = ZERO
+            for column in range(x.shape[1]):
+                values = floats(x.ctypes.data + 4 * ((y * x.shape[1] + column) * channels + low), count)
+                for c in range(count):
+                    of_row[c] += values[c]
+            for c in range(count):
+                total[c] += of_row[c]
+        for c in range(count):
+            total[c] *= scale
+
+
+def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.weights(weights, 0)
+    check.that(len(check.reads[0].shape) == 3, "x must have 3 dimensions")
+    y, x, c = check.reads[0].shape
+    check.shape(check.writes[0], (1, c))
+    scale = np.float32(op.attrs.get("scale", 1.0))
+    parts = ranges(c, min(pool.threads, 1 + y * x * c // ROWWISE_GRAIN))
+    if not c:
+        return nothing
+    add_up = pool.bind(_global_sum, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        add_up(reads[0], writes[0], scale)
+
+    return run
+
+
+def _reference_global_sum(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    return [op.attrs.get("scale", 1.0) * reads[0].astype(np.float64).sum(axis=(0, 1))[None]]
+
+
+GLOBAL_SUM: Final = Kernel("global_sum", _bind_global_sum, _reference_global_sum, rowwise, later=True)

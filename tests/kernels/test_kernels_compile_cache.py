@@ -1,0 +1,94 @@
+"""Compiled code that is kept: damaged files, and several who save at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+from hepti_mqtt.kernels import jit
+from hepti_mqtt.kernels.compile_cache import make_robust
+
+KEYS = 40
+
+# Compiles one kernel, or takes it from the cache, and says which.
+ONE_KERNEL = """
+from hepti_mqtt.kernels import registry
+from hepti_mqtt.kernels import jit
+[(dispatcher, arguments)] = [r[:2] for r in jit.registered if r[0].py_func.__name__ == "_mean_rows"]
+print(jit.in_cache(dispatcher, arguments))
+jit.entry_of(dispatcher, arguments)
+print(jit.in_cache(dispatcher, arguments), dispatcher.stats.cache_hits.get(arguments, 0))
+"""
+
+
+def opened(directory: Path) -> SimpleNamespace:
+    """Return a cache of one file, as a process has it that begins."""
+    file = IndexDataCacheFile(str(directory), "shared", "stamp of Numba's own")
+    cache = SimpleNamespace(cache_path=str(directory), _cache_file=file, load_overload=None)
+    cache.save_overload = lambda *compiled: file.save(*compiled)  # noqa: PLW0108  (which is replaced in `make_robust`)
+    make_robust(cache, "stamp")
+    return cache
+
+
+def test_what_several_save_at_once_into_one_file_is_all_there(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        caches = [opened(tmp_path) for _ in range(4)]
+        list(pool.map(lambda i: caches[i % 4].save_overload(f"key {i}", f"code {i}" * 1000), range(KEYS)))
+    fresh = opened(tmp_path)._cache_file
+    assert [fresh.load(f"key {i}") for i in range(KEYS)] == [f"code {i}" * 1000 for i in range(KEYS)]
+
+
+def test_two_that_were_left_with_one_file_get_their_own(tmp_path):
+    cache = opened(tmp_path)
+    file = cache._cache_file
+    name = file._data_name(1)
+    file._save_index({"a": name, "b": name})
+    file._save_data(name, "code of b")
+    cache.save_overload("a", "code of a")
+    assert opened(tmp_path)._cache_file.load("a") == "code of a"
+    assert opened(tmp_path)._cache_file.load("b") == "code of b"
+
+
+def test_the_code_of_another_kernel_is_not_loaded(tmp_path):
+    made = SimpleNamespace(signature=SimpleNamespace(args=("int64",)))
+    cache = SimpleNamespace(cache_path=str(tmp_path), load_overload=lambda signature, context: made, save_overload=None)
+    make_robust(cache, "stamp")
+    assert cache.load_overload(("int64",), None) is made
+    assert cache.load_overload(("float32",), None) is None
+
+
+@pytest.mark.skipif(not jit.JIT, reason="about compiled code")
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0.0, 0.5, 1.0], ids=["nothing", "a half", "zeros"])
+def test_a_file_that_a_power_cut_has_damaged_is_compiled_again(tmp_path, kept_code, ending, left):
+    for path, whole in kept_code.items():
+        place = tmp_path / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        damaged = bytes(len(whole)) if left == 1 else whole[: int(left * len(whole))]
+        place.write_bytes(damaged if path.suffix == f".{ending}" else whole)
+    assert one_kernel(tmp_path) == "False\nTrue 0\n", "it is made again"
+    assert one_kernel(tmp_path) == "True\nTrue 1\n", "and the damaged file is whole again"
+
+
+@pytest.fixture(scope="module")
+def kept_code(tmp_path_factory):
+    """Return the files of a cache with one kernel in it."""
+    directory = tmp_path_factory.mktemp("kept")
+    assert one_kernel(directory) == "False\nTrue 0\n"
+    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*.nb?")}
+
+
+def one_kernel(directory: Path) -> str:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(directory)}
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_KERNEL], env=environment, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
