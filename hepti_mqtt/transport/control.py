@@ -620,6 +620,8 @@ class _Client(Client):
         if deadline is not None and self.thread not in (None, threading.current_thread()):
             assert self.thread is not None
             self.thread.join(max(deadline - time.monotonic(), 0.0))
+            if not self.thread.is_alive():
+                self._reset_sockets(sockpair_only=True)  # paho leaves its wake-up to the garbage collector
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
