@@ -19,7 +19,6 @@ MORE_PARAMETERS = {
     "device_agent/background.py Afterwards.__init__": 8,
     "device_agent/heartbeat.py HeartbeatThread.__init__": 11,
     "device_agent/shell.py Shell.__init__": 11,
-    "hepti_mqtt/lab/emulated.py EmulatedHost.__init__": 8,
     "hepti_mqtt/service/channel.py Post.__init__": 9,
 }
 

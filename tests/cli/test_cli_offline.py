@@ -408,12 +408,12 @@ def test_what_must_be_quick_imports_no_kernels(tmp_path: Path, arguments: list[s
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["lab", "--help"], ["agent", "--help"]])
-def test_arguments_are_parsed_without_bench_and_lab(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["agent", "--help"]])
+def test_arguments_are_parsed_without_benchmarks(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom hepti_mqtt.cli.main import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
-        "print([m for m in sys.modules if m.startswith(('hepti_mqtt.bench', 'hepti_mqtt.lab'))], file=sys.stderr)"
+        "print([m for m in sys.modules if m.startswith('benchmarks')], file=sys.stderr)"
     )
     done = python(code)
     assert (done.returncode, done.stderr.strip()) == (0, "[]")

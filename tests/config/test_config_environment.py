@@ -24,9 +24,6 @@ MODULES = [
     ["device_agent", *NOWHERE, "--id", "d1"],
     ["hepti_mqtt.cli", "agent", *NOWHERE, "--id", "d1"],
     ["hepti_mqtt.service", *NOWHERE, "--model", "m=nowhere"],
-    ["hepti_mqtt.bench.encoder_layer", "--rows", "8"],
-    ["hepti_mqtt.bench.chain_host", *NOWHERE, "--device", "primary", "--run", "r"],
-    ["hepti_mqtt.lab.probe", "warm"],
 ]
 
 
@@ -43,7 +40,6 @@ def _unset(monkeypatch):
         ["agent", *NOWHERE, "--id", "d1"],
         ["planner", *NOWHERE, "--model", "m=nowhere"],
         ["demo"],
-        ["bench", "kernels"],
         ["doctor"],
     ],
     ids=lambda command: command[0],

@@ -38,7 +38,6 @@ AGENTS = st.builds(
     cache=st.none() | PATHS,
     cache_size=st.none() | SIZES,
     retry=st.booleans(),
-    hold=st.booleans(),
 )
 PINS = st.builds(
     PinOptions,

@@ -61,6 +61,6 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
     monkeypatch.setattr(background, "self_measurement", measured)
     meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
-    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), steady=False, log=log)
+    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
     after._measure(anew=True)
     assert told == [takes, "given back", True, "told"]

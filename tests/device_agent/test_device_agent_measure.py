@@ -4,7 +4,7 @@ from weakref import WeakSet
 import pytest
 
 from device_agent import measure as measuring
-from device_agent.machine import UNKNOWN_BYTES, Allowed, last_level_bytes
+from device_agent.machine import UNKNOWN_BYTES, last_level_bytes
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
@@ -278,14 +278,14 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
         now["cpu"] += 1.0
 
     monkeypatch.setattr(measuring, "time", Clocks)
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(cores, 0.1))
+    monkeypatch.setattr(measuring, "cores", lambda: cores)
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
 
 
 def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
     now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
+    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
 
     def act():
         now[0] += next(runs)
@@ -306,7 +306,7 @@ def test_an_op_that_fits_into_a_slice_of_a_hidden_quota_is_as_slow_as_the_quota_
         spent[0] += op_s
 
     monkeypatch.setattr(measuring.time, "perf_counter", wall)
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
+    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
     assert measuring._seconds(act) == pytest.approx(op_s / share, rel=0.1)
 
 
