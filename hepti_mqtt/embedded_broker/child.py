@@ -89,6 +89,11 @@ async def _serve_amqtt(address: str, port: int, users: Path | None) -> None:
         async def _broadcast_message(self, session: Any, topic: Any, data: Any, force_qos: int | None = None) -> None:
             await super()._broadcast_message(session, topic, data if data is None else Payload(data), force_qos)
 
+        async def _publish_retained_messages_for_subscription(self, subscription: Any, session: Any) -> None:
+            # A new connection is sent what is retained for anybody's subscriptions; only its own are right.
+            if any(one is session for one, _ in self._subscriptions.get(subscription[0], ())):
+                await super()._publish_retained_messages_for_subscription(subscription, session)
+
     name, options = (
         ("AnonymousAuthPlugin", {})
         if users is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.embedded_broker import start_broker
@@ -31,6 +32,7 @@ def test_a_good_broker_without_a_site(broker, capsys):
     assert not found["machine"]["advice"]
 
 
+@needs_mosquitto
 def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
     with start_broker(max_packet_bytes=3_000_000) as small:
         code, found = run(capsys, "--broker", str(small.url))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from broker_kinds import needs_mosquitto
 from closed_broker import Someone
 from site_processes import PATIENCE_S, ROOT
 
@@ -87,6 +88,7 @@ def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_
     assert not list(tmp_path.iterdir())
 
 
+@needs_mosquitto
 def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
 from hepti_mqtt.ids import Epoch
@@ -174,6 +175,7 @@ def test_without_devices_requests_are_answered_with_the_reason(run, listen):
 
 
 @pytest.mark.broker
+@needs_mosquitto
 def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
     ear = listen("away")
     stop, outcome = run("away")
