@@ -2,6 +2,6 @@
 
 from device_agent.agent import run_agent
 from device_agent.config import AgentConfig
-from device_agent.limits import memory_budget
+from device_agent.machine import memory_budget
 
 __all__ = ["AgentConfig", "memory_budget", "run_agent"]

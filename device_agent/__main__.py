@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from device_agent.agent import run_agent
 from device_agent.config import AgentConfig
-from hepti_mqtt.config import logs
+from hepti_mqtt.config import process
 from hepti_mqtt.config.options import AgentOptions, add_site, settings_of
 from hepti_mqtt.errors import HeptiError
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = parser.parse_args(argv)
     except SystemExit as end:  # argparse has said why
         return int(end.code or 0)
-    logs.setup(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s")
+    process.setup_logging(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s")
     try:
         run_agent(AgentConfig.of(settings_of(given), AgentOptions.of(given)))
     except HeptiError as exc:

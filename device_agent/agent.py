@@ -1,55 +1,164 @@
-"""The agent: one device's process, from its installation files to its last word."""
+"""Installation files of one device: its directories, and the lock that keeps a second agent out."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
+import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
+import platformdirs
 import psutil
 
-from device_agent.afterwards import Afterwards
-from device_agent.builder import BuilderThread
-from device_agent.complaints import Complaints
+from device_agent.background import Afterwards, Starting, prepare_kernels
 from device_agent.config import AgentConfig
-from device_agent.events import AgentEvent, LinkUp, ProbePeers, Stop
-from device_agent.health import HealthMonitor
-from device_agent.heartbeat import HeartbeatThread
-from device_agent.install import Directories, device_lock, directories
-from device_agent.limits import free_memory, memory_budget
+from device_agent.heartbeat import HeartbeatThread, Meter
+from device_agent.links import OwnEndpoint
 from device_agent.loader import Event as LoadEvent
-from device_agent.loader import WeightLoader
-from device_agent.loader_thread import LoaderThread
+from device_agent.loader import LoaderThread, TileCache, WeightLoader
+from device_agent.machine import HealthMonitor, free_memory, memory_budget
 from device_agent.measure import Curves, measurement_places, self_measurement, written
-from device_agent.meter import Meter
-from device_agent.network import PLANES, Network
-from device_agent.own_endpoint import OwnEndpoint
-from device_agent.packet_limit import PacketLimit
-from device_agent.probe import Prober
-from device_agent.shell import Shell
-from device_agent.signals import Signals, ToldToEnd
-from device_agent.starting import Starting, prepare_kernels
-from device_agent.tiles import TileCache
+from device_agent.network import PLANES, AgentEvent, Complaints, LinkUp, Network, PacketLimit, ProbePeers, Stop
+from device_agent.probes import Prober
+from device_agent.shell import BuilderThread, Shell
 from hepti_mqtt import __version__
-from hepti_mqtt.config.environment import data_link
+from hepti_mqtt.config.process import farewells
+from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import TILING, Workers, isa
 from hepti_mqtt.kernels.machine import jit, turns
 from hepti_mqtt.kernels.machine.release import release_compiler, return_large_blocks
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.runtime.publish import Plane
+from hepti_mqtt.protocol.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import Plane
+from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox, OnMessage, OnState, PahoTransport, Will, open_broker_warning
-from hepti_mqtt.wire.described import Caps, Status
-from hepti_mqtt.wire.messages import TileAsk, encode, encode_caps, encode_status
-from hepti_mqtt.wire.topics import Topics
+
+APP: Final = "hepti"
+
+
+class Directories(NamedTuple):
+    """Where one device keeps its state (boot counter, lock, measurement) and its weight tiles."""
+
+    state: Path
+    tiles: Path
+
+
+def directories(root: Path | None, site: str, device: str) -> Directories:
+    """Return the directories of one device, made if missing: below `root`, or in the user's own places.
+
+    Raises BadNameError for names that cannot stand in topics, ConfigError if a directory cannot be made.
+    """
+    state = root if root is not None else platformdirs.user_state_path(APP) / "agents"
+    cache = root if root is not None else platformdirs.user_cache_path(APP) / "agents"
+    own = Path(check_name("site", site)) / check_name("device", device)
+    found = Directories(state / own, cache / own / "tiles")
+    for path in found:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"cannot make the agent's directory {path}: {exc}; choose another with --cache") from exc
+    return found
+
+
+@contextmanager
+def device_lock(directory: Path) -> Iterator[None]:
+    """Hold the lock of one device's directory; the system lets go of it when the process ends, however it ends.
+
+    Raises ConfigError if another agent holds it.
+    """
+    path = directory / "lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        raise ConfigError(f"cannot open {path}: {exc}; choose another place with --cache") from exc
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            holder = os.read(handle, 32).decode("ascii", "replace").strip()
+            raise ConfigError(
+                f"another agent (process {holder or 'unknown'}) already runs as this device: {path} is locked; "
+                "stop it, or start this one with another --id"
+            ) from exc
+        with suppress(OSError):  # on a full disk the lock holds all the same; only who holds it is not told
+            os.ftruncate(handle, 0)
+            os.write(handle, str(os.getpid()).encode("ascii"))
+        yield
+    finally:
+        os.close(handle)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How an agent is told to end.
+
+
+class ToldToEnd(BaseException):
+    """The device is told to end before its session thread runs.
+
+    No KeyboardInterrupt: one that passes through `exec`, as in many an import, makes Python kill itself with SIGINT in
+    the end, whoever has caught it.
+    """
+
+
+class Signals:
+    """Signals to end: an event for the session thread once it runs, an interrupt before, nothing while all ends.
+
+    An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: Inbox[AgentEvent] | None = None
+        self._asked = self._ending = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in farewells():
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def deliver_to(self, inbox: Inbox[AgentEvent]) -> None:
+        """From now on the session thread ends in its own time."""
+        self._inbox = inbox
+        if self._asked:
+            inbox.post(Stop())
+
+    def check(self) -> None:
+        """Interrupt again if the device was told to end before the session thread runs."""
+        if self._asked:
+            raise ToldToEnd
+
+    def ending(self) -> None:
+        """From now on the device ends: whoever says so again interrupts nothing."""
+        self._ending = True
+
+    def _handle(self, *_: object) -> None:
+        self._asked = True
+        if self._inbox is not None:
+            self._inbox.post(Stop())
+        elif not self._ending:
+            raise ToldToEnd
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The agent: one device's process, from its installation files to its last word.
+
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0

@@ -1,21 +1,158 @@
-"""The quiet thread: a heartbeat and a probe every second, so that a long kernel never looks like a dead device."""
+"""Slowdown: how the matmuls and frames of real requests compare with what this device measured of itself."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from math import inf
+from typing import Any, Final, NamedTuple
 
-from device_agent.complaints import Complaints
-from device_agent.health import HealthMonitor
-from device_agent.meter import Meter
-from device_agent.network import Network
-from device_agent.probe import BUSY_S, Prober
-from hepti_mqtt.wire.described import Heartbeat
-from hepti_mqtt.wire.messages import encode_heartbeat
-from hepti_mqtt.wire.peers import Edge, LinkReport
-from hepti_mqtt.wire.topics import Topics
+import numpy as np
+import numpy.typing as npt
+
+from device_agent.machine import HealthMonitor
+from device_agent.network import Complaints, Network
+from device_agent.probes import BUSY_S, Prober
+from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, profile_from_caps, unseen
+from hepti_mqtt.kernels import works
+from hepti_mqtt.program import Compute, Op, SlotSpec
+from hepti_mqtt.protocol.messages import Edge, Heartbeat, LinkReport, encode_heartbeat
+from hepti_mqtt.protocol.topics import Topics
+
+METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
+IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...
+MODEST: Final = 1.5  # ... unless it was slower or faster by less: that is how it is, and stays true for ...
+KEPT_S: Final = 600.0
+EARLIER: Final = 0.5  # part that earlier looks keep; by the work seen in them, as few ops say little
+SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
+SAMPLES: Final = 8192
+OPS: Final = 8192
+FRAMES: Final = 64  # tensors; the first of a plan say more about caches than about the way
+SMALL_BYTES: Final = 4096.0
+REMEMBERED: Final = 0.8  # part that earlier looks keep
+LEAST: Final = 0.05
+
+Floats = npt.NDArray[np.float64]
+Sample = tuple[Op, tuple[SlotSpec, ...], float]
+
+
+class FrameFit:
+    """What frames cost: seconds = p * frames + q * bytes, by least squares over the last few looks.
+
+    A network card, TLS or a link that is shaped cuts a frame into packets: its bytes cost many times what loopback
+    shows, and the rest of it about as much. One ratio for both priced plans of large frames too low. Where all frames
+    are alike, as those of one plan often are, loopback decides how much of the time is the frame's.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((2, 2))  # of products of (frames, bytes) with themselves ...
+        self._seconds = np.zeros(2)  # ... and with the seconds
+
+    def add(self, frames: float, nbytes: float, seconds: float) -> None:
+        """Add what was seen between two looks."""
+        seen = np.array([frames, nbytes], np.float64)
+        self._sums = REMEMBERED * self._sums + np.outer(seen, seen)
+        self._seconds = REMEMBERED * self._seconds + seconds * seen
+
+    def cost(self, profile: DeviceProfile) -> FrameCost | None:
+        """Return the fit; None before anything was added."""
+        if not self._sums.any():
+            return None
+        expected = np.array(unseen(profile))
+        # As if FRAMES small ones had been seen that cost what is expected of them.
+        weights = (FRAMES * np.array([1.0, SMALL_BYTES])) ** 2
+        found = np.linalg.solve(self._sums + np.diag(weights), self._seconds + weights * expected)
+        if found.min() < 0:  # one would be more than all of the time: it is all
+            kept = int(found.argmax())
+            found = np.zeros(2)
+            found[kept] = self._seconds[kept] / self._sums[kept, kept]
+        frame_s, byte_s = map(float, np.maximum(found, LEAST * expected))
+        return FrameCost(frame_s, byte_s)
+
+
+class Meter:
+    """Compares observed with predicted seconds of matmuls, those of convolutions too.
+
+    The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls `slowdown`
+    and does all the arithmetic, so that a step costs the session thread one append. frames_s: how long the session
+    thread was busy with frames from and to peers, which it adds up. curves: as measured.
+    """
+
+    def __init__(self, curves: dict[str, Any]) -> None:
+        self.curves = curves
+        self.slowdown_now = 1.0  # what `slowdown` last returned
+        self.frames_s = 0.0
+        self._frames_seen = self._frames_looked = (0.0, 0, 0)
+        self._frames_idle_s = 0.0
+        self._fit = FrameFit()
+        self._profile = profile_from_caps("self", curves, inf, 1.0)
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
+        self._predicted: dict[int, tuple[Op, float]] = {}
+        self._observed_s = self._expected_s = 0.0  # of late, the latest most
+        self._seen_s = -inf
+
+    def measured(self, curves: dict[str, Any]) -> None:
+        """Compare with another measurement from now on; any thread may call it."""
+        self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
+        self._predicted, self._seen_s = {}, -inf
+
+    def slowdown(self, now: float) -> float:
+        """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while.
+
+        What is modest is told for longer: else who has just computed is compared with others as they measured
+        themselves, and devices that are alike get shares that are not.
+        """
+        observed = predicted = 0.0
+        while self.samples:
+            op, slots, seconds = self.samples.popleft()
+            expected = self._expected(op, slots)
+            if expected >= SHORTEST_S:
+                observed += seconds
+                predicted += expected
+        is_modest = 1 / MODEST < self.slowdown_now < MODEST
+        if now - self._seen_s > (KEPT_S if is_modest else IDLE_S):
+            self._observed_s = self._expected_s = 0.0
+        if predicted:
+            self._observed_s = EARLIER * self._observed_s + observed
+            self._expected_s = EARLIER * self._expected_s + predicted
+            self._seen_s = now
+        self.slowdown_now = self._observed_s / self._expected_s if self._expected_s else 1.0
+        return self.slowdown_now
+
+    def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
+        """Return what a tensor over mesh has cost of late, and each of its bytes.
+
+        None before there were enough of them. frames, nbytes: of tensors that came and went since the start, each
+        receiver counted. Probes between two looks do not count: they meet an idle device, and were told as half of
+        what tensors cost.
+        """
+        now = (self.frames_s, frames, nbytes)
+        if frames == self._frames_looked[1]:
+            self._frames_idle_s += now[0] - self._frames_looked[0]
+        self._frames_looked = now
+        spent_s, more, more_bytes = (a - b for a, b in zip(now, self._frames_seen, strict=True))
+        if more >= FRAMES:
+            self._fit.add(more, more_bytes, spent_s - self._frames_idle_s)
+            self._frames_seen, self._frames_idle_s = now, 0.0
+        return self._fit.cost(self._profile)
+
+    def _expected(self, op: Op, slots: tuple[SlotSpec, ...]) -> float:
+        known = self._predicted.get(id(op))
+        if known is not None:
+            return known[1]
+        seconds = self._profile.seconds(*works(op, slots)) if isinstance(op, Compute) else 0.0
+        if len(self._predicted) >= OPS:
+            self._predicted.clear()
+        self._predicted[id(op)] = (op, seconds)
+        return seconds
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The quiet thread: a heartbeat and a probe every second, so that a long kernel never looks like a dead device.
+
 
 EVERY_S: Final = 1.0
 

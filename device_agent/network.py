@@ -1,29 +1,28 @@
-"""The agent's two connections: what arrives is parsed here, on the network threads, and only handed over."""
+"""What goes wrong and is survived: counted always, logged sparingly."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Final, Protocol
 
-from device_agent.complaints import Complaints
-from device_agent.events import (
-    Acknowledged,
-    AgentEvent,
-    FiltersRefused,
-    LinkDown,
-    LinkUp,
-    OwnStatus,
-    PlannerStatus,
-)
-from device_agent.loader_thread import TileIn
-from device_agent.probe import Prober
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
-from hepti_mqtt.runtime.publish import Plane
+from device_agent.loader import TileIn
+from device_agent.probes import Prober
+from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.ids import ALL, PLANNER, Epoch
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.frames import held_bytes
+from hepti_mqtt.protocol.limits import low_limit
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, Parsed, Topics
+from hepti_mqtt.runtime.machinery import Plane
+from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
 from hepti_mqtt.transport import (
+    BrokerUrl,
     Connected,
     Counts,
     Disconnected,
@@ -34,10 +33,105 @@ from hepti_mqtt.transport import (
     Subscribed,
     Transport,
     Will,
+    largest_packet,
 )
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.payloads import held_bytes
-from hepti_mqtt.wire.topics import Parsed, Topics
+
+
+class Complaints:
+    """Counts kinds of trouble and logs the 1st, 2nd, 4th, 8th ... of each kind, so that a peer cannot flood the log.
+
+    counters: the counts, by kind. May be used from any thread.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.counters: Counter[str] = Counter()
+        self._log = log
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, text: str, error: BaseException | None = None) -> None:
+        """Count one of `kind`; `error` is logged with its traceback."""
+        with self._lock:
+            self.counters[kind] += 1
+            count = self.counters[kind]
+        if count & (count - 1) == 0:
+            self._log.warning("%s (%s, %d so far)", text, kind, count, exc_info=error)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the session thread hears besides the session's own events.
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """A connection stands and all its subscriptions are acknowledged; the rest is what the broker said of itself."""
+
+    plane: Plane
+    protocol: int
+    largest_packet_bytes: int | None
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """A connection was lost; the transport mends it."""
+
+    plane: Plane
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Every filter of one subscription is acknowledged."""
+
+    plane: Plane
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class FiltersRefused:
+    """The broker refused filters of a subscription, or (token None) a publish."""
+
+    plane: Plane
+    token: int | None
+    topics: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerStatus:
+    """The planner's retained status, or its will."""
+
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStatus:
+    """What the site is told about this device."""
+
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The agent must end, with an error or without; `farewell`: tell the site that it is offline."""
+
+    error: Exception | None = None
+    farewell: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePeers:
+    """It is time to measure the way to a peer."""
+
+
+AgentEvent = (
+    WorkerEvent | LinkUp | LinkDown | Acknowledged | FiltersRefused | PlannerStatus | OwnStatus | Stop | ProbePeers
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The agent's two connections: what arrives is parsed here, on the network threads, and only handed over.
+
 
 Body = bytes | memoryview  # what comes over the connection for tensors is a view
 
@@ -202,3 +296,130 @@ class Network:
                     self._inbox.post(FiltersRefused(plane, token, topics, reason))
 
         return on_state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which filters the agent's connections hold, and which epochs still wait for an acknowledgement of theirs.
+
+
+Key = tuple[str, Epoch]
+Filter = tuple[Plane, str]
+Token = tuple[Plane, int]
+
+
+class Subscriber(Protocol):
+    """What subscribes: the network."""
+
+    def subscribe(self, plane: Plane, filters: list[str]) -> int:
+        """Return the token of the acknowledgement."""
+        ...
+
+    def unsubscribe(self, plane: Plane, filters: list[str]) -> None:
+        """Leave filters."""
+        ...
+
+
+class Subscriptions:
+    """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
+
+    A filter that several epochs need is subscribed once, so that brokers deliver nothing twice. Which epochs are here,
+    and which filters no epoch needs any more, is the session's knowledge.
+    """
+
+    def __init__(self, network: Subscriber) -> None:
+        self._network = network
+        self._held: dict[Filter, Token] = {}
+        self._waiting: dict[Token, set[Key]] = {}
+        self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
+
+    def enter(self, model: str, epoch: Epoch, filters: Iterable[str], work: str) -> bool:
+        """Subscribe to what an epoch needs; return whether everything is acknowledged already.
+
+        filters: of activations. work: the topic of its requests.
+        """
+        key = (model, epoch)
+        needed: list[Filter] = [("control", work), *(("data", f) for f in filters)]
+        new = [f for f in needed if f not in self._held]
+        for plane in dict.fromkeys(plane for plane, _ in new):
+            own = [name for p, name in new if p == plane]
+            token = (plane, self._network.subscribe(plane, own))
+            self._waiting[token] = set()
+            self._held.update(((plane, name), token) for name in own)
+        tokens = {self._held[f] for f in needed} & self._waiting.keys()
+        for token in tokens:
+            self._waiting[token].add(key)
+        if tokens:
+            self._pending[key] = tokens
+        return not tokens
+
+    def acknowledged(self, plane: Plane, token: int) -> list[Key]:
+        """Take an acknowledgement; return the epochs that now have everything."""
+        done = []
+        for key in self._waiting.pop((plane, token), ()):
+            tokens = self._pending.get(key)
+            if tokens is not None:
+                tokens.discard((plane, token))
+                if not tokens:
+                    del self._pending[key]
+                    done.append(key)
+        return done
+
+    def refused(self, plane: Plane, token: int) -> list[Key]:
+        """Take a refusal, forget its filters, and return the epochs that cannot have what they need."""
+        keys = self._waiting.pop((plane, token), set())
+        names = [f for f, t in self._held.items() if t == (plane, token)]
+        self._drop(names)
+        return [key for key in keys if key in self._pending]
+
+    def leave(self, filters: Iterable[str], works: Iterable[str] = ()) -> None:
+        """Leave activations that no epoch needs any more, and topics of requests likewise."""
+        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", topic) for topic in works)]
+        self._drop([f for f in gone if f in self._held])
+
+    def release(self, model: str, epoch: Epoch) -> None:
+        """An epoch waits for nothing any more."""
+        self._pending.pop((model, epoch), None)
+
+    def _drop(self, filters: list[Filter]) -> None:
+        for plane in dict.fromkeys(plane for plane, _ in filters):
+            self._network.unsubscribe(plane, [name for p, name in filters if p == plane])
+        for f in filters:
+            del self._held[f]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The largest packet that passes the broker: as it announces, or by trying.
+
+
+WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker says nothing of its limit
+DOUBTED_BYTES: Final = 1 << 20  # and that large where it says (MQTT 5) that it takes it
+
+
+class PacketLimit:
+    """What a device knows of its broker's limit; what was tried once is not tried again."""
+
+    def __init__(self, url: BrokerUrl, site: str, device: str, complaints: Complaints) -> None:
+        self._url, self._client, self._complaints = url, f"hepti-{site}-{device}-size", complaints
+        self._topic = Topics(site).probe(device)
+        self._largest: int | None = None
+
+    def largest(self, link: LinkUp) -> tuple[int | None, int | None]:
+        """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
+        said = link.largest_packet_bytes
+        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
+        wanted = WANTED_BYTES if link.protocol != 5 else min(said or DOUBTED_BYTES, DOUBTED_BYTES)
+        if self._largest is None:
+            try:
+                self._largest = largest_packet(
+                    self._url, client_id=self._client, topic=self._topic, wanted_bytes=wanted
+                )
+            except HeptiError as exc:
+                self._complaints.add("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
+                return said, said
+            if self._largest < wanted:
+                self._complaints.add("packet_limit", low_limit(self._largest, self._url.place))
+        if self._largest < wanted:
+            return self._largest, self._largest
+        if link.protocol == 5:
+            return (MAX_PACKET_BYTES, None) if said is None else (said, said)
+        return self._largest, None

@@ -1,57 +1,107 @@
-"""The session thread: takes events, runs the session's ops, carries its commands out."""
+"""The builder's thread: Programs are built beside the session's, which goes on with what runs."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
+from queue import SimpleQueue
 from typing import Any, Final
 
-from device_agent.builder import BuilderThread
-from device_agent.complaints import Complaints
-from device_agent.events import (
+from device_agent.heartbeat import METERED, Meter
+from device_agent.links import MeshLinks, Pauses
+from device_agent.loader import AskAgain, LoaderThread
+from device_agent.network import (
+    PLANES,
     Acknowledged,
     AgentEvent,
+    Complaints,
     FiltersRefused,
     LinkDown,
     LinkUp,
+    Network,
     OwnStatus,
     PlannerStatus,
     ProbePeers,
     Stop,
+    Subscriptions,
 )
-from device_agent.loader_thread import AskAgain, LoaderThread
-from device_agent.mesh_links import MeshLinks
-from device_agent.meter import METERED, Meter
-from device_agent.network import PLANES, Network
-from device_agent.pauses import Pauses
-from device_agent.probe import BUSY_S
-from device_agent.subscriptions import Subscriptions
+from device_agent.probes import BUSY_S
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device.commands import (
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.frames import Arrival
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import Plane, Publish
+from hepti_mqtt.runtime.worker.executor import Step
+from hepti_mqtt.runtime.worker.interface import (
     Admit,
     Build,
+    Built,
     Command,
     Complain,
+    Doubt,
+    FrameIn,
     Join,
     Load,
+    LoadFailed,
+    MessageIn,
     Part,
+    PlannerLost,
+    Studied,
     Study,
     Subscribe,
+    Subscribed,
+    Tick,
     Unload,
     Unsubscribe,
 )
-from hepti_mqtt.runtime.device.events import Doubt, FrameIn, LoadFailed, MessageIn, PlannerLost, Subscribed, Tick
-from hepti_mqtt.runtime.device.executor import Step
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.runtime.publish import Plane, Publish
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.arrivals import Arrival
+
+
+class BuilderThread:
+    """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
+
+    The session orders one Program at a time and each plan once, so that nothing piles up here.
+    """
+
+    def __init__(self, device: str, topics: Topics, workers: Workers, emit: Callable[[Built | Studied], None]) -> None:
+        self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
+        self._orders: SimpleQueue[Build | Study | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def post(self, order: Build | Study) -> None:
+        """Hand over an order."""
+        self._orders.put(order)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, Study):
+                self._emit(study(order, self._device, self._topics))
+            else:
+                self._emit(build(order, self._device, self._workers))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The session thread: takes events, runs the session's ops, carries its commands out.
+
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 HEAR_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hepti_mqtt.bag_programs import Bagged, with_work
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, Rewrite, SkippedError, Table, on, roles
+from hepti_mqtt.lowering.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.models import graph, largest_shape, shape_for, storages
-from hepti_mqtt.passes import fuse, joined, narrow, routed, store, stored, widened
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.shares import Lane
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
+from hepti_mqtt.task_queue import Bagged, with_work
 
 LOWERED: Final = 32  # graphs under tables that are kept
 

@@ -1,13 +1,4 @@
-"""The Program: what one device does for one request, as data.
-
-A strategy turns a model spec, a plan and a request shape into one Program per device. Executor, loader, simulator and
-explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per (plan,
-shape), its slots are integers, and it names no request.
-
-An op is ready when all slots that it reads are filled; of the ready ones the first by (admission number of the request,
-position in the list) runs. A slot is written once. Exchanges meet by (node, part, source), which is unique among the
-Recvs of a Program: the tensor of the model's graph, by number, and the number of the message among those of its source.
-"""
+"""How much work an op is, in the terms in which devices measure themselves."""
 
 from __future__ import annotations
 
@@ -21,6 +12,39 @@ import numpy as np
 
 from hepti_mqtt.ids import ALL
 from hepti_mqtt.plan import Range, Route, Storage
+
+WorkKind = Literal["linear", "attention", "rowwise"]
+
+
+class Work(NamedTuple):
+    """linear: rows × k × n of a matmul over weights in `storage`, and bytes moved beside it; attention: flops over all
+    (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
+    """
+
+    kind: WorkKind
+    rows: int = 0
+    k: int = 0
+    n: int = 0
+    flops: float = 0.0
+    nbytes: float = 0.0
+    storage: Storage = "f32"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Program: what one device does for one request, as data.
+#
+# A strategy turns a model spec, a plan and a request shape into one Program per device. Executor, loader, simulator
+# and
+# explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
+# (plan,
+# shape), its slots are integers, and it names no request.
+#
+# An op is ready when all slots that it reads are filled; of the ready ones the first by (admission number of the
+# request,
+# position in the list) runs. A slot is written once. Exchanges meet by (node, part, source), which is unique among the
+# Recvs of a Program: the tensor of the model's graph, by number, and the number of the message among those of its
+# source.
+
 
 Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]

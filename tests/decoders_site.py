@@ -11,9 +11,9 @@ from scripted_site import ROW, SPEC, Site
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, RequestKey
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Chunk, Generation, Job, RequestKey
 
 PROMPT = (3, 1, 4)
 
@@ -44,16 +44,16 @@ class Decoders(Site):
         self.told_tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.by_epoch: dict[Epoch, Plan] = {}
 
-    def _note(self, command: commands.CoordinatorCommand) -> None:
+    def _note(self, command: interface.CoordinatorCommand) -> None:
         super()._note(command)
-        if isinstance(command, commands.ShowPlan):
+        if isinstance(command, interface.ShowPlan):
             shown = [p for p in (command.active, *command.pinned) if p is not None]
             self.by_epoch |= {run.epoch: run for whole in shown for run in whole.runs}
-        elif isinstance(command, commands.Token):
+        elif isinstance(command, interface.Token):
             told = self.told_tokens[command.job.key.request]
             assert command.index == len(told), "none comes twice, none is left out"
             told.append(command.tokens[-1])
-        elif isinstance(command, commands.Publish) and "/work/" in command.topic and self.orderly:
+        elif isinstance(command, interface.Publish) and "/work/" in command.topic and self.orderly:
             frame = frames.decode(command.payload)
             at, _ = self.asked(frame.admission)
             for device in self.plan_of(frame.admission).devices:
@@ -92,18 +92,18 @@ class Decoders(Site):
         logits = np.zeros((1, SPEC.hidden), np.float32)
         logits[0, following(self.cache(head, admission)) if forged is None else forged] = 1.0
         sent = replace(self.work[admission], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
-        self.event(events.UpFrame(head, replace(sent, part=part)))
+        self.event(interface.UpFrame(head, replace(sent, part=part)))
 
     def report(self, admission: int, *devices: str) -> None:
         of = self.plan_of(admission)
         for device in devices or of.devices:
             numbers = (2000, 500, 100, int(device == of.head))
             done = replace(self.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
-            self.event(events.UpFrame(device, replace(done, body=b"")))
+            self.event(interface.UpFrame(device, replace(done, body=b"")))
 
     def failed(self, admission: int, device: str, code: str) -> None:
         epoch = self.work[admission].epoch
-        self.event(events.UpMessage(device, messages.RequestFailed("m", epoch, admission, code, "no")))
+        self.event(interface.UpMessage(device, messages.RequestFailed("m", epoch, admission, code, "no")))
 
     def step(self, reported: bool = True) -> None:
         """Let the last run that was asked for be computed and answered."""
@@ -119,7 +119,7 @@ class Decoders(Site):
         generation = Generation(PROMPT, most, shape)
         key = RequestKey("m", "c", name)
         job = Job(key, (chunk,), None, self.now + within, generation=generation, report=report)
-        self.event(events.Submit(job))
+        self.event(interface.Submit(job))
         return job
 
     @property

@@ -31,10 +31,10 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.topics import Topics
 
 TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
 TOLERANCE = 5e-5

@@ -10,8 +10,7 @@ import numpy as np
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Program
-from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
 
 def run_programs(

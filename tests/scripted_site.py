@@ -14,17 +14,16 @@ from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, compared, decide, price
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
-from hepti_mqtt.runtime.planner.flight import Chunk, Job, Pins, RequestKey
-from hepti_mqtt.runtime.planner.packs import Batching
-from hepti_mqtt.runtime.planner.served import Served
-from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame, decode, decode_work
+from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.plans import Served
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Job, Pins, RequestKey
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.described import Caps, Heartbeat, Status
-from hepti_mqtt.wire.frames import Frame, decode, decode_work
 
 SPEC = ModelSpec(
     family="bert",
@@ -114,24 +113,24 @@ class Site:
         self.now = 0.0
         self.searches, self.decider = searches, decider
         self.boots: dict[str, int] = {}
-        self.seen: list[commands.CoordinatorCommand] = []
+        self.seen: list[interface.CoordinatorCommand] = []
         self.told: list[tuple[str, messages.Message]] = []
         self.work: dict[int, Frame] = {}
-        self.answers: dict[str, commands.Answer] = {}
+        self.answers: dict[str, interface.Answer] = {}
         self.errors: dict[str, HeptiError] = {}
-        self.solves: list[commands.Solve] = []
+        self.solves: list[interface.Solve] = []
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
         self.ranked: Callable[[Question, Decision, Decision], Decision] = compared
 
-    def event(self, event: events.CoordinatorEvent) -> list[commands.CoordinatorCommand]:
+    def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
         self.session.check()
         for command in out:
             self._note(command)
         self.seen += out
         for command in out:
-            if isinstance(command, commands.Solve) and self.searches:
+            if isinstance(command, interface.Solve) and self.searches:
                 self.solve(command)
         while self.probes:
             self._speak(*self.probes.pop())
@@ -141,9 +140,9 @@ class Site:
         if device in self.mute or device not in self.boots:
             return
         plan = Plan.from_dict(probe.plan)
-        self.event(events.UpMessage(device, messages.Ready(probe.txn, plan.model, plan.epoch, 1000, bytes(8))))
+        self.event(interface.UpMessage(device, messages.Ready(probe.txn, plan.model, plan.epoch, 1000, bytes(8))))
 
-    def _note(self, command: commands.CoordinatorCommand) -> None:
+    def _note(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
             decode_work(frame)
@@ -154,51 +153,51 @@ class Site:
                 self.probes.append((device, message))
             else:
                 self.told.append((device, message))
-        elif isinstance(command, commands.Solve):
+        elif isinstance(command, interface.Solve):
             self.solves.append(command)
-        elif isinstance(command, commands.Answer | commands.Refuse):
+        elif isinstance(command, interface.Answer | interface.Refuse):
             name = command.job.key.request
             assert name not in self.answers, f"{name} ended twice"
             assert name not in self.errors, f"{name} ended twice"
-            if isinstance(command, commands.Answer):
+            if isinstance(command, interface.Answer):
                 self.answers[name] = command
             else:
                 self.errors[name] = command.error
 
-    def solve(self, command: commands.Solve) -> None:
+    def solve(self, command: interface.Solve) -> None:
         try:
             decision = self.decider(command.question)
         except HeptiError as error:
-            self.event(events.Solved(command.model, command.ticket, None, None, error))
+            self.event(interface.Solved(command.model, command.ticket, None, None, error))
             return
         if command.trial and command.kept is not None:
             decision = self.ranked(command.question, decision, command.kept)
         running = command.running and price(command.question, command.running, full=True).cost[0]
-        self.event(events.Solved(command.model, command.ticket, decision, running))
+        self.event(interface.Solved(command.model, command.ticket, decision, running))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
         for device in devices:
             self.boots[device] = boot
-            self.event(events.DeviceCaps(device, caps(device, boot, memory)))
-            self.event(events.DeviceStatus(device, Status("online", boot)))
+            self.event(interface.DeviceCaps(device, caps(device, boot, memory)))
+            self.event(interface.DeviceStatus(device, Status("online", boot)))
 
     def leave(self, device: str) -> None:
         boot = self.boots.pop(device)
-        self.event(events.DeviceStatus(device, Status("offline", boot)))
+        self.event(interface.DeviceStatus(device, Status("offline", boot)))
 
     def tick(self, seconds: float, alive: bool = True) -> None:
         self.now += seconds
         for device, boot in self.boots.items() if alive else ():
-            self.event(events.DeviceHeartbeat(device, heartbeat(boot)))
-        self.event(events.Tick())
+            self.event(interface.DeviceHeartbeat(device, heartbeat(boot)))
+        self.event(interface.Tick())
 
     def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
         """Let time pass in which some devices are slow."""
         for _ in range(seconds):
             self.now += 1
             for device, boot in self.boots.items():
-                self.event(events.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
-            self.event(events.Tick())
+                self.event(interface.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
+            self.event(interface.Tick())
 
     def prepares(self) -> dict[str, messages.Prepare]:
         """Return the last Prepare of every device."""
@@ -209,7 +208,9 @@ class Site:
             if device in devices or not devices:
                 plan = Plan.from_dict(message.plan)
                 digest = programs_digest(SPEC, plan)
-                self.event(events.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+                self.event(
+                    interface.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest))
+                )
 
     def settle(self) -> Plan:
         """Let the search and the preparation after joins go through; return the active plan."""
@@ -231,7 +232,7 @@ class Site:
     ) -> Job:
         chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
         job = Job(RequestKey(model, client, name), chunks, None, self.now + within, pins, computes)
-        self.event(events.Submit(job))
+        self.event(interface.Submit(job))
         return job
 
     def answer(self, admission: int) -> None:
@@ -241,17 +242,17 @@ class Site:
         plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
         output = np.repeat(np.array(shape.sizes, np.float32)[:, None], SPEC.hidden, axis=1)
         out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
-        self.event(events.UpFrame(plans[0].head, out))
+        self.event(interface.UpFrame(plans[0].head, out))
         for device in plans[0].devices:
             numbers = (2000, 500, 100, int(device == plans[0].head))
             done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
-            self.event(events.UpFrame(device, done))
+            self.event(interface.UpFrame(device, done))
 
     def plans(self, model: str) -> list[Plan]:
-        plans = [c.plan for c in self.seen if isinstance(c, commands.Answer)]
-        shown = [c for c in self.seen if isinstance(c, commands.ShowPlan) and c.model == model]
+        plans = [c.plan for c in self.seen if isinstance(c, interface.Answer)]
+        shown = [c for c in self.seen if isinstance(c, interface.ShowPlan) and c.model == model]
         plans += [p for c in shown for p in (c.active, *c.pinned) if p]
         return plans
 
     def notes(self) -> Counter[str]:
-        return Counter(c.kind for c in self.seen if isinstance(c, commands.Note))
+        return Counter(c.kind for c in self.seen if isinstance(c, interface.Note))

@@ -17,12 +17,12 @@ from urllib.parse import unquote
 
 from broker_kinds import broker_of
 
-from device_agent.install import directories
+from device_agent.agent import directories
 from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
-from hepti_mqtt.wire.topics import Topics
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes

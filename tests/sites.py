@@ -11,8 +11,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.reads import Decoding, Pictures, Text
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import Decoding, PackedTokens, Pictures, Text
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest

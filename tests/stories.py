@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from hepti_mqtt.runtime.states import Machine, Story, Transition
+from hepti_mqtt.runtime.machinery import Machine, Story, Transition
 
 SHOWN: Final = 8  # stories of a failed test, those that were last told to: property tests make very many
 

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from hepti_mqtt.cluster import Curve
+from hepti_mqtt.cost.profiles import Curve
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
@@ -25,17 +25,19 @@ from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
-from hepti_mqtt.runtime.device import building, commands, worker
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.planner import commands as planner_commands
-from hepti_mqtt.runtime.planner import coordinator, events
-from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey, RunStats
-from hepti_mqtt.runtime.planner.packs import Batching
-from hepti_mqtt.runtime.planner.served import Served
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.arrivals import Arrival, Exchanges
-from hepti_mqtt.wire.peers import Endpoint
-from hepti_mqtt.wire.topics import publish_bytes
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.frames import Arrival, Exchanges
+from hepti_mqtt.protocol.messages import Endpoint
+from hepti_mqtt.protocol.topics import publish_bytes
+from hepti_mqtt.runtime.coordinator import interface as coordinator_interface
+from hepti_mqtt.runtime.coordinator import interface as planner_commands
+from hepti_mqtt.runtime.coordinator import session as coordinator_session
+from hepti_mqtt.runtime.coordinator.plans import Served
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey, RunStats
+from hepti_mqtt.runtime.worker import interface, programs
+from hepti_mqtt.runtime.worker import session as worker_session
+from hepti_mqtt.runtime.worker.executor import pack
 
 SITE, MODEL = "home", "m"
 ALONE = Batching(requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
@@ -63,7 +65,7 @@ def profile_curve(flops_per_s: float) -> tuple[Curve, ...]:
 class Host:
     """One device: its session, what it is subscribed to, and whether its cable is plugged."""
 
-    session: worker.WorkerSession
+    session: worker_session.WorkerSession
     flops_per_s: float
     memory: int
     boot: int
@@ -104,7 +106,7 @@ class Swarm:
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
         served = Served(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
-        self.planner = coordinator.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
+        self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
         self.learns, self.known, self.exchanges = True, 0, Exchanges()  # frames of exchanges that were known
@@ -147,12 +149,12 @@ class Swarm:
 
     # -- the planner's shell ------------------------------------------------------------------------------------------
 
-    def tell_planner(self, event: events.CoordinatorEvent) -> None:
+    def tell_planner(self, event: coordinator_interface.CoordinatorEvent) -> None:
         for command in self.planner.handle(event, self.now):
             self._planner_command(command)
 
     def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
-        if isinstance(command, commands.Publish):
+        if isinstance(command, interface.Publish):
             self._count(command)
             for name, host in self.hosts.items():
                 if command.topic in {self.planner.topics.command(name), *host.works}:
@@ -177,16 +179,16 @@ class Swarm:
                 running_s = price(command.question, command.running, full=True).seconds
         except HeptiError as exc:
             error = exc
-        self.tell_planner(events.Solved(command.model, command.ticket, decision, running_s, error))
+        self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, decision, running_s, error))
 
     def _tick(self) -> None:
         for name, host in self.hosts.items():
             if host.alive and self.rng.random() < 0.5:
-                hb = described.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
-                self.tell_planner(events.DeviceHeartbeat(name, hb))
+                hb = protocol_messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
+                self.tell_planner(coordinator_interface.DeviceHeartbeat(name, hb))
             if self.now >= host.session.deadline:
-                self._tell_host(name, host, worker.Tick())
-        self.tell_planner(events.Tick())
+                self._tell_host(name, host, worker_session.Tick())
+        self.tell_planner(coordinator_interface.Tick())
         self.after(0.25, self._tick)
 
     def submit(
@@ -199,7 +201,7 @@ class Swarm:
     ) -> None:
         """Hand a request of one chunk to the planner."""
         job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s, pins)
-        self.tell_planner(events.Submit(job))
+        self.tell_planner(coordinator_interface.Submit(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
@@ -207,16 +209,16 @@ class Swarm:
         generation = Generation(tuple(ids.tolist()), most, shape)
         key = RequestKey(MODEL, "user", str(token))
         job = Job(key, (Chunk(shape, inputs),), token, None, generation=generation)
-        self.tell_planner(events.Submit(job))
+        self.tell_planner(coordinator_interface.Submit(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------
 
     def join(self, name: str, flops_per_s: float, memory: int) -> None:
         """Start (or restart) a device."""
         boot = self.hosts[name].boot + 1 if name in self.hosts else 1
-        session = worker.WorkerSession(name, SITE, memory)
+        session = worker_session.WorkerSession(name, SITE, memory)
         self.hosts[name] = Host(session, flops_per_s, memory, boot)
-        caps = described.Caps(
+        caps = protocol_messages.Caps(
             device=name,
             boot=boot,
             cores=1,
@@ -230,8 +232,8 @@ class Swarm:
             mqtt=4,
             endpoint=Endpoint("10.0.0.1", 1000 + len(self.hosts)),
         )
-        self.tell_planner(events.DeviceCaps(name, caps))
-        self.tell_planner(events.DeviceStatus(name, described.Status("online", boot)))
+        self.tell_planner(coordinator_interface.DeviceCaps(name, caps))
+        self.tell_planner(coordinator_interface.DeviceStatus(name, protocol_messages.Status("online", boot)))
 
     def kill(self, name: str) -> None:
         """Pull a device's plug; its will follows a little later."""
@@ -239,10 +241,10 @@ class Swarm:
         host.alive = False
         for other in self.hosts:
             self.cut(name, other)
-        status = described.Status("offline", host.boot)
-        self.after(0.01, lambda: self.tell_planner(events.DeviceStatus(name, status)))
+        status = protocol_messages.Status("offline", host.boot)
+        self.after(0.01, lambda: self.tell_planner(coordinator_interface.DeviceStatus(name, status)))
 
-    def _to_host(self, name: str, publish: commands.Publish, over: tuple[str, int] | None = None) -> None:
+    def _to_host(self, name: str, publish: interface.Publish, over: tuple[str, int] | None = None) -> None:
         host = self.hosts[name]
 
         def deliver() -> None:
@@ -251,7 +253,7 @@ class Swarm:
             if not host.alive or self.hosts.get(name) is not host:
                 return
             if publish.topic == self.planner.topics.command(name):
-                event: worker.WorkerEvent = worker.MessageIn(messages.decode(publish.payload))
+                event: worker_session.WorkerEvent = worker_session.MessageIn(messages.decode(publish.payload))
             else:
                 event = self._arrived(over[0] if over is not None and self.learns else "", publish)
             self._host_commands(name, host, host.session.handle(event, self.now))
@@ -259,7 +261,7 @@ class Swarm:
 
         self.carry(publish.topic, name, publish.qos, deliver)
 
-    def _arrived(self, peer: str, publish: commands.Publish) -> worker.FrameIn | Arrival:
+    def _arrived(self, peer: str, publish: interface.Publish) -> worker_session.FrameIn | Arrival:
         """Return a frame as MeshLinks gives those of a peer, or as a broker's connection does."""
         payload = memoryview(publish.payload)
         arrival = self.exchanges.arrival(peer, publish.topic, payload)
@@ -269,32 +271,32 @@ class Swarm:
         frame = frames.decode(payload)
         if peer:
             self.exchanges.learn(peer, publish.topic, payload, frame)
-        return worker.FrameIn(frame)
+        return worker_session.FrameIn(frame)
 
-    def _host_commands(self, name: str, host: Host, out: list[commands.Command]) -> None:
+    def _host_commands(self, name: str, host: Host, out: list[interface.Command]) -> None:
         for command in out:
-            if isinstance(command, commands.Publish):
+            if isinstance(command, interface.Publish):
                 self._host_publish(name, command)
-            elif isinstance(command, commands.Subscribe):
+            elif isinstance(command, interface.Subscribe):
                 self._subscribe(name, host, command)
-            elif isinstance(command, commands.Unsubscribe):
+            elif isinstance(command, interface.Unsubscribe):
                 host.filters -= set(command.filters)
                 host.works -= set(command.works)
-            elif isinstance(command, commands.Load):
+            elif isinstance(command, interface.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
-            elif isinstance(command, commands.Build):
+            elif isinstance(command, interface.Build):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._built(name, host, c))
-            elif isinstance(command, commands.Study):
+            elif isinstance(command, interface.Study):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._studied(name, host, c))
-            elif isinstance(command, commands.Admit):
+            elif isinstance(command, interface.Admit):
                 key = (command.model, command.epoch)
                 host.admitted |= {(peer.device, key): peer.token_in for peer in command.peers}
-            elif isinstance(command, commands.Join):
+            elif isinstance(command, interface.Join):
                 for peer in command.peers:
                     key = (command.model, command.epoch)
                     host.joins[peer.device, key] = peer.token_out
                     self._connect(name, host, peer.device, key)
-            elif isinstance(command, commands.Part):
+            elif isinstance(command, interface.Part):
                 self._part(host, (command.model, command.epoch))
 
     # -- between peers ------------------------------------------------------------------------------------------------
@@ -306,7 +308,7 @@ class Swarm:
         cut = {(peer, key) for peer, key in host.hears if peer == source}
         host.hears -= cut
         if cut:
-            self._tell_host(target, host, worker.PeerLost(source, "cut"))
+            self._tell_host(target, host, worker_session.PeerLost(source, "cut"))
             for peer, key in cut:
                 self._connect(target, host, peer, key)
 
@@ -320,9 +322,9 @@ class Swarm:
             if other.alive and (peer, name) not in self.walls:
                 if other.admitted.get((name, key)) == token:
                     host.hears.add((peer, key))
-                    self._tell_host(name, host, worker.PeerJoined(peer, *key))
+                    self._tell_host(name, host, worker_session.PeerJoined(peer, *key))
                     return
-                self._tell_host(name, host, worker.PeerRefused(peer, *key, "no grant"))
+                self._tell_host(name, host, worker_session.PeerRefused(peer, *key, "no grant"))
             self._connect(name, host, peer, key)
 
         self.after(0.01 + self.rng.random() * 0.2, attempt)
@@ -333,12 +335,12 @@ class Swarm:
                 del found[entry]
         host.hears = {(peer, of) for peer, of in host.hears if of != key}
 
-    def _tell_host(self, name: str, host: Host, event: worker.WorkerEvent) -> None:
+    def _tell_host(self, name: str, host: Host, event: worker_session.WorkerEvent) -> None:
         if host.alive:
             self._host_commands(name, host, host.session.handle(event, self.now))
             self._work(name, host)
 
-    def _direct(self, name: str, publish: commands.Publish) -> None:
+    def _direct(self, name: str, publish: interface.Publish) -> None:
         """Bring a frame to the peers that hear it, unless their connection is cut while it travels."""
         target = publish.topic.rsplit("/", 1)[1]
         whole = publish._replace(payload=publish.whole, body=memoryview(b""))
@@ -347,33 +349,33 @@ class Swarm:
                 self.direct += 1
                 self._to_host(other, whole, (name, host.cuts[name]))
 
-    def _subscribe(self, name: str, host: Host, command: commands.Subscribe) -> None:
+    def _subscribe(self, name: str, host: Host, command: interface.Subscribe) -> None:
         def effective() -> None:
             host.filters |= set(command.filters)
             host.works.add(command.work)
             if host.alive:
-                event = worker.Subscribed(command.model, command.epoch)
+                event = worker_session.Subscribed(command.model, command.epoch)
                 self._host_commands(name, host, host.session.handle(event, self.now))
 
         self.after(self.rng.random() * 0.2, effective)
 
-    def _loaded(self, name: str, host: Host, command: commands.Load) -> None:
+    def _loaded(self, name: str, host: Host, command: interface.Load) -> None:
         if host.alive:
-            event = worker.Loaded(command.model, command.epoch, pack(self.tensors, command.refs))
+            event = worker_session.Loaded(command.model, command.epoch, pack(self.tensors, command.refs))
             self._host_commands(name, host, host.session.handle(event, self.now))
 
-    def _built(self, name: str, host: Host, command: commands.Build) -> None:
+    def _built(self, name: str, host: Host, command: interface.Build) -> None:
         if host.alive:
-            out = host.session.handle(building.build(command, name, self.workers), self.now)
+            out = host.session.handle(programs.build(command, name, self.workers), self.now)
             self._host_commands(name, host, out)
             self._work(name, host)
 
-    def _studied(self, name: str, host: Host, command: commands.Study) -> None:
+    def _studied(self, name: str, host: Host, command: interface.Study) -> None:
         if host.alive:
-            event = building.study(command, name, host.session.topics)
+            event = programs.study(command, name, host.session.topics)
             self._host_commands(name, host, host.session.handle(event, self.now))
 
-    def _host_publish(self, name: str, publish: commands.Publish) -> None:
+    def _host_publish(self, name: str, publish: interface.Publish) -> None:
         self._count(publish)
         if publish.plane == "mesh":
             self._direct(name, publish)
@@ -390,11 +392,13 @@ class Swarm:
             frame = isinstance(up, frames.Frame)
             if frame and up.kind == "output":
                 self.logits[up.admission] = up.array()
-            self.tell_planner(events.UpFrame(name, up) if frame else events.UpMessage(name, up))
+            self.tell_planner(
+                coordinator_interface.UpFrame(name, up) if frame else coordinator_interface.UpMessage(name, up)
+            )
 
         self.carry(publish.topic, "planner", publish.qos, deliver)
 
-    def _count(self, publish: commands.Publish) -> None:
+    def _count(self, publish: interface.Publish) -> None:
         if publish.payload[:4] == frames.MAGIC:
             kind = frames.decode(publish.whole).kind
             self.sent[kind] += publish_bytes(publish.topic, publish.nbytes, publish.qos)

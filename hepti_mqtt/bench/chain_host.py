@@ -25,11 +25,10 @@ from hepti_mqtt.bench.chain import PRIMARY, SECONDARY, Case, left, programs, ref
 from hepti_mqtt.errors import HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.runtime.device.executor import Bound, Executor, Outgoing, bind
-from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.protocol.frames import Frame, decode, encode
+from hepti_mqtt.protocol.topics import Topics, publish_bytes
+from hepti_mqtt.runtime.worker.executor import Bound, Executor, Outgoing, bind, pack
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Refused, State, Subscribed
-from hepti_mqtt.wire.frames import Frame, decode, encode
-from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 MODEL: Final = "chain"
 EPOCH: Final = Epoch(1, 1)

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.bench.accuracy import BOUNDS, WEIGHTS, relative_error
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.cost.simulator import RunTimes, load_of
 from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import peak_bytes
-from hepti_mqtt.simulate import RunTimes, load_of
 
 TIMEOUT_S: Final = 300.0
 SETTLED_S: Final = 5.0  # a plan that nobody pinned and that stays for so long is that of a whole search

@@ -33,8 +33,7 @@ from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Program, Recv
-from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]

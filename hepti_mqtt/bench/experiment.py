@@ -16,14 +16,14 @@ from hepti_mqtt.bench.outside import BASELINES
 from hepti_mqtt.bench.values import listed, number, one_of, whole
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import examples, load_yaml
-from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.config import load_yaml, settings
+from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.changes import Change, load_script
 from hepti_mqtt.lab.spec import MEMORY_BYTES, LabSpec
 from hepti_mqtt.lab.spec import load as load_lab
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.models.shapes import Pictures
 from hepti_mqtt.plan import Objective, Storage
 from hepti_mqtt.spec import Spec
 
@@ -135,7 +135,7 @@ class Experiment:
 
 def names() -> dict[str, Path]:
     """Return the experiments that come with Hepti."""
-    return examples.names("experiments")
+    return settings.bundled_configs("experiments")
 
 
 def load(experiment: str, quick: bool = False, given: Mapping[str, Any] | None = None) -> Experiment:
@@ -310,11 +310,11 @@ def lab_of(value: Any, base: Path, dilation: Any = None) -> LabSpec:
     """Return the lab of a name in configs/lab or a path, so many times as slow; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"`lab` is {value!r}; it needs the name of a file in configs/lab, or a path")
-    if (own := examples.names("lab").get(value)) is not None:
+    if (own := settings.bundled_configs("lab").get(value)) is not None:
         return load_lab(own, dilation)
     path = _path(value, base)
     if not path.is_file():
-        known = ", ".join(examples.names("lab"))
+        known = ", ".join(settings.bundled_configs("lab"))
         raise ConfigError(f"`lab`: there is no {value!r}; give a file, or one of {known}")
     return load_lab(path, dilation)
 

@@ -8,15 +8,15 @@ from math import inf
 from typing import Any
 
 from hepti_mqtt.client.described import cluster_described
-from hepti_mqtt.cluster import Cluster, Link, PeerLink
+from hepti_mqtt.cost.explain import flops
+from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.cost.simulator import Naming, load_of, play, request_of, simulate
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.lab.calibrate import Calibration
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered, programs
-from hepti_mqtt.simulate import Naming, load_of, play, request_of, simulate
-from hepti_mqtt.simulate.work_factor import flops
 from hepti_mqtt.spec import Spec
 
 

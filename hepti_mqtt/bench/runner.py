@@ -23,7 +23,7 @@ from hepti_mqtt.bench.provenance import header
 from hepti_mqtt.bench.results import Writer
 from hepti_mqtt.bench.sources import Baselines, Site, Source, with_room
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.client.check import random_input, reference
+from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table

@@ -23,17 +23,17 @@ from hepti_mqtt.bench.report import head
 from hepti_mqtt.bench.results import FILE, Results, Writer, read
 from hepti_mqtt.bench.values import listed, number, whole
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
-from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
+from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape, shape_for
-from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.models.shapes import Pictures
 from hepti_mqtt.plan import Storage, WireDtype
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.simulate import Naming
 
 KIND: Final = "simulate"
 MARK: Final = "simulated, not measured"
@@ -153,9 +153,9 @@ def _divides(strategy: str, model: str) -> bool:
 
 
 def _site(name: Any, base: Path) -> Cluster:
-    path = examples.find("sites", Path(str(name)))
+    path = settings.find_bundled_config("sites", Path(str(name)))
     if not path.is_file() and not (path := base / str(name)).is_file():
-        known = ", ".join(examples.names("sites"))
+        known = ", ".join(settings.bundled_configs("sites"))
         raise ConfigError(f"`site`: there is no {name!r}; give a file, or one of {known}")
     return load_site(path)
 

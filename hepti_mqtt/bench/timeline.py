@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hepti_mqtt.client.described import cluster_described
+from hepti_mqtt.cost.explain import timeline_svg
+from hepti_mqtt.cost.simulator import Naming, simulate
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import shape_for, spec_from_dict
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
-from hepti_mqtt.simulate import Naming, simulate, timeline_svg
 
 
 def draw(turn: Mapping[str, Any], file: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.bench import transport
 from hepti_mqtt.bench.transport import KB, Options
 from hepti_mqtt.bench.transport_crew import ENVIRONMENT, MODULE, Crew, Record
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.lab.calibrate import calibrate
 from hepti_mqtt.lab.calibrate import markdown as calibration_table
 from hepti_mqtt.lab.changes import Change
@@ -40,7 +40,7 @@ def place(
     file: Path, dilation: float | None, rates: Iterable[float], calibrations: Path | None, say: Callable[[str], None]
 ) -> InLab:
     """Return the lab of a file, or one of ours by name; raises ConfigError for what it cannot have."""
-    spec = load(examples.find("lab", file), dilation)
+    spec = load(settings.find_bundled_config("lab", file), dilation)
     for rate in rates:
         spec.with_rate(rate)
     return InLab(spec, tuple(rates), calibrations, say)

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import hash_cache, onnx_file
-from hepti_mqtt.checkpoint.folded import Stored, Weights, folded
+from hepti_mqtt.checkpoint import onnx_file, storage
 from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
+from hepti_mqtt.checkpoint.storage import Stored, Weights, folded
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TilePlace, tile_hash
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TilePlace, tile_hash
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -114,11 +114,11 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
         sources = tuple(self._tensors)
-        kept = hash_cache.cache_path((stamp for file in self._files for stamp in file.stamps), sources)
-        manifest = hash_cache.load(kept, self.model)
+        kept = storage.manifest_cache_path((stamp for file in self._files for stamp in file.stamps), sources)
+        manifest = storage.load_cached_manifest(kept, self.model)
         if manifest is None:
             manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))
-            hash_cache.store(kept, manifest)
+            storage.store_cached_manifest(kept, manifest)
         return manifest
 
     def tile(self, digest: bytes) -> bytes:

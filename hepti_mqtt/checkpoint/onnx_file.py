@@ -1,21 +1,306 @@
-"""Reads an ONNX file: its graph as the nodes of a convolutional net, its initialisers as stored tensors.
+"""ONNX's operators as the nodes of a convolutional net, one method an operator; needs no package.
 
-The package `onnx` is an extra. Unlike safetensors, the whole file lies in memory while it is open.
+Maps are [1, C, Y, X] there and [Y, X, C] here; of a row both say [1, C], and of a map's mean ONNX says [1, C, 1, 1].
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.checkpoint.hash_cache import Stamp
-from hepti_mqtt.checkpoint.onnx_nodes import OPERATORS, Reader, Step
+from hepti_mqtt.checkpoint.storage import Stamp
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models.cnn import nodes
+from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, more_shapes
+from hepti_mqtt.models.tensors import BatchNorm
+
+
+class Step(NamedTuple):
+    """A node of an ONNX graph."""
+
+    op: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+
+
+class Reader:
+    """Nodes in the making; constants: weights and whatever else is constant, by name."""
+
+    def __init__(self, size: int, given: str, constants: dict[str, npt.NDArray[Any]]) -> None:
+        self.constants = constants
+        self.dims: Dims = (size, size, 3)
+        self._nodes: dict[str, Node] = {}
+        self._shapes: dict[str, Dims] = {IMAGE: self.dims}
+        self._at = {given: IMAGE}  # the node that computes a value
+        self._reads: dict[str, int] = {}
+        self._answer = ""
+
+    def nodes(self, steps: Sequence[Step], outputs: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the nodes as config.json lists them; raises ModelError for what no node of ours computes."""
+        if len(outputs) != 1:
+            raise UnsupportedModelError(f"{len(outputs)} outputs are not supported; export the model with one")
+        self._answer = outputs[0]
+        for x in (x for step in steps for x in step.inputs):
+            self._reads[x] = self._reads.get(x, 0) + 1
+        for step in steps:
+            _check_inputs(step)
+            self._at[step.outputs[0]] = _METHODS[step.op](self, step)
+        last = self._at.get(self._answer)
+        found = list(self._nodes.values())
+        if not found or found[-1].name != last:
+            raise UnsupportedModelError("what is computed last is not the output; export the model without the rest")
+        self.dims = self._shapes[last]
+        return [node.to_dict() for node in found]
+
+    # -- what methods ask ---------------------------------------------------------------------------------------------
+
+    def _put(self, node: Node) -> str:
+        self._shapes = more_shapes([node], self._shapes)
+        self._nodes[node.name] = node
+        return node.name
+
+    def _name(self, op: str) -> str:
+        return f"{op}_{len(self._nodes)}"
+
+    def _source(self, step: Step, number: int = 0) -> str:
+        """Return the node that computes an input."""
+        name = step.inputs[number]
+        if name not in self._at:
+            raise _wrong(step, f"its input {name!r} is constant, which is supported only for weights")
+        return self._at[name]
+
+    def _weight(self, step: Step, number: int, rank: int) -> str:
+        """Return the name of a constant input of so many dimensions; empty where it is left out."""
+        if number >= len(step.inputs) or not step.inputs[number]:
+            return ""
+        name = step.inputs[number]
+        if name not in self.constants:
+            raise _wrong(step, f"its input {name!r} must be constant")
+        if self.constants[name].ndim != rank:
+            raise _wrong(step, f"its input {name!r} has {self.constants[name].ndim} dimensions, and must have {rank}")
+        return name
+
+    def _scalar(self, step: Step, number: int, attribute: str, default: float) -> float:
+        if number < len(step.inputs) and step.inputs[number]:
+            found = self.constants.get(step.inputs[number])
+            if found is None or found.size != 1:
+                raise _wrong(step, f"its input {step.inputs[number]!r} must be one constant number")
+            return float(found.reshape(-1)[0])
+        return float(step.attributes.get(attribute, default))
+
+    def _alone(self, step: Step) -> Node | None:
+        """Return the node before, if nobody else reads it, so that it can do this one's work too."""
+        node = self._nodes.get(self._source(step))
+        return node if self._reads[step.inputs[0]] == 1 else None
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def same(self, step: Step) -> str:
+        """Return what changes nothing: Identity, Dropout."""
+        if step.inputs[0] in self.constants:
+            self.constants[step.outputs[0]] = self.constants[step.inputs[0]]
+            return ""
+        return self._source(step)
+
+    def softmax(self, step: Step) -> str:
+        """Leave out a softmax behind labels at the end, which get their scores elsewhere."""
+        if step.outputs[0] != self._answer:
+            raise _wrong(step, "it is supported only at the end")
+        source = self._source(step)
+        if len(self._shapes[source]) != 2:
+            raise _wrong(step, "it is supported only behind a row of labels; export the model without it")
+        return source
+
+    def conv(self, step: Step) -> str:
+        weight = self._weight(step, 1, 4)
+        shape = self.constants[weight].shape if weight else ()
+        window = _window(step, self._shapes[self._source(step)], shape[2:])
+        return self._put(
+            nodes.Conv(
+                name=self._name("conv"), inputs=(self._source(step),), channels=shape[0], weight=weight,
+                bias=self._weight(step, 2, 1), groups=int(step.attributes.get("group", 1)), **window,
+            )
+        )  # fmt: skip
+
+    def batch_norm(self, step: Step) -> str:
+        before = self._alone(step)
+        if not isinstance(before, nodes.Conv) or before.norm is not None:
+            raise _wrong(step, "it is supported only behind a Conv that nothing else reads")
+        scale, bias, mean, variance = (self._weight(step, i, 1) for i in range(1, 5))
+        norm = BatchNorm(scale, bias, mean, variance, float(step.attributes.get("epsilon", 1e-5)))
+        self._nodes[before.name] = replace(before, norm=norm)
+        return before.name
+
+    def function(self, step: Step) -> str:
+        """Add Relu, Clip to 0..6 or LeakyRelu with a slope of 0.1."""
+        found = "relu"
+        if step.op == "Clip":
+            low, high = self._scalar(step, 1, "min", -np.inf), self._scalar(step, 2, "max", np.inf)
+            if low != 0 or high not in (6, np.inf):
+                raise _wrong(step, f"it cuts to {low:g}..{high:g}; supported: 0..6 and 0..inf")
+            found = "relu6" if high == 6 else "relu"
+        elif step.op == "LeakyRelu":
+            slope = float(step.attributes.get("alpha", 0.01))
+            if abs(slope - 0.1) > 1e-6:
+                raise _wrong(step, f"its slope is {slope:g}; supported: 0.1")
+            found = "leaky_relu"
+        return self._put(nodes.Activation(name=self._name(found), inputs=(self._source(step),), function=found))
+
+    def max_pool(self, step: Step) -> str:
+        window = _window(step, self._shapes[self._source(step)], step.attributes.get("kernel_shape", ()))
+        return self._put(nodes.MaxPool(name=self._name("max_pool"), inputs=(self._source(step),), **window))
+
+    def average_pool(self, step: Step) -> str:
+        count_pad = bool(step.attributes.get("count_include_pad", 0))
+        if count_pad and step.attributes.get("ceil_mode", 0):
+            raise _wrong(step, "ceil_mode with count_include_pad is not supported")
+        window = _window(step, self._shapes[self._source(step)], step.attributes.get("kernel_shape", ()))
+        name = self._name("average_pool")
+        return self._put(nodes.AveragePool(name=name, inputs=(self._source(step),), count_pad=count_pad, **window))
+
+    def global_average(self, step: Step) -> str:
+        return self._put(nodes.GlobalAverage(name=self._name("mean"), inputs=(self._source(step),)))
+
+    def reduce_mean(self, step: Step) -> str:
+        """Add a mean over rows and columns."""
+        axes = step.attributes.get("axes", ())
+        if len(step.inputs) > 1:
+            axes = self.constants.get(step.inputs[1], np.zeros(0)).reshape(-1).tolist()
+        if {int(axis) % 4 for axis in axes} != {2, 3}:
+            raise _wrong(step, f"its axes are {list(axes)}; supported: rows and columns, [2, 3]")
+        return self.global_average(step)
+
+    def add(self, step: Step) -> str:
+        """Add a sum, or the bias of the matrix product before."""
+        constant = next((i for i in range(2) if step.inputs[i] in self.constants), None)
+        if constant is None:
+            return self._put(nodes.Add(name=self._name("sum"), inputs=tuple(self._source(step, i) for i in range(2))))
+        turned = step._replace(inputs=(step.inputs[1 - constant], step.inputs[constant]))
+        before = self._alone(turned)
+        if not isinstance(before, nodes.Linear) or before.bias:
+            raise _wrong(step, "a constant is supported only behind a MatMul that nothing else reads")
+        bias = turned.inputs[1]
+        self.constants[bias] = self.constants[bias].reshape(-1)
+        self._nodes[before.name] = replace(before, bias=bias)
+        return before.name
+
+    def concat(self, step: Step) -> str:
+        if int(step.attributes.get("axis", 1)) not in (1, -3):
+            raise _wrong(step, f"its axis is {step.attributes['axis']}; supported: channels, 1")
+        sources = tuple(self._source(step, i) for i in range(len(step.inputs)))
+        return self._put(nodes.Concat(name=self._name("concat"), inputs=sources))
+
+    def flatten(self, step: Step) -> str:
+        if int(step.attributes.get("axis", 1)) != 1:
+            raise _wrong(step, f"its axis is {step.attributes['axis']}; supported: 1")
+        return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
+
+    def reshape(self, step: Step) -> str:
+        """Add a flattening: [N, -1], written in any way."""
+        target = self.constants.get(step.inputs[1])
+        dims = self._shapes[self._source(step)]
+        row = int(np.prod(dims))
+        if target is None or target.size != 2 or target[0] not in (0, 1, -1) or target[1] not in (-1, row):
+            shown = "computed" if target is None else target.tolist()
+            raise _wrong(
+                step, f"its shape is {shown}; supported: [1, -1], of a model that was exported for one picture"
+            )
+        return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
+
+    def gemm(self, step: Step) -> str:
+        found = {key: step.attributes.get(key, 1) for key in ("alpha", "beta")}
+        if any(float(v) != 1 for v in found.values()) or step.attributes.get("transA", 0):
+            raise _wrong(step, f"{found} and transA are supported only as 1, 1 and 0")
+        return self._linear(step, bool(step.attributes.get("transB", 0)), self._weight(step, 2, 1))
+
+    def matmul(self, step: Step) -> str:
+        return self._linear(step, False, "")
+
+    def _linear(self, step: Step, turned: bool, bias: str) -> str:
+        weight = self._weight(step, 1, 2)
+        columns = self.constants[weight].shape[0 if turned else 1]
+        what: dict[str, Any] = {"weight": weight, "bias": bias, "stored_in_out": not turned}
+        return self._put(nodes.Linear(name=self._name("linear"), inputs=(self._source(step),), columns=columns, **what))
+
+
+def _wrong(step: Step, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{step.op} {step.name or step.outputs[0]!r}: {why}")
+
+
+def _check_inputs(step: Step) -> None:
+    """Raise UnsupportedModelError for a step that lacks what its operator must have."""
+    least = _LEAST.get(step.op, 1)
+    if len(step.inputs) < least or not all(step.inputs[:least]):
+        raise _wrong(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
+
+
+def _window(step: Step, source: Dims, kernel: Sequence[int]) -> dict[str, Any]:
+    """Return the window of a step over a map."""
+    if len(kernel) != 2 or len(source) != 3:
+        raise _wrong(step, f"a window of {list(kernel)} over {list(source)}; supported: two dimensions over a map")
+    (ky, kx), (sy, sx) = map(int, kernel), map(int, step.attributes.get("strides", (1, 1)))
+    dy, dx = map(int, step.attributes.get("dilations", (1, 1)))
+    sizes, auto = ((ky - 1) * dy + 1, (kx - 1) * dx + 1), step.attributes.get("auto_pad", "NOTSET")
+    top, left, bottom, right = map(int, step.attributes.get("pads", (0, 0, 0, 0)))
+    if auto.startswith("SAME"):
+        around = [max((-(-n // by) - 1) * by + k - n, 0) for n, by, k in zip(source, (sy, sx), sizes, strict=False)]
+        upper = [n // 2 if auto == "SAME_UPPER" else n - n // 2 for n in around]
+        top, left, bottom, right = *upper, around[0] - upper[0], around[1] - upper[1]
+    pad: Pad = (top, left, bottom, right)
+    if step.attributes.get("ceil_mode", 0):
+        bottom, right = (
+            _ceiled(n, k, by, *ends)
+            for n, k, by, ends in zip(source, sizes, (sy, sx), ((top, bottom), (left, right)), strict=False)
+        )
+        pad = (top, left, bottom, right)
+    return {"kernel": (ky, kx), "stride": (sy, sx), "pad": pad, "dilation": (dy, dx)}
+
+
+def _ceiled(side: int, size: int, stride: int, before: int, behind: int) -> int:
+    """Return the rows behind that ceil_mode adds windows for: those that begin within the map."""
+    count = -(-(side + before + behind - size) // stride) + 1
+    if (count - 1) * stride >= side + before:
+        count -= 1
+    return max((count - 1) * stride + size - side - before, 0)
+
+
+_METHODS: Final[Mapping[str, Callable[[Reader, Step], str]]] = {
+    "Add": Reader.add,
+    "AveragePool": Reader.average_pool,
+    "BatchNormalization": Reader.batch_norm,
+    "Clip": Reader.function,
+    "Concat": Reader.concat,
+    "Conv": Reader.conv,
+    "Dropout": Reader.same,
+    "Flatten": Reader.flatten,
+    "Gemm": Reader.gemm,
+    "GlobalAveragePool": Reader.global_average,
+    "Identity": Reader.same,
+    "LeakyRelu": Reader.function,
+    "MatMul": Reader.matmul,
+    "MaxPool": Reader.max_pool,
+    "ReduceMean": Reader.reduce_mean,
+    "Relu": Reader.function,
+    "Reshape": Reader.reshape,
+    "Softmax": Reader.softmax,
+}
+_LEAST: Final[Mapping[str, int]] = {"Add": 2, "BatchNormalization": 5, "Conv": 2, "Gemm": 2, "MatMul": 2, "Reshape": 2}
+OPERATORS: Final = frozenset(_METHODS)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reads an ONNX file: its graph as the nodes of a convolutional net, its initialisers as stored tensors.
+#
+# The package `onnx` is an extra. Unlike safetensors, the whole file lies in memory while it is open.
+
 
 FILE: Final = "model.onnx"
 _OPSET: Final = 7  # before, Reshape and Add meant other things

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from hepti_mqtt.checkpoint.folded import Weights
+from hepti_mqtt.checkpoint.storage import Weights
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {

@@ -17,18 +17,18 @@ from typing import Final, NamedTuple, TypeVar
 import psutil
 from platformdirs import user_cache_path
 
-from device_agent.limits import free_memory
+from device_agent.machine import free_memory
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import TILING, ahead, isa
 from hepti_mqtt.kernels.gemm import tilings
+from hepti_mqtt.protocol.limits import LOW_QUEUE, low_queue
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_room
-from hepti_mqtt.wire.limits import LOW_QUEUE, low_queue
-from hepti_mqtt.wire.topics import Topics
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def _machine() -> Iterator[Finding]:
     free = free_memory()
     little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
-    yield Finding("examples", str(examples.FOLDER))
+    yield Finding("examples", str(settings.CONFIG_DIR))
     cache = user_cache_path("hepti")
     try:
         cache.mkdir(parents=True, exist_ok=True)

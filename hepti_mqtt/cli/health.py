@@ -11,10 +11,9 @@ from hepti_mqtt.cli.shared import require_broker
 from hepti_mqtt.config.options import host_name
 from hepti_mqtt.errors import NetworkError, WireError
 from hepti_mqtt.ids import check_name
+from hepti_mqtt.protocol.messages import Status, decode_status
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import decode_status
-from hepti_mqtt.wire.topics import Topics
 
 
 def health(args: argparse.Namespace) -> int:

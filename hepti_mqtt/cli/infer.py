@@ -19,7 +19,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.client.check import random_input, reference
+from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import spec_from_dict

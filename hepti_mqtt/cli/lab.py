@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from platformdirs import user_cache_path
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.errors import ConfigError, LabError
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _report(stamp: Stamp) -> None:
 def _spec(args: argparse.Namespace) -> LabSpec:
     from hepti_mqtt.lab.spec import load
 
-    spec = load(examples.find("lab", args.file), args.dilation)
+    spec = load(settings.find_bundled_config("lab", args.file), args.dilation)
     return spec if args.rate is None else spec.with_rate(args.rate)
 
 

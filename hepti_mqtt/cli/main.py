@@ -1,4 +1,4 @@
-"""`hepti` and `hepti-agent`: parse, run one command, translate errors to exit codes."""
+"""The arguments of every command."""
 
 from __future__ import annotations
 
@@ -7,16 +7,188 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Final
+from pathlib import Path
+from typing import Final, get_args
 
-from hepti_mqtt.cli import output
-from hepti_mqtt.cli.parser import build
-from hepti_mqtt.config.environment import check_environment
-from hepti_mqtt.config.options import settings_of
+from hepti_mqtt import __version__
+from hepti_mqtt.cli import bench, lab, output, site
+from hepti_mqtt.config.options import (
+    IN_FLIGHT,
+    AgentOptions,
+    PlannerOptions,
+    add_pins,
+    add_site,
+    natural,
+    natural_range,
+    port,
+    positive,
+    seconds,
+    settings_of,
+)
+from hepti_mqtt.config.settings import check_environment
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.plan import Objective
+
+
+def build() -> argparse.ArgumentParser:
+    """Return the parser of `hepti`."""
+    parser = argparse.ArgumentParser(
+        prog="hepti", description="Answer one transformer inference with several small computers over MQTT."
+    )
+    parser.add_argument("--version", action="version", version=f"hepti {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text, fill in _COMMANDS:
+        sub = commands.add_parser(name, help=help_text, description=help_text)
+        add_site(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        sub.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
+        fill(sub)
+    return parser
+
+
+def _drawing(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print the work factor, the throughput, each device's Program and the time line",
+    )
+    sub.add_argument(
+        "--layer",
+        type=natural_range,
+        default=range(1, 2),
+        metavar="N|A:B",
+        help="layers that --explain prints and --layout-svg draws (default 1)",
+    )
+    sub.add_argument("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
+    sub.add_argument(
+        "--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels"
+    )
+
+
+def _demo(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--repeat", type=positive, default=10, help="requests per strategy (default 10)")
+
+
+def _infer(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", help="name of the model, as the planner serves it")
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", action="append", help="a text; several make a batch")
+    what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
+    what.add_argument("--ids", help="token ids, separated by commas")
+    what.add_argument("--tokens", type=positive, metavar="N", help="N seeded random token ids (or N random pictures)")
+    sub.add_argument("--seed", type=natural, default=0, help="seed of --tokens (default 0)")
+    sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
+    sub.add_argument("--repeat", type=positive, default=1, help="send the request so many times, one after the other")
+    sub.add_argument(
+        "--plan-only", action="store_true", help="bring the plan up and say what it predicts; compute nothing"
+    )
+    sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
+    sub.add_argument("--model-dir", type=Path, help="the model's files for --check (default: the planner's)")
+    sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    sub.add_argument(
+        "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
+    )
+    sub.add_argument("--top-k", type=positive, metavar="N", help="how many labels or tokens to name")
+    sub.add_argument(
+        "--max-new-tokens", type=positive, metavar="N", help="tokens that a decoder generates, shown as they come"
+    )
+    sub.add_argument("--deadline-ms", type=positive, help="give up after so long")
+    sub.add_argument("--timeout", type=seconds, default=120.0, help="seconds to wait for an answer (default 120)")
+    add_pins(sub)
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", nargs="?", help="name of the model (default: the only one)")
+    sub.add_argument(
+        "--objective", choices=get_args(Objective), help="what --explain orders the candidates by (default latency)"
+    )
+    sub.add_argument("--story", action="store_true", help="also print what became of the last plans, and why")
+    _drawing(sub)
+
+
+def _model(sub: argparse.ArgumentParser) -> None:
+    actions = sub.add_subparsers(dest="action", required=True, metavar="make|inspect|verify")
+    make = actions.add_parser("make", help="write a seeded random model with the real shapes of KIND")
+    make.add_argument("kind", metavar="KIND", help="bert-base, bert-large, vit-base, ... (a wrong one lists them all)")
+    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
+    make.add_argument("--seed", type=natural, default=0, help="seed of the weights (default 0)")
+    make.add_argument("--layers", type=positive, help="fewer layers, or more, than KIND has")
+    for name, text in (("inspect", "print what a model directory holds"), ("verify", "load it and compute with it")):
+        sub_action = actions.add_parser(name, help=text)
+        sub_action.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face directory")
+
+
+def _simulate(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", help="a model directory, an ONNX file, or a kind that `hepti model make` knows")
+    sub.add_argument(
+        "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
+    )
+    sub.add_argument("--tokens", type=positive, default=128, help="tokens of each sequence (default 128)")
+    sub.add_argument(
+        "--sequences", type=positive, default=1, metavar="N", help="of the request, as many as fit into one run"
+    )
+    sub.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="play so many requests (of replicas, for each of them), and tell each strategy's throughput",
+    )
+    sub.add_argument(
+        "--in-flight",
+        type=positive,
+        default=IN_FLIGHT,
+        metavar="N",
+        help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
+    )
+    _drawing(sub)
+    add_pins(sub)
+
+
+def _devices(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--wait", type=seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)")
+
+
+def _doctor(_sub: argparse.ArgumentParser) -> None:
+    """Nothing beside what every command has."""
+
+
+def _broker(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="insist on one kind of broker")
+    sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
+    sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
+    sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")
+
+
+def _health(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("part", choices=("agent", "planner"), help="what must be online")
+    sub.add_argument("--id", metavar="NAME", help="name of the device (default: its host's)")
+    sub.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for its word (default 5)")
+
+
+_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
+    ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
+    ("agent", "let this device take part", AgentOptions.add),
+    ("planner", "plan and coordinate for one site", PlannerOptions.add),
+    ("infer", "send a request and print the answer", _infer),
+    ("plan", "show how a model is divided, and why", _plan),
+    ("devices", "list the site's devices", _devices),
+    ("model", "make, inspect or verify a model directory", _model),
+    ("simulate", "price all strategies for devices described in a file", _simulate),
+    ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
+    ("health", "say by the exit code whether the planner or a device is online", _health),
+    ("site", "make a closed site and let users in: certificate, passwords and access list", site.arguments),
+    ("bench", "run an experiment, or the kernels' benchmark", bench.arguments),
+    ("lab", "make hosts to measure on: emulated ones, boards, or this machine", lab.arguments),
+    ("broker", "run a broker here until interrupted", _broker),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `hepti` and `hepti-agent`: parse, run one command, translate errors to exit codes.
+
 
 # Modules are imported when their command runs: `hepti --help` must not wait for Numba.
-_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+_ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "agent": ("hepti_mqtt.cli.processes", "agent"),
     "planner": ("hepti_mqtt.cli.processes", "planner"),
     "broker": ("hepti_mqtt.cli.processes", "broker"),
@@ -39,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.bear_any_text()
     args = build().parse_args(argv)
     output.setup_logging(args.verbose)
-    module, name = _COMMANDS[args.command]
+    module, name = _ENTRY_POINTS[args.command]
     try:
         check_environment()
         settings = settings_of(args)

@@ -53,7 +53,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     """Run one request through kernels and reference; raises ModelError if they differ."""
     from hepti_mqtt.plan_programs import make_plan, program
-    from hepti_mqtt.runtime.device.local import run_local
+    from hepti_mqtt.runtime.worker.executor import run_local
 
     with Checkpoint.open(args.directory) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from hepti_mqtt.config import logs
+from hepti_mqtt.config import process
 
 MIB: Final = 2**20
 DOING: Final = 60  # characters of what a device says it is doing
@@ -112,6 +112,6 @@ def setup_logging(verbose: bool) -> None:
     if sys.stderr.isatty() and (err := _console(stderr=True)).is_terminal:
         from rich.logging import RichHandler
 
-        logs.setup(RichHandler(console=err, show_path=False), "%(message)s", verbose)
+        process.setup_logging(RichHandler(console=err, show_path=False), "%(message)s", verbose)
     else:
-        logs.setup(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s", verbose)
+        process.setup_logging(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s", verbose)

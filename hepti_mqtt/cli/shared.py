@@ -13,9 +13,9 @@ from typing import IO, Final
 
 import psutil
 
-from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
 from hepti_mqtt.config.options import settings_of
-from hepti_mqtt.wire.told import other_version
+from hepti_mqtt.config.process import ended_by_signals, uninterrupted
+from hepti_mqtt.protocol.messages import other_version
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
 

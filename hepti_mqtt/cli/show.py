@@ -1,46 +1,133 @@
-"""`hepti devices` and `hepti plan`: what there is, and how a model is divided and why."""
+"""The candidates of a search as a table: each under latency, throughput and memory."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.instead import instead
-from hepti_mqtt.cli.objectives import print_candidates, search_again
 from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_described, credible, unusable, usable
-from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.cost.explain import explain, layout_svg, places_taken, plan_work, tasks_of, timeline_svg, timeline_text
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import ROUNDS, Load, Naming, Simulation, play, request_of, simulate, under_load
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import shape_for, spec_from_dict
-from hepti_mqtt.plan import Objective, Plan
+from hepti_mqtt.plan import NARROW, Objective, Plan, Route
 from hepti_mqtt.plan_programs import lowered, programs
+from hepti_mqtt.planner import Candidate, Decision, Question, decide
+from hepti_mqtt.planner.candidates import on_route, relayed
 from hepti_mqtt.program import Program
-from hepti_mqtt.simulate import (
-    ROUNDS,
-    Load,
-    Naming,
-    Simulation,
-    explain,
-    layout_svg,
-    places_taken,
-    plan_work,
-    play,
-    request_of,
-    simulate,
-    tasks_of,
-    timeline_svg,
-    timeline_text,
-    under_load,
-)
+from hepti_mqtt.protocol.messages import other_version
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.wire.told import other_version
+
+
+def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
+    """Print the best candidate of every strategy and variant, best first; `-`: no requests were played for it."""
+    played = any(c.price.load for c in ranking)
+    output.print_table(
+        title,
+        (
+            "strategy",
+            "devices",
+            "route",
+            "predicted ms",
+            *(["requests/s"] if played else []),
+            "of memory",
+            "MiB",
+            "fits",
+        ),
+        [
+            (
+                c.name,
+                ", ".join(c.plan.devices),
+                c.plan.route if c.plan.wire == "f32" else f"{c.plan.route}, {c.plan.wire}",
+                f"{c.price.seconds * 1e3:.1f}",
+                *([f"{c.price.load.requests_per_s:.3g}" if c.price.load else "-"] if played else []),
+                f"{c.price.share:.0%}",
+                " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
+                "yes" if c.price.feasible else "no",
+            )
+            for c in ranking
+        ],
+    )
+
+
+def search_again(
+    naming: Naming,
+    model: tuple[Spec, Plan, RequestShape],
+    found: Sequence[Mapping[str, Any]],
+    in_flight: int,
+    objective: Objective,
+) -> Decision:
+    """Return what a search finds here for the devices that are online, by simulation, several requests played too.
+
+    model: the spec, the active plan, of which wire and storage are kept, and a request of it. Raises as `decide` does.
+    """
+    spec, plan, shape = model
+    cluster = cluster_described(found, [d["device"] for d in found if d["status"] == "online" and "curves" in d])
+    return decide(
+        Question(
+            naming,
+            spec,
+            cluster,
+            shape,
+            plan.epoch,
+            in_flight,
+            wire=plan.wire,
+            storage=plan.storage,
+            requests=ROUNDS * in_flight,
+            objective=objective,
+        )
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a plan would take by the other route, or with narrower numbers on the wire, by simulation.
+
+
+def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
+    """Return a line on the routes and one on narrow numbers, of one division; none for one device, which sends none."""
+    plan = plan.runs[0]  # of replicas all are alike in this
+    if len(plan.devices) == 1:
+        return []
+    question = Question(Naming(site, plan.model), spec, cluster, shape, plan.epoch, relayed=frozenset(plan.relayed))
+
+    def played(other: Plan) -> Simulation:
+        parts: dict[str, Program] = programs(spec, other, shape)
+        return simulate(question.naming, spec, shape, parts, cluster)
+
+    apart = relayed(question, plan.devices)
+    pairs = len(plan.devices) * (len(plan.devices) - 1)
+    words = []
+    for route in get_args(Route):
+        if route == "mesh" and len(apart) == pairs:
+            words.append("over mesh: no two of these devices can connect")
+            continue
+        beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
+        words.append(f"over {route} {_costs(played(on_route(question, plan, route)))}{beside}")
+    lines = [f"routes of {plan.method}: " + "; ".join(words)]
+    if plan.wire == "f32":
+        now, words = played(plan), []
+        for wire in reversed(NARROW):
+            narrow = played(replace(plan, wire=wire))
+            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f} times as fast")
+        lines.append(f"numbers on the wire: f32 {_costs(now)}; {'; '.join(words)}; --accuracy lets the planner choose")
+    return lines
+
+
+def _costs(played: Simulation) -> str:
+    return f"{played.seconds * 1e3:.1f} ms ({played.nbytes / 1e6:.1f} MB)"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `hepti devices` and `hepti plan`: what there is, and how a model is divided and why.
 
 
 def devices(args: argparse.Namespace) -> int:

@@ -9,24 +9,23 @@ from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.instead import instead
-from hepti_mqtt.cli.objectives import print_candidates
-from hepti_mqtt.cli.show import draw_plan, explain_plan, play_plan, wants_play
-from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.config import examples
+from hepti_mqtt.cli.show import draw_plan, explain_plan, instead, play_plan, print_candidates, wants_play
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.explain import plan_work
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import ROUNDS, Naming
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within, wire_errors
-from hepti_mqtt.simulate import ROUNDS, Naming, plan_work
 from hepti_mqtt.spec import Spec
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster = load_site(examples.find("sites", args.devices_file))
+    cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
     question = _question(args, cluster, _spec(args.model))
     decision, spec = _decide(args.model, question), question.spec
     chosen = decision.chosen.plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.client.answer import Answer
-from hepti_mqtt.client.hepti import Hepti
+from hepti_mqtt.client.client import Hepti
+from hepti_mqtt.client.session import Answer
 
 __all__ = ["Answer", "Hepti"]

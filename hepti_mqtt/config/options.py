@@ -1,25 +1,129 @@
-"""The options of an agent, a planner and their site: added to a parser, read from it, written as arguments again.
-
-Whoever starts one of them, from a command line or as a child process, goes by these tables.
-"""
+"""Types of arguments for argparse: each returns a value, or raises ArgumentTypeError with what is wrong."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.config.argument_types import accuracy, delay_ms, mbit, named_directory, names, port, positive, size
-from hepti_mqtt.config.settings import Settings
+from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.planner.flight import Pins
+    from hepti_mqtt.runtime.coordinator.requests import Pins
+
+
+def size(text: str) -> str:
+    """Return the text of a size such as "400MiB", "2GB" or a plain number, which `parse_size` takes."""
+    try:
+        parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def named_directory(text: str) -> tuple[str, Path]:
+    """Return (name, directory) from NAME=DIR."""
+    name, sep, path = text.partition("=")
+    if not sep or not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIRECTORY")
+    return name, Path(path)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def natural_range(text: str) -> range:
+    """Return the numbers of N, or of A:B without B."""
+    begin, sep, end = text.partition(":")
+    first, stop = _whole(begin), _whole(end)
+    if first is None or (sep and stop is None):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a range A:B")
+    numbers = range(first, first + 1 if stop is None else stop)
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"the range {text!r} is empty")
+    return numbers
+
+
+def positive(text: str) -> int:
+    """Return a whole number above zero."""
+    if not (number := _whole(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return number
+
+
+def natural(text: str) -> int:
+    """Return a whole number from zero."""
+    if (number := _whole(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
+    return number
+
+
+def port(text: str) -> int:
+    """Return the number of a TCP port."""
+    number = _whole(text)
+    if number is None or not 0 < number < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Return a time above zero."""
+    return _above_zero(text, "seconds")
+
+
+def delay_ms(text: str) -> float:
+    """Return a time from zero to a minute, in milliseconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds from 0 to 60000")
+    return value
+
+
+def accuracy(text: str) -> float:
+    """Return a part of an answer, above zero and at most all of it."""
+    value = _above_zero(text, "parts of the answer, such as 1e-3,")
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than all of the answer; give a part of it, such as 1e-3")
+    return value
+
+
+def mbit(text: str) -> float:
+    """Return a rate above zero."""
+    return _above_zero(text, "Mbit/s")
+
+
+def _whole(text: str) -> int | None:
+    """Return the number that digits say, None for all else and for more digits than any number here has."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+
+
+def _above_zero(text: str, unit: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above zero")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The options of an agent, a planner and their site: added to a parser, read from it, written as arguments again.
+#
+# Whoever starts one of them, from a command line or as a child process, goes by these tables.
+
 
 RequestPins = Literal["any", "none"]
 REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
@@ -242,7 +346,7 @@ class PinOptions:
 
     def pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
-        from hepti_mqtt.runtime.planner.flight import Pins  # not at the top: `hepti --help` needs no NumPy
+        from hepti_mqtt.runtime.coordinator.requests import Pins  # not at the top: `hepti --help` needs no NumPy
 
         if self.wire is not None and self.accuracy is not None:
             raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")

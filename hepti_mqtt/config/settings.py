@@ -1,14 +1,138 @@
-"""What every command needs to know, from its flags or the environment."""
+"""Sizes as people write them."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MOST: Final = 2**63  # more than anything has, and than is told on the wire
+
+
+def parse_size(text: str) -> int:
+    """Return bytes from "400MiB", "2GB" or a plain number; raises ConfigError otherwise."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?|)b?", text.strip().lower())
+    nbytes = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if match is None or nbytes >= _MOST:
+        raise ConfigError(f"{text!r} is no size; write e.g. 400MiB or 2GB")
+    return int(nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# YAML files as plain data.
+
+
+MAX_FILE_BYTES: Final = 1_000_000
+
+
+def load_yaml(path: Path | str) -> Any:
+    """Return the data of a YAML file: maps, lists, texts, numbers; no tags that make objects.
+
+    Raises `ConfigError` that names the file, the line and the reason.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes; a configuration is small")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigError(f"{file}{line}: {error.problem or error.context or error}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which lets a repeated key replace the first one without a word; this one does not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def mapping(where: str, data: Any) -> Mapping[str, Any]:
+    """Return `data` as it is; raises ConfigError that says `where` for what is no mapping."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is a mapping of keys, not {type(data).__name__}")
+    return data
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The files that come with Hepti: experiments, labs, sites and units, in a checkout's `configs` or in the package.
+
+
+Kind = Literal["experiments", "lab", "sites", "systemd"]
+
+_CHECKOUT: Final = Path(__file__).parents[2] / "configs"
+CONFIG_DIR: Final = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def bundled_configs(kind: Kind) -> dict[str, Path]:
+    """Return the files of one kind that are written in YAML, by name."""
+    return {path.stem: path for path in sorted((CONFIG_DIR / kind).glob("*.yaml"))}
+
+
+def find_bundled_config(kind: Kind, given: Path) -> Path:
+    """Return the file that is meant: the given one if it exists, else one of ours by name or as `configs/KIND/NAME`."""
+    bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", kind) else None
+    if given.exists() or bare is None:
+        return given
+    return bundled_configs(kind).get(bare.name.removesuffix(".yaml"), given)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Variables that change how a process works, beside those that `settings.py` reads: a wrong one is told at once.
+
+
+KERNELS: Final = "HEPTI_KERNELS_"
+DATA_LINK: Final = "HEPTI_DATA_LINK"
+# Who carries tensors over the broker: our own link where the broker lets it, or paho always.
+DATA_LINKS: Final = ("own", "paho")
+
+
+def data_link(environment: Mapping[str, str] | None = None) -> str:
+    """Return which of `DATA_LINKS` HEPTI_DATA_LINK asks for, the first if it is unset or empty; raises ConfigError."""
+    chosen = (os.environ if environment is None else environment).get(DATA_LINK) or DATA_LINKS[0]
+    if chosen not in DATA_LINKS:
+        raise ConfigError(f"{DATA_LINK}={chosen!r} is no link for tensors; use one of {list(DATA_LINKS)}, or unset it")
+    return chosen
+
+
+def check_environment() -> None:
+    """Raise ConfigError if a variable asks for kernels or a link that there are not.
+
+    Numba is imported only where a variable of the kernels is set: most commands do without it.
+    """
+    data_link()
+    if any(value for name, value in os.environ.items() if name.startswith(KERNELS)):
+        from hepti_mqtt.kernels.machine.jit import check_settings
+
+        check_settings()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every command needs to know, from its flags or the environment.
+
 
 DEFAULT_SITE: Final = "home"
 

@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, cluster_of
 from hepti_mqtt.config import load_yaml, mapping
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, cluster_of
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import Pair

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.wire.checks import MAX_BOOT
+from hepti_mqtt.protocol.plausible import MAX_BOOT
 
 _log: Final = logging.getLogger(__name__)
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.machine.jit import compile_all, compile_first
 from hepti_mqtt.kernels.machine.workers import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Array = NDArray[Any]
 Run = Callable[[Sequence[Array], Sequence[Array]], None]

@@ -27,8 +27,7 @@ from hepti_mqtt.kernels.rowwise.norms import ADD_NORM, LAYER_NORM, NORMALIZE_ROW
 from hepti_mqtt.kernels.rowwise.sums import ADD, SUM
 from hepti_mqtt.kernels.stem.patches import PATCHIFY, PREPEND_POSITIONS
 from hepti_mqtt.kernels.stem.tokens import EMBED_AT, EMBED_TOKENS
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _ALL: Final = (
     LINEAR,

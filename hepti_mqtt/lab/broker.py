@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from hepti_mqtt.config.ending import stop_event
+from hepti_mqtt.config.process import stop_event
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 

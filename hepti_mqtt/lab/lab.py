@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from hepti_mqtt.config.ending import ended_by_signals, uninterrupted
+from hepti_mqtt.config.process import ended_by_signals, uninterrupted
 from hepti_mqtt.errors import LabError
 from hepti_mqtt.lab.changes import Change
 from hepti_mqtt.lab.emulated import EmulatedHost

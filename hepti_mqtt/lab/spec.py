@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from hepti_mqtt.config import load_yaml, mapping
-from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError, LabError
 from hepti_mqtt.ids import check_name
 

@@ -5,12 +5,33 @@ The last op is the answer. Blocks are what a family repeats (its layers), with w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Final, NamedTuple
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.ops import (
+    Activation,
+    Add,
+    Append,
+    Attention,
+    AttentionAt,
+    Columns,
+    Input,
+    Join,
+    Linear,
+    Moments,
+    Normalise,
+    Op,
+    Rows,
+    Slice,
+    State,
+    Whole,
+)
+from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
+from hepti_mqtt.program import SlotDtype, WeightRef
 
 KEPT: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
 TEMPLATE: Final = 2  # the place of the repeated one among them
@@ -185,3 +206,209 @@ def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
         if place == len(patterns) or patterns[place] != patterns[first]:
             yield first, place
             first = place
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Builds a graph: every method adds a tensor and returns its name.
+
+
+BEGUN: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
+ENDED: Final = 3
+
+
+@lru_cache(maxsize=256)
+def _op(kind: Callable[..., Op], **what: Any) -> Op:
+    """Return an op without a name."""
+    return kind(name="", **what).settled()
+
+
+class Net:
+    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it.
+
+    skip: leaves out most of many equal layers.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
+        self._ops: dict[str, Op] = {}
+        self._blocks: list[int] = []
+        self._layer = 0
+        self._branch = -1
+        self._skip = skip
+        self._skipped = NOTHING
+
+    def layers(self, count: int) -> Iterator[int]:
+        """Yield the numbers of layers that differ in what they are called alone; what is added then stands in them."""
+        left_out = range(BEGUN, count - ENDED) if self._skip else range(0)
+        ends: list[int] = []
+        for layer in range(count):
+            if layer in left_out:
+                continue
+            if layer == left_out.stop and left_out:
+                each = ends[-1] - ends[-2]
+                self._skipped = Skipped(len(self._ops), len(left_out), len(left_out) * each)
+            self.layer(layer)
+            yield layer
+            ends.append(len(self._ops))
+
+    def layer(self, layer: int, branch: int = -1) -> None:
+        """Let what follows stand in `layer`, and in a branch of it if one is named."""
+        self._layer, self._branch = layer, branch
+
+    def block(self) -> None:
+        """Begin a block: what a family repeats, cut where nothing that belongs into one kernel is parted."""
+        if not self._blocks or self._blocks[-1] != len(self._ops):
+            self._blocks.append(len(self._ops))
+
+    def put(self, op: Op) -> str:
+        """Add a tensor; return its name."""
+        if not self._blocks:
+            self.block()
+        if op.name in self._ops:
+            raise ValueError(f"two tensors are called {op.name!r}")
+        # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
+        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops) + self._skipped.ops)
+        self._ops[op.name] = op
+        return op.name
+
+    def add_like(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        role: str,
+        tensors: tuple[str, ...],
+        kind: Callable[..., Op],
+        **what: Any,
+    ) -> str:
+        """Add a tensor of a kind that a model has in every layer: equal ops are worked out once. Return its name."""
+        return self.put(_op(kind, **what).renamed(name=name, inputs=inputs, role=role, tensors=tensors))
+
+    def dims(self, x: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        op = self._ops[x]
+        return op.space[: op.rank]
+
+    def graph(self) -> Graph:
+        """Return the graph; the last tensor is the answer."""
+        return Graph(tuple(self._ops.values()), tuple(self._blocks), self._skipped)
+
+    def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
+        """Return what the request brings."""
+        return self.put(Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
+
+    def linear(
+        self,
+        name: str,
+        x: str,
+        role: str,
+        matrices: Mapping[str, int],
+        bias: bool = True,
+        activation: str | None = None,
+    ) -> str:
+        """x [m, k] -> activation(x @ [W_1 | W_2 ...] + b) [m, n]; matrices: tensor names without .weight, columns."""
+        m, k = self.dims(x)
+        tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
+        widths = tuple(matrices.values())
+        space = (m, sum(widths), k)
+        return self.add_like(
+            name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
+        )
+
+    def activation(self, name: str, x: str, role: str, function: str) -> str:
+        """x -> function(x)."""
+        dims = self.dims(x)
+        return self.add_like(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
+
+    def add(self, name: str, x: str, y: str, role: str) -> str:
+        """x, y -> x + y."""
+        dims = self.dims(x)
+        return self.add_like(name, (x, y), role, (), Add, space=dims, rank=len(dims))
+
+    def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
+        """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
+        m, h = self.dims(x)
+        inner = TASK_MOMENTS if role == TASK else MOMENTS
+        sums = self.add_like(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
+        tensors = (f"{tensor}.weight", f"{tensor}.bias")
+        return self.add_like(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+
+    def attention(
+        self,
+        name: str,
+        q: str,
+        kv: str,
+        role: str,
+        *,
+        heads: int,
+        width: int,
+        columns: tuple[int, int, int],
+        lengths: tuple[int, ...],
+        causal: bool = False,
+    ) -> str:
+        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
+        space = (self.dims(q)[0], width, self.dims(kv)[0])
+        return self.add_like(
+            name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
+            causal=causal,
+        )  # fmt: skip
+
+    def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
+        """x [m, h] -> some of its rows, in order; None: all."""
+        m, h = self.dims(x)
+        chosen = None if rows is None else tuple(rows)
+        space = (m if chosen is None else len(chosen), h)
+        return self.put(Rows(name=name, inputs=(x,), role=role, space=space, rows=chosen))
+
+    def columns(self, name: str, x: str, role: str, start: int, stop: int) -> str:
+        """x [m, h] -> columns start..stop."""
+        return self.put(Columns(name=name, inputs=(x,), role=role, space=(self.dims(x)[0], stop - start), start=start))
+
+    def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
+        """x [n] -> x[start:stop]."""
+        dtype = self._ops[x].dtype
+        return self.put(Slice(name=name, inputs=(x,), role=role, space=(stop - start,), dtype=dtype, start=start))
+
+    def cached(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
+        """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
+        m, width = self.dims(qkv)
+        space = (rows, width - start)
+        past = self.put(State(name=f"{name}.past", role=roles.CACHE, tensors=(state,), space=space))
+        inputs = (past, qkv, at)
+        return self.put(
+            Append(name=name, inputs=inputs, role=roles.CACHE, tensors=(state,), space=space, start=start, rows=m)
+        )
+
+    def attention_at(self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]) -> str:
+        """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
+        rows, width = self.dims(kv)[0], self.dims(kv)[1] // 2
+        space, inputs = (self.dims(q)[0], width, rows), (q, kv, at)
+        return self.put(
+            AttentionAt(
+                name=name, inputs=inputs, role=roles.ATTENTION, space=space, d=width // heads, columns=columns
+            )
+        )  # fmt: skip
+
+    def join(self, name: str, xs: Iterable[str], role: str) -> str:
+        """Tensors [m, h_i] -> side by side [m, sum of h_i]."""
+        xs = tuple(xs)
+        *starts, total = accumulate((self.dims(x)[1] for x in xs), initial=0)
+        return self.put(Join(name=name, inputs=xs, role=role, space=(self.dims(xs[0])[0], total), starts=tuple(starts)))
+
+    def whole(
+        self,
+        name: str,
+        xs: Iterable[str],
+        role: str,
+        kernel: str,
+        shape: Sequence[int],
+        refs: Iterable[WeightRef] = (),
+        **attrs: Any,
+    ) -> str:
+        """A kernel that computes all of its result from all of its inputs."""
+        xs, refs = tuple(xs), tuple(refs)
+        return self.put(
+            Whole(
+                name=name, inputs=xs, role=role, tensors=tuple(r.tensor for r in refs), space=tuple(shape),
+                rank=len(shape), kernel=kernel, attrs=tuple(attrs.items()), weights=refs,
+                sources=tuple(self.dims(x) for x in xs),
+            )
+        )  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final, NamedTuple
 
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.lowering.regions import Region, Set, whole_units
+from hepti_mqtt.lowering.regions import Region, Set, span, union, whole_units
 from hepti_mqtt.lowering.regions import text as region_text
 
 PLANNER_PLACE: Final = -1  # the planner, among devices that are numbers
@@ -110,3 +112,114 @@ def tile(pieces: Iterable[tuple[int, Mapping[int, Set]]]) -> Rule:
     """Return the layout of pieces (device, {dimension: part}), in the order given."""
     fixed = tuple(pieces)
     return lambda op: [Piece(device, box(op, at)) for device, at in fixed]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layouts of a transformer's blocks: what lies between them, columns of queries, keys and values, parts in a ring.
+
+
+# What is computed row by row behind attention: matmuls with what is fused into them, and norms.
+BY_ROW: Final = (roles.ATTENTION_SUM, roles.AFTER_ATTENTION, roles.MLP_HIDDEN, roles.MLP_SUM)
+BETWEEN: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
+
+
+def between(rule: Rule, head: int | None = None) -> dict[str, Rule]:
+    """Return lines that place what lies between the blocks: norms and residuals.
+
+    head: computes the first norm, of the embedding, since it has all of that and sends it on anyway.
+    """
+    lines = dict.fromkeys(BETWEEN, rule)
+    if head is not None:
+        first = on(head)
+        lines[roles.BEFORE_ATTENTION] = lambda op: (rule if op.layer else first)(op)
+    return lines
+
+
+def qkv_of(graph: Graph, heads: Set, which: str = "qkv") -> Set:
+    """Return the columns of the joint query, key and value matrix that belong to heads (columns of attention)."""
+    attention = graph.first(roles.ATTENTION)
+    first = dict(zip("qkv", attention.columns, strict=True))  # type: ignore[attr-defined]
+    return union(*(tuple((a + first[w], z + first[w]) for a, z in heads) for w in which))
+
+
+def after(parts: Sequence[Set], device: int) -> list[Set]:
+    """Return the parts in a ring: that of the device after this one first, its own last."""
+    return [*parts[device + 1 :], *parts[: device + 1]]
+
+
+def joined(parts: Sequence[Set], by: int) -> list[Set]:
+    """Return the unions of `by` parts each."""
+    return [union(*parts[i : i + by]) for i in range(0, len(parts), by)]
+
+
+def in_groups(parts: Sequence[Set], count: int) -> list[list[Set]]:
+    """Return each part, one interval or nothing, cut into `count` of about equal size: the first of each, and so on."""
+    ends = [part[0] if part else (0, 0) for part in parts]
+    return [[span(a + (z - a) * g // count, a + (z - a) * (g + 1) // count) for a, z in ends] for g in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives as layouts: partial sums over the inner dimension of a matmul meet on the devices that own rows of it.
+
+
+def direct(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+    """Return a direct reduce-scatter: every part goes to the owners of its rows at once."""
+
+    def rule(op: Op) -> list[Piece]:
+        partial = [Piece(i, box(op, {2: part})) for i, part in enumerate(parts)]
+        return partial + [Piece(i, box(op, {0: r}), relay=True) for i, r in enumerate(rows)]
+
+    return rule
+
+
+def ring(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+    """Return a ring all-reduce in 2 (N - 1) rounds: the sum of chunk c ends on device c and goes round again."""
+    n = len(parts)
+
+    def rule(op: Op) -> list[Piece]:
+        out = [Piece(i, box(op, {2: part})) for i, part in enumerate(parts)]
+        for t, c in product(range(1, n), range(n)):
+            over = union(*(parts[(c + 1 + s) % n] for s in range(t + 1)))
+            out.append(Piece((c + 1 + t) % n, box(op, {0: rows[c], 2: over}), relay=True))
+        for t, c in product(range(1, n), range(n)):
+            out.append(Piece((c + t) % n, box(op, {0: rows[c]}), relay=True))
+        return out
+
+    return rule
+
+
+def ring_scatter(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+    """Return a ring reduce-scatter in N - 1 rounds, the matmul cut into its chunks: chunk c ends on device c.
+
+    Each device computes first the chunk that it sends on first, and its own last, so that a chunk of the sum travels
+    while the next device computes its part of it.
+    """
+    n = len(parts)
+
+    def rule(op: Op) -> list[Piece]:
+        out = []
+        for t, i in product(range(n), range(n)):
+            c = (i - 1 - t) % n
+            out.append(Piece(i, box(op, {0: rows[c], 2: parts[i]})))
+            if t:
+                over = union(*(parts[(c + 1 + s) % n] for s in range(t + 1)))
+                out.append(Piece(i, box(op, {0: rows[c], 2: over}), relay=True))
+        return out
+
+    return rule
+
+
+def ring_gather(rows: Sequence[Set]) -> Rule:
+    """Return a ring all-gather in N - 1 rounds: every device passes on what it has just received.
+
+    Own rows stand last once more: whoever is not in the ring gets them from their owner.
+    """
+    n = len(rows)
+
+    def rule(op: Op) -> list[Piece]:
+        out = [Piece(i, box(op, {0: own})) for i, own in enumerate(rows)]
+        for t, i in product(range(1, n), range(n)):
+            out.append(Piece(i, box(op, {0: rows[(i - t) % n]}), relay=True))
+        return out + [Piece(i, box(op, {0: own}), relay=True) for i, own in enumerate(rows)]
+
+    return rule

@@ -1,25 +1,160 @@
-"""The forward walk: one device's Program from the tiles of all devices.
-
-What was promised is received, inputs are put together, tiles are computed and sent. An input that lies in one slot is a
-view of it; else one op assembles it, in the order of the table, so that the bits do not depend on what arrives when.
-"""
+"""A Program in the making: slots and ops in blocks, as the graph has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.lowering.draft import Draft, Held
-from hepti_mqtt.lowering.graph import Graph
-from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece
-from hepti_mqtt.lowering.moves import moved
+from hepti_mqtt.lowering.graph import TEMPLATE, Graph, Run
+from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece, Table, pieces_of
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
 from hepti_mqtt.lowering.regions import Region, count, disjoint, inside, meet, minus, place, rectangles, span, text
-from hepti_mqtt.lowering.tiles import Tile, Tiles, cover
-from hepti_mqtt.program import Compute, Recv, Send, Slot, SlotDtype, SlotSpec
+from hepti_mqtt.lowering.rewrites import fuse
+from hepti_mqtt.lowering.tiles import Tile, Tiles, analyse, cover
+from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef
 from hepti_mqtt.program import Op as ProgramOp
+
+
+class Held(NamedTuple):
+    """A region that a device has in a slot; state: as a partial result in a format of its own."""
+
+    slot: Slot
+    region: Region
+    state: bool
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Program in blocks: ops with their turn and block, and the first slot and op of each block."""
+
+    slots: list[SlotSpec] = field(default_factory=list)
+    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
+    starts: list[Slot] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin a block."""
+        self.starts.append(len(self.slots))
+        self.begun.append(len(self.ops))
+
+    def block(self, number: int) -> list[ProgramOp]:
+        """Return the ops of a block that is not the last one."""
+        return [op for _, _, op in self.ops[self.begun[number] : self.begun[number + 1]]]
+
+    def size(self, block: int) -> tuple[int, int]:
+        """Return how many slots and ops a block has that is not the last one."""
+        return self.starts[block + 1] - self.starts[block], self.begun[block + 1] - self.begun[block]
+
+    def within(self, block: int, ops: Sequence[Op], have: Mapping[str, Sequence[Held]]) -> tuple[list[object], ...]:
+        """Return what a block is, wherever it stands: equal for two where the same is done with what was before them.
+
+        ops: its tensors. have: where they are.
+        """
+        start, stop = self.starts[block : block + 2]
+        return (
+            [_relative(op, start, ops[0].index) for op in self.block(block)],
+            [_relative_spec(spec, start) for spec in self.slots[start:stop]],
+            [(h.slot - start, h.region, h.state) for op in ops for h in have[op.name]],
+        )
+
+    def program(self, device: str, nodes: tuple[str, ...]) -> Program:
+        """Return the Program, ops of a lower turn first."""
+        ordered = sorted(self.ops, key=lambda entry: entry[0])
+        return Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
+
+
+def _relative(op: ProgramOp, start: Slot, node: int) -> tuple[object, ...]:
+    if isinstance(op, Compute):
+        reads = [max(slot - start, -1) for slot in op.reads]
+        return op.kernel, reads, [slot - start for slot in op.writes], op.attrs, op.node - node
+    slot, who, number, part, _, *rest = op
+    return type(op), max(slot - start, -1), who, number - node, part, rest
+
+
+def _relative_spec(spec: SlotSpec, start: Slot) -> tuple[object, ...]:
+    shape, dtype, base, row, state = spec
+    return shape, dtype, base if base is None else max(base - start, -1), row, bool(state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops of one block of a Program taken to the place of another one that is alike.
+
+
+class Move(NamedTuple):
+    """Takes ops to another place: slots from `first` on by `by`, nodes by `nodes`, other tensors.
+
+    layers: of each node. A layer's dozens of ops become hundreds here, so each is made with as few calls as can be.
+    """
+
+    first: Slot
+    by: int
+    nodes: int
+    tensors: Mapping[str, str]
+    layers: Mapping[int, int] | Sequence[int]
+
+    def slots(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        """Return slots in their place."""
+        first, by = self.first, self.by
+        return tuple([slot + by if slot >= first else slot for slot in slots])
+
+    def specs(self, specs: Iterable[SlotSpec]) -> list[SlotSpec]:
+        """Return what slots are: views are of slots in their place."""
+        return [spec if spec.base is None and not spec.state else self._spec(spec) for spec in specs]
+
+    def _spec(self, spec: SlotSpec) -> SlotSpec:
+        if spec.state:
+            return spec._replace(state=self.tensors.get(spec.state, spec.state))
+        assert spec.base is not None
+        return SlotSpec(spec.shape, spec.dtype, self.slots((spec.base,))[0], spec.start)
+
+    def refs(self, refs: Iterable[WeightRef]) -> tuple[WeightRef, ...]:
+        """Return the same ranges of the other tensors."""
+        new, tensors = tuple.__new__, self.tensors
+        return tuple([new(WeightRef, (tensors[t], rows, cols, kind, kept)) for t, rows, cols, kind, kept in refs])
+
+    def ops(self, ops: Iterable[ProgramOp]) -> Iterator[ProgramOp]:
+        """Yield ops in their place."""
+        new, (first, by, nodes, _, layers) = tuple.__new__, self
+        for op in ops:
+            node = op.node + nodes
+            if isinstance(op, Compute):
+                kernel, reads, writes, weights, attrs, *_ = op  # parts are made later, by passes
+                reads = tuple([slot + by if slot >= first else slot for slot in reads])
+                writes = tuple([slot + by for slot in writes])
+                weights = weights and self.refs(weights)
+                yield new(Compute, (kernel, reads, writes, weights, attrs, layers[node], node, ()))
+            elif isinstance(op, Send):
+                at, to, _, part, _, row, exact, route = op
+                yield new(Send, (at + by if at >= first else at, to, node, part, layers[node], row, exact, route))
+            else:
+                at, source, _, part, _, exact, _, _ = op
+                yield new(Recv, (at + by, source, node, part, layers[node], exact, (), -1))
+
+    def behind(self, op: ProgramOp) -> ProgramOp:
+        """Return an op that stays what it is but for its slots."""
+        if isinstance(op, Compute):
+            return op._replace(reads=self.slots(op.reads), writes=self.slots(op.writes))
+        return op._replace(slot=self.slots((op.slot,))[0])
+
+
+def moved(ops: Sequence[Op], to: Sequence[Op], first: Slot, by: int) -> Move:
+    """Return what takes what was made for some tensors to where other ones stand that are worked out alike."""
+    tensors = {a: b for x, y in zip(ops, to, strict=True) for a, b in zip(x.tensors, y.tensors, strict=True)}
+    return Move(first, by, to[0].index - ops[0].index, tensors, {op.index: op.layer for op in to})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The forward walk: one device's Program from the tiles of all devices.
+#
+# What was promised is received, inputs are put together, tiles are computed and sent. An input that lies in one slot
+# is a
+# view of it; else one op assembles it, in the order of the table, so that the bits do not depend on what arrives when.
+
 
 _ADD: Final = "add"
 
@@ -381,3 +516,167 @@ def _cells(
     for key in cells:
         cut = [c for r in cut for c in (*filter(None, (meet(r, key),)), *minus(r, key))]
     return [(cell, [(h, p) for h, p in picks if inside(cell, p[:n])]) for cell in cut]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Equal blocks are worked out once: their ops repeated, with slots, nodes and tensors moved by whole blocks.
+
+
+def repeatable(short: Graph, run: Run, tiles: Tiles) -> bool:
+    """Return whether the repeated block may stand for any number of them.
+
+    Tiles follow from what the next block asks for. The repeated block asks the one before it for what that has given it
+    tiles for; if both have equal tiles, so has every block that is put between them.
+    """
+    template = run.first + TEMPLATE
+    return _equal(short, tiles, template - 1, template) and not any(
+        tile.turn for op in short.ops for tile in tiles[op.name]
+    )
+
+
+def shortest(short: Graph, run: Run, tiles: Tiles) -> tuple[Graph, Run]:
+    """Return the graph and its run without the block behind the repeated one where that has equal tiles."""
+    template = run.first + TEMPLATE
+    if not _equal(short, tiles, template, template + 1):
+        return short, run
+    return short.without(template, template + 2), replace(run, kept=run.kept - 1)
+
+
+def _equal(graph: Graph, tiles: Tiles, a: int, b: int) -> bool:
+    (a0, a1), (b0, b1) = graph.span(a), graph.span(b)
+    return all(tiles[x.name] == tiles[y.name] for x, y in zip(graph.ops[a0:a1], graph.ops[b0:b1], strict=True))
+
+
+def stretch(draft: Draft, graph: Graph, run: Run) -> tuple[list[SlotSpec], list[ProgramOp]]:
+    """Return the slots and ops of the whole graph from the draft for the short one."""
+    template = run.first + TEMPLATE
+    before, low, high = (draft.starts[b] for b in (template - 1, template, template + 1))
+    every, inner = [op for _, _, op in draft.ops], draft.block(template)
+    end = draft.begun[template + 1]
+    slots, ops = draft.slots[:high], every[:end]
+    for n in range(1, run.repeats):
+        move = _move(graph, run, n, before, n * (high - low))
+        slots += move.specs(draft.slots[low:high])
+        ops += move.ops(inner)
+    last = run.repeats - 1
+    move = _move(graph, run, last, low, last * (high - low))
+    slots += move.specs(draft.slots[high:])
+    ops += map(move.behind, every[end:])
+    return slots, ops
+
+
+def repeated_refs(refs: Sequence[WeightRef], graph: Graph, run: Run) -> Iterator[WeightRef]:
+    """Yield, for weights of the repeated block, those of the blocks that it stands for."""
+    for n in range(1, run.repeats):
+        yield from _move(graph, run, n, 0, 0).refs(refs)
+
+
+def _move(graph: Graph, run: Run, n: int, first: Slot, by: int) -> Move:
+    """Return what takes the repeated block to its place in the whole graph, `n` blocks on."""
+    start, stop = graph.span(run.first + TEMPLATE)
+    return Move(first, by, n * (stop - start), graph.renamed[n], graph.layer_of)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A graph under a table: the Programs of all devices, equal blocks worked out once.
+
+
+class SkippedError(Exception):
+    """Layers that a graph is without are not worked out as their neighbours are: the whole graph is needed."""
+
+
+class Lowered:
+    """What a graph becomes under a table, for devices in source order.
+
+    run: the equal blocks of which one stands for several in `short`, None if all are worked out. outline: of a graph
+    without most of its equal layers, the graph of another request, `like` it; only its names and places are read.
+    Raises ValueError for a table that does not fit the graph, with the tensor, region and device.
+    """
+
+    def __init__(self, graph: Graph, table: Table, names: Sequence[str], outline: Graph | None = None) -> None:
+        table.check(graph)
+        self.whole, self.table, self.names = outline or graph, table, tuple(names)
+        self.run: Run | None = self.whole.run if table.uniform else None
+        self.graph, self.tiles = self._analyse(graph.short() if self.run else graph)
+        if self.run and not repeatable(self.graph, self.run, self.tiles):
+            self.run = None
+            if outline is not None:
+                raise SkippedError
+            self.graph, self.tiles = self._analyse(graph)
+        if self.run:
+            self.graph, self.run = shortest(self.graph, self.run, self.tiles)
+            self.tiles = {op.name: self.tiles[op.name] for op in self.graph.ops}
+        self._drafts: dict[str, Draft] = {}
+
+    def _analyse(self, graph: Graph) -> tuple[Graph, Tiles]:
+        placed = {}
+        for op in graph.ops:
+            rule = self.table.rule(op)
+            layout = None if rule is None else rule(op)
+            if layout is not None:
+                placed[op.name] = pieces_of(op, layout, self.names)
+        fused, pieces = fuse(graph, placed)
+        return fused, analyse(fused, pieces, self.names)
+
+    def draft(self, device: str) -> Draft:
+        """Return a device's ops with equal blocks once, by block."""
+        if device not in self._drafts:
+            again = None if self.run is None else self.run.first + TEMPLATE
+            self._drafts[device] = lower(self.graph, self.tiles, self.names.index(device), self.names, again)
+        return self._drafts[device]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the names of all tensors, by number."""
+        return self.whole.names
+
+    def short(self, device: str) -> Program:
+        """Return a device's Program with equal blocks once."""
+        return self.draft(device).program(device, self.nodes)
+
+    def program(self, device: str) -> Program:
+        """Return a device's whole Program."""
+        draft = self.draft(device)
+        if self.run is None:
+            return draft.program(device, self.nodes)
+        slots, ops = stretch(draft, self.whole, self.run)
+        return Program(device, tuple(slots), tuple(ops), self.nodes)
+
+    def holds(self, device: str, role: str) -> bool:
+        """Return whether a device computes tensors of a role."""
+        number = self.names.index(device)
+        return any(t.device == number for op in self.graph.ops if op.role == role for t in self.tiles[op.name])
+
+    def sources(self, device: str) -> frozenset[str]:
+        """Return the devices, and the planner, that a device hears."""
+        number = self.names.index(device)
+        messages = ((t.device, m) for tiles in self.tiles.values() for t in tiles for m in t.messages)
+        heard = {source for source, message in messages if number in message.to and source != number}
+        return frozenset(PLANNER if n == PLANNER_PLACE else self.names[n] for n in heard)
+
+    def refs(self, device: str) -> tuple[WeightRef, ...]:
+        """Return the distinct weight ranges of a device's whole Program, from its tiles alone."""
+        number = self.names.index(device)
+        found: dict[WeightRef, None] = {}
+        template = range(0) if self.run is None else range(*self.graph.span(self.run.first + TEMPLATE))
+        for index, op in enumerate(self.graph.ops):
+            regions = (t.region for t in self.tiles[op.name] if t.device == number and not t.relay)
+            refs = () if op.is_view else dict.fromkeys(ref for region in regions for ref in op.refs(region))
+            found.update(dict.fromkeys(refs))
+            if index in template and self.run is not None:
+                found.update(dict.fromkeys(repeated_refs(tuple(refs), self.whole, self.run)))
+        return tuple(found)
+
+    @property
+    def repeated(self) -> tuple[int, int] | None:
+        """Return (layer, times): the layer of `short` that stands for several, None if none does."""
+        if self.run is None:
+            return None
+        op = self.whole.ops[self.whole.blocks[self.run.first + TEMPLATE]]
+        return op.layer, self.run.repeats
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return 8 bytes that are equal where two versions of this package make the same Programs."""
+        text = repr([(op.name, self.tiles[op.name]) for op in self.graph.ops]) + repr(self.nodes)
+        return sha256(text.encode()).digest()[:8]

@@ -12,12 +12,11 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.models import heads, plain, text
-from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, Kind, kind
 from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, names
-from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task
 

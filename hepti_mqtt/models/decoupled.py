@@ -19,12 +19,11 @@ from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, plain, text, vit
-from hepti_mqtt.models.blocks import Layer, post_norm, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
 from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
-from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task
 

@@ -17,8 +17,7 @@ from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import Kind
-from hepti_mqtt.models.reads import Decoding
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import Decoding, PackedTokens
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Storage

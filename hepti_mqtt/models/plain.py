@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.models.blocks import Layer
+from hepti_mqtt.models.transformer import Layer
 from hepti_mqtt.spec import HeadActivation
 
 Array = npt.NDArray[Any]

@@ -15,12 +15,11 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.lowering import Net
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
-from hepti_mqtt.models.blocks import Layer, pre_norm
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
 from hepti_mqtt.models.shapes import PackedShape
 from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
-from hepti_mqtt.models.transformer import ImageStem, ModelSpec
+from hepti_mqtt.models.transformer import ImageStem, Layer, ModelSpec, pre_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
 

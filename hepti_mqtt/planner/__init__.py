@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from hepti_mqtt.planner.accuracy import decide_within, wire_errors
-from hepti_mqtt.planner.again import still_best
-from hepti_mqtt.planner.decision import Candidate, Decision
-from hepti_mqtt.planner.drift import DriftRule
-from hepti_mqtt.planner.experience import Experience, Learned
+from hepti_mqtt.planner.candidates import Candidate, Decision
+from hepti_mqtt.planner.decisions import KNOWN, compared, fits_beside, hopeful, still_best, worth_trying
+from hepti_mqtt.planner.estimates import DriftRule, Experience, Learned
 from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_soon
-from hepti_mqtt.planner.trials import KNOWN, compared, fits_beside, hopeful, worth_trying
 
 __all__ = [
     "KNOWN",

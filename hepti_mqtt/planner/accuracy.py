@@ -19,10 +19,9 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models import random_inputs, shape_for
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
 from hepti_mqtt.plan_programs import programs, widest
-from hepti_mqtt.planner.decision import Decision
+from hepti_mqtt.planner.candidates import EXACT, Decision, Narrowed, narrowed
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
-from hepti_mqtt.planner.wires import EXACT, Narrowed, narrowed
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Send, Slot, WeightRef
 from hepti_mqtt.schedule import ProgramRun, RunMachine, template
 from hepti_mqtt.spec import RequestShape, Spec, Want

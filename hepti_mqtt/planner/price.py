@@ -7,33 +7,30 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.ids import ALL, Epoch
-from hepti_mqtt.models import largest_shape, tensor_sources
-from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
-from hepti_mqtt.plan_programs import lowered, program, resident_weights, short_program, short_programs
-from hepti_mqtt.planner.experience import Learned
-from hepti_mqtt.planner.wires import Narrowed
-from hepti_mqtt.program import ITEMSIZE
-from hepti_mqtt.simulate import (
+from hepti_mqtt.cost.memory import loading_total, most_live_bytes, programs_bytes, weight_total
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import (
     ROUNDS,
     DeviceUse,
     Load,
     Naming,
     Simulation,
     largest_packet_bytes,
-    loading_total,
-    most_live_bytes,
-    programs_bytes,
     request_of,
     simulate,
     under_load,
-    weight_total,
 )
+from hepti_mqtt.ids import ALL, Epoch
+from hepti_mqtt.models import largest_shape, tensor_sources
+from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
+from hepti_mqtt.plan_programs import lowered, program, resident_weights, short_program, short_programs
+from hepti_mqtt.planner.candidates import Narrowed
+from hepti_mqtt.planner.estimates import Learned
+from hepti_mqtt.program import ITEMSIZE
+from hepti_mqtt.protocol.frames import frame_bytes
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE
+from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.wire.frames import frame_bytes
-from hepti_mqtt.wire.manifest import TILE, VECTOR_TILE
-from hepti_mqtt.wire.topics import Topics, publish_bytes
 
 
 def _goes_on() -> None:

@@ -7,13 +7,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from hepti_mqtt.config import logs
-from hepti_mqtt.config.ending import stop_event
-from hepti_mqtt.config.environment import check_environment
+from hepti_mqtt.config import process
 from hepti_mqtt.config.options import PlannerOptions, add_site, settings_of
+from hepti_mqtt.config.process import stop_event
+from hepti_mqtt.config.settings import check_environment
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.service.config import PlannerConfig
 from hepti_mqtt.service.planner import run_planner
+from hepti_mqtt.service.setup import PlannerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     PlannerOptions.add(parser)
     args = parser.parse_args(arguments)
     stop = stop_event()
-    logs.setup(logging.StreamHandler(), "%(asctime)s %(name)s: %(message)s")
+    process.setup_logging(logging.StreamHandler(), "%(asctime)s %(name)s: %(message)s")
     try:
         check_environment()
         run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop)

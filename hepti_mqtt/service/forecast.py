@@ -18,14 +18,14 @@ from math import inf
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from hepti_mqtt.cluster import Cluster
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import Naming, simulate
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Played
-from hepti_mqtt.runtime.planner.flight import RunStats
-from hepti_mqtt.runtime.planner.served import Standing
-from hepti_mqtt.simulate import Naming, simulate
+from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
 
 KEPT: Final = 1024

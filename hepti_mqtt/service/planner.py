@@ -1,44 +1,42 @@
-"""The planner process: threads, clock and connections around `CoordinatorSession`.
-
-The network thread decodes and enqueues. The session thread (the caller of `run_planner`) takes one event after the
-other and carries the commands out; it alone touches the session, and hands the others immutable values: commands, and
-the plans that stand. Searching, tokenising, forecasting and reading tiles each have a thread of their own, so that none
-of them keeps a running request waiting.
-"""
+"""The retained record of a model's plans, as programs and people read it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from secrets import token_bytes
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgpack
 
 from hepti_mqtt.config.state import latest_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.runtime.planner import commands, coordinator, events
-from hepti_mqtt.runtime.planner.served import Served, Standing
-from hepti_mqtt.runtime.planner.wills import Wills
-from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.service.alone import require_alone
-from hepti_mqtt.service.boot import next_boot, state_of
-from hepti_mqtt.service.config import PlannerConfig
-from hepti_mqtt.service.crew import Crew
-from hepti_mqtt.service.desk import Desk, Model, Reply
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.runtime.coordinator import interface, session
+from hepti_mqtt.runtime.coordinator.fleet import Wills
+from hepti_mqtt.runtime.coordinator.interface import ShowPlan
+from hepti_mqtt.runtime.coordinator.plans import Served, Standing
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.service.broker_checks import require_alone
+from hepti_mqtt.service.channel import Post
+from hepti_mqtt.service.decoder import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.inbox import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
-from hepti_mqtt.service.models import open_models
-from hepti_mqtt.service.pace import SWITCH_S, Pace
-from hepti_mqtt.service.post import Post
-from hepti_mqtt.service.record import encode_record
+from hepti_mqtt.service.handler import Desk, Model, Reply
+from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_of
 from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
+from hepti_mqtt.service.threads import SWITCH_S, Crew, Pace
 from hepti_mqtt.service.tiles import TileServer
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import (
     Connected,
     Disconnected,
@@ -49,8 +47,76 @@ from hepti_mqtt.transport import (
     Will,
     open_broker_warning,
 )
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import encode_status
+
+
+def encode_record(
+    served: tuple[Spec, Path],
+    boot: int,
+    shown: ShowPlan,
+    zero_s: float = 0.0,
+    unused: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Return the msgpack map of a model's plans.
+
+    served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
+    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
+    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
+    that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
+    have taught. reason: why the first one was chosen. error: {code, message} of a search that found no plan. progress:
+    [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
+    oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
+    why devices that are online are used for no plan, by name. `protocol/messages.py` names all keys, for who reads it.
+    """
+    (spec, directory), decision, error = served, shown.decision, shown.error
+    ranking = decision.ranking if decision is not None else ()
+    behind = decision.behind if decision is not None else ()
+    record: dict[str, Any] = {
+        "boot": boot,
+        "active": None if shown.active is None else shown.active.to_dict(),
+        "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
+        "pinned": [plan.to_dict() for plan in shown.pinned],
+        "pinned_preparing": [plan.to_dict() for plan in shown.pinned_preparing],
+        "spec": spec.to_dict(),
+        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
+        "in_flight": shown.in_flight,
+        "unused": dict(unused),
+        "candidates": [
+            {
+                "name": c.name,
+                "devices": list(c.plan.devices),
+                "route": c.plan.route,
+                "wire": c.plan.wire,
+                "wire_error": c.plan.wire_error,
+                "predicted_ms": c.price.seconds * 1e3,
+                "expected_ms": c.price.expected_s * 1e3,
+                "bytes": c.price.nbytes,
+                "feasible": c.price.feasible if c in ranking else None,
+                "missing": dict(c.price.missing),
+            }
+            for c in (*ranking, *behind)
+        ],
+        "progress": {device: list(part) for device, part in shown.progress.items()},
+        "reason": decision.reason if decision is not None else "",
+        "story": [
+            {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
+            for t in shown.story
+        ],
+        "error": None if error is None else {"code": error.code, "message": str(error)},
+    }
+    payload: bytes = msgpack.packb(record)
+    return payload
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The planner process: threads, clock and connections around `CoordinatorSession`.
+#
+# The network thread decodes and enqueues. The session thread (the caller of `run_planner`) takes one event after the
+# other and carries the commands out; it alone touches the session, and hands the others immutable values: commands,
+# and
+# the plans that stand. Searching, tokenising, forecasting and reading tiles each have a thread of their own, so that
+# none
+# of them keeps a running request waiting.
+
 
 TICK_S: Final = 0.1
 INBOX: Final = 10_000
@@ -96,21 +162,19 @@ class _Planner:
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
-        self.session = coordinator.CoordinatorSession(
-            config.site, boot, served, config.in_flight, broker, token_bytes(32)
-        )
+        self.session = session.CoordinatorSession(config.site, boot, served, config.in_flight, broker, token_bytes(32))
         self.wills = Wills(self.session)
         self.standing: tuple[Standing, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: Accuracy.of(m.checkpoint) for n, m in models.items()}
         self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
-        self.inbox: Inbox[Callable[[], None] | events.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
+        self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
         self.telling = Crew("planner-teller", TELLERS, self._guarded)
         self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
         self.pace = Pace(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
-        self.searches: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()
-        self.hurried: queue.SimpleQueue[commands.Solve | None] = queue.SimpleQueue()  # they wait for no other search
+        self.searches: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()
+        self.hurried: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -138,7 +202,7 @@ class _Planner:
             boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
-            lambda *what: self.inbox.post(events.Unreadable(*what)),
+            lambda *what: self.inbox.post(interface.Unreadable(*what)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
@@ -169,7 +233,7 @@ class _Planner:
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
-            self.inbox.post(events.Connection(online=False))
+            self.inbox.post(interface.Connection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
@@ -222,19 +286,19 @@ class _Planner:
             self.post.reply(asked, job)
             return
         self.post.wait(asked, job)
-        if not self.inbox.offer(events.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
+        if not self.inbox.offer(interface.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._refuse(commands.Refuse(job, full))
+            self._refuse(interface.Refuse(job, full))
         self.desk.foresee(job)  # behind its dispatch: a forecast takes the interpreter from whoever has the request
 
-    def _tell(self, command: commands.Answer) -> None:
+    def _tell(self, command: interface.Answer) -> None:
         try:
             reply = self.desk.answer(command, time.monotonic())
         except Exception as error:
-            reply = self.desk.refuse(commands.Refuse(command.job, self._mistake(error)))
+            reply = self.desk.refuse(interface.Refuse(command.job, self._mistake(error)))
         self.post.answer(command.job, reply)
 
-    def _refuse(self, command: commands.Refuse) -> None:
+    def _refuse(self, command: interface.Refuse) -> None:
         self.post.answer(command.job, self.desk.refuse(command))
 
     def _mistake(self, error: Exception) -> RemoteError:
@@ -243,7 +307,7 @@ class _Planner:
 
     # -- search thread ----------------------------------------------------------------------------------------------
 
-    def _search_work(self, searches: queue.SimpleQueue[commands.Solve | None]) -> None:
+    def _search_work(self, searches: queue.SimpleQueue[interface.Solve | None]) -> None:
         while (command := searches.get()) is not None:
             self.inbox.post(solve(self.pace.paced(command), self.accuracy[command.model]))
 
@@ -286,10 +350,10 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else events.Tick(behind=not self.inbox.empty())
+                item = self.inbox.get(left) if left > 0 else interface.Tick(behind=not self.inbox.empty())
             except queue.Empty:
-                item = events.Tick()
-            if isinstance(item, events.Tick):
+                item = interface.Tick()
+            if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.post.again(time.monotonic())
             self.pace.first(partial(self._guarded, item if callable(item) else partial(self._handle, item)))
@@ -300,13 +364,13 @@ class _Planner:
         except Exception:
             self.log.exception("an event could not be dealt with; the planner goes on")
 
-    def _handle(self, event: events.CoordinatorEvent) -> None:
+    def _handle(self, event: interface.CoordinatorEvent) -> None:
         try:
-            wanted: Sequence[commands.CoordinatorCommand] = self.wills.handle(event, time.monotonic())
+            wanted: Sequence[interface.CoordinatorCommand] = self.wills.handle(event, time.monotonic())
         except Exception as error:
-            if not isinstance(event, events.Submit):
+            if not isinstance(event, interface.Submit):
                 raise
-            wanted = [commands.Refuse(event.job, self._mistake(error))]
+            wanted = [interface.Refuse(event.job, self._mistake(error))]
         for command in wanted:
             self._guarded(partial(self._carry_out, command))
         self.forecasts.computing(computing := self.session.slots.computing())
@@ -315,31 +379,31 @@ class _Planner:
             self.standing = standing
             self.forecasts.stand(standing)
 
-    def _carry_out(self, command: commands.CoordinatorCommand) -> None:
+    def _carry_out(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, commands.Answer) and command.job.computes:
+        elif isinstance(command, interface.Answer) and command.job.computes:
             at_once = command.small and self.inbox.empty()
             self.telling.post(command.job.key.client, partial(self._tell, command), at_once)
-        elif isinstance(command, commands.Answer):  # here the forecast is the answer
+        elif isinstance(command, interface.Answer):  # here the forecast is the answer
             tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
             self.forecasts.then(command.stats, tell)
-        elif isinstance(command, commands.Token):
+        elif isinstance(command, interface.Token):
             self.telling.post(command.job.key.client, lambda: self.post.part(command.job, self.desk.token(command)))
-        elif isinstance(command, commands.Refuse):
+        elif isinstance(command, interface.Refuse):
             self.telling.post(command.job.key.client, partial(self._refuse, command))
-        elif isinstance(command, commands.Solve):
+        elif isinstance(command, interface.Solve):
             (self.hurried if command.hurried else self.searches).put(command)
-        elif isinstance(command, commands.SendTiles):
+        elif isinstance(command, interface.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
-        elif isinstance(command, commands.ShowPlan):
+        elif isinstance(command, interface.ShowPlan):
             self._show(command)
         else:
             self.log.info("%s: %s", command.kind, command.text)
             said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
             self._publish(self.topics.event(command.kind), said.encode())
 
-    def _show(self, shown: commands.ShowPlan) -> None:
+    def _show(self, shown: interface.ShowPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.membership.unused()
         record = encode_record(served, self.boot, shown, time.time() - time.monotonic(), unused)
@@ -347,7 +411,7 @@ class _Planner:
 
     def _connected(self) -> None:
         """Say what we have planned: after every connection, as the broker may have lost what it retained."""
-        self._handle(events.Connection(online=True))
+        self._handle(interface.Connection(online=True))
         self._here("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
 

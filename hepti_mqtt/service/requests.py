@@ -1,25 +1,313 @@
-"""What a user asks: JSON requests to token ids or pixels.
-
-Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictures through Pillow.
-"""
+"""What JSON values are, in a word."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+import contextlib
+import hashlib
+import io
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, ImageOps
+from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
+from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import packed
-from hepti_mqtt.models.reads import Decoding, Pictures, Text
-from hepti_mqtt.service.limits import MAX_OUTPUT, MAX_SEQUENCES, Characters
-from hepti_mqtt.service.texts import encoded
-from hepti_mqtt.service.values import is_int, kind, quoted
+from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.shapes import Decoding, Pictures, Text
+from hepti_mqtt.models.text import prompt
+from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
+from hepti_mqtt.planner.candidates import options_error
+from hepti_mqtt.runtime.coordinator.requests import Chunk, Pins
 from hepti_mqtt.spec import RequestShape, Want
+from hepti_mqtt.strategies import STRATEGIES
+
+
+def is_int(value: Any) -> bool:
+    """Return whether a JSON value is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def kind(value: Any) -> str:
+    """Return a short word for a JSON value, never all of it."""
+    if value is None or isinstance(value, bool | int | float):
+        return str(value)[:40]
+    words: dict[str, str] = {"str": "a string", "list": "a list", "dict": "an object"}
+    name = type(value).__name__
+    return words.get(name, name)
+
+
+def quoted(value: Any) -> str:
+    """Return a short word for a JSON value where a string could have been right: the beginning of the string itself."""
+    return repr(value[:40]) if isinstance(value, str) else kind(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How much a request may bring: every bound is checked before the work that it bounds.
+#
+# docs/requests.md tells users, and what the worst allowed request costs.
+
+
+MAX_REQUEST_BYTES: Final = 16_000_000
+MAX_ITEMS: Final = 500_000  # commas and opening brackets of a request's JSON, also those within texts
+MAX_SEQUENCES: Final = 64
+MAX_CHARACTERS: Final = 400_000  # read of all texts of a request; what truncation cuts off is hardly read
+MAX_PIXELS: Final = 25_000_000  # of all pictures of a request; those of WebP count twice
+MAX_SCANS: Final = 64  # of a JPEG file: each goes over all of its pixels, and may be a few bytes long
+MAX_OUTPUT: Final = 8_000_000  # numbers that the devices answer a request with
+MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all requests that are not answered
+
+
+class Characters:
+    """What is left of the characters that one request may have read."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CHARACTERS
+
+    def take(self, count: int) -> None:
+        """Count characters that are about to be read; raises RequestError if the request has had too many."""
+        self._left -= count
+        if self._left < 0:
+            raise RequestError(
+                f"the texts are too long: {MAX_CHARACTERS} characters of one request are read at the most; shorten "
+                "them, or send fewer at once"
+            )
+
+
+class Room:
+    """Bytes that are held for as long as their holders live: nobody needs to give them back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._lock = threading.RLock()  # a holder may be collected while its own thread is in here
+
+    def take(self, nbytes: int, holder: object) -> None:
+        """Hold bytes until `holder` is gone; raises OverloadedError if there are not so many left."""
+        with self._lock:
+            if nbytes > self._left:
+                raise OverloadedError(
+                    f"the requests that wait hold nearly {MAX_WAITING_BYTES >> 20} MB already, and this one brings "
+                    f"{nbytes} bytes; try again later"
+                )
+            self._left -= nbytes
+        weakref.finalize(holder, self._give, nbytes).atexit = False
+
+    def _give(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Texts to token ids: no more of a long one is read than it takes to know the tokens that the model reads.
+
+
+CHARACTERS_PER_TOKEN: Final = 4  # first guess; twice as many are read where these are too few
+
+
+def encoded(
+    checkpoint: Checkpoint, reads: Text, name: str, value: Any, truncate: bool, characters: Characters
+) -> list[int]:
+    """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends.
+
+    Without truncation a text that is too long may end early, still longer than the model reads. characters: what the
+    request may have read. Raises RequestError naming the text, ModelError for a tokenizer that does not fit the model.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string, not {kind(value)}")
+    if not value.strip():
+        raise RequestError(f"{name} is empty; send some words")
+    if not checkpoint.has_tokenizer and not reads.masks:
+        raise ModelError(
+            f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
+        )
+    tokenizer = checkpoint.tokenizer
+    encoding = _beginning(tokenizer, name, _cleaned(checkpoint, value), reads.longest, characters)
+    room = reads.longest - tokenizer.num_special_tokens_to_add(False)
+    if truncate and len(encoding) > room:
+        _check_side(checkpoint, name)
+        encoding.truncate(max(room, 0))
+    ids: list[int] = tokenizer.post_process(encoding).ids
+    if not ids:
+        raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
+    if max(ids) >= reads.vocab:
+        raise ModelError(
+            f"{checkpoint.path / 'tokenizer.json'} gives id {max(ids)}, but config.json's vocab_size is "
+            f"{reads.vocab}; both must be of the same model"
+        )
+    return ids
+
+
+def _cleaned(checkpoint: Checkpoint, text: str) -> str:
+    """Return a text as the model's tokenizer is given it: sentence-transformers does more than its tokenizer says."""
+    if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
+        return text
+    file = "sentence_bert_config.json"
+    text = f"{prompt(checkpoint.extras)}{text}".strip()
+    return text.lower() if Config(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
+
+
+def _check_side(checkpoint: Checkpoint, name: str) -> None:
+    """Raise RequestError where the model was made to read the ends of long texts, whose beginnings are read here."""
+    options = checkpoint.extras.get("tokenizer_config.json")
+    if isinstance(options, Mapping) and options.get("truncation_side") == "left":
+        raise RequestError(
+            f"{name} is too long, and of such a text model {checkpoint.model} reads the end ('truncation_side' in "
+            "tokenizer_config.json), which truncate would cut off; shorten it"
+        )
+
+
+def _beginning(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: Characters) -> Encoding:
+    """Return the tokens of a text: all of them, or more than the first `longest`, which are those of the whole."""
+    window = CHARACTERS_PER_TOKEN * longest
+    while window < len(text):
+        characters.take(window)
+        encoding = _encode(tokenizer.encode_batch, name, text[:window])
+        # The last word may go on behind the window, or be the beginning of a special token, and be other tokens then.
+        words, sure = encoding.word_ids, window - _longest_special(tokenizer)
+        pairs = zip(words, encoding.offsets, strict=True)
+        if words and sum(word != words[-1] and stop <= sure for word, (_, stop) in pairs) > longest:
+            return encoding
+        window *= 2
+    characters.take(len(text))
+    return _encode(tokenizer.encode_batch_fast, name, text)  # which knows no words
+
+
+def _longest_special(tokenizer: Tokenizer) -> int:
+    return max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
+
+
+def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:
+    """Return a text's tokens; of the library's ways to encode, only those of batches let other threads run."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode ({error.reason}); send it as UTF-8") from error
+    return encode([text], add_special_tokens=False)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures to pixels: headers first, so that nothing is decoded of a request whose pictures are too large together.
+
+
+# Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+# Pillow decodes these in Python: seconds for a megabyte, and no other thread runs meanwhile.
+_SLOW: Final = {
+    "ppm": "PPM of another largest value than 255",
+    "ppm_plain": "PPM in plain text",
+    "bmp_rle": "BMP with run lengths",
+}
+_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it takes to decode a pixel
+_SPACES: Final = b" \t\r\n"
+_SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
+
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound, which is higher than MAX_PIXELS: a warning, and a shorter word
+
+
+def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
+    """Return how preprocessor_config.json has pictures scaled; raises ModelError if it names no way."""
+    value = preprocessor.get("resample", Image.Resampling.BILINEAR)
+    try:
+        return Image.Resampling(value)
+    except ValueError as error:
+        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
+
+
+def decode(items: Sequence[tuple[str, Any]], reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+    """Return pictures, in base64 under the names of their places, as uint8 [B, C, S, S].
+
+    Mean and std are applied on the device. Raises RequestError that names a picture, or what is too much of them all.
+    """
+    files = [_file(name, value) for name, value in items]
+    total = 0
+    for (name, _), file in zip(items, files, strict=True):
+        with _opened(name, file) as picture:
+            total += picture.width * picture.height * _WEIGHT.get(picture.format, 1)
+            if total > MAX_PIXELS:
+                raise RequestError(
+                    f"{name}, of {picture.width} x {picture.height} pixels, is too large, or too many pictures are "
+                    f"before it: send at most {MAX_PIXELS} pixels in one request, half of that as WebP (the model "
+                    f"reads {reads.size} x {reads.size} of each)"
+                )
+    return np.stack([_pixels(name, file, reads, resample) for (name, _), file in zip(items, files, strict=True)])
+
+
+def _file(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string of base64, not {kind(value)}")
+    try:
+        data = value.encode("ascii")
+        if any(space in data for space in _SPACES):
+            data = data.translate(None, _SPACES)
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
+
+
+@contextlib.contextmanager
+def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
+    """Open a picture, of which only the header is read; whatever else goes wrong with it is a RequestError too."""
+    try:
+        with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
+            if opened.mode not in _MODES:
+                raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
+            slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
+            if slow is not None:
+                raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
+            if opened.format in ("JPEG", "MPO") and (scans := file.count(_SCAN)) > MAX_SCANS:
+                raise RequestError(f"{name} has {scans} scans, and at most {MAX_SCANS} are read; save it anew")
+            yield opened
+    except RequestError:
+        raise
+    except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
+        raise RequestError(
+            f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
+        ) from error
+
+
+def _pixels(name: str, file: bytes, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+    """Return a picture as uint8 [C, S, S]."""
+    with _opened(name, file) as picture:
+        ImageOps.exif_transpose(picture, in_place=True)
+        # Without the detour Pillow warns of a palette's transparency, and drops it just so.
+        known = picture.convert("RGBA") if "transparency" in picture.info else picture
+        colours = known if known.mode == "RGB" else known.convert("RGB")
+        seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
+        return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
+
+
+def _middle(picture: Image.Image, reads: Pictures, resample: Image.Resampling) -> Image.Image:
+    """Return the middle S x S of a picture whose shorter side becomes `shortest`; what is odd is cut off behind.
+
+    Only what is seen of it is computed, whatever the picture's other side: a line of a million pixels has no end here.
+    """
+    width, height = picture.size
+    short = min(width, height)
+    sides = [reads.shortest * side // short for side in (width, height)]
+    left, top = ((side - reads.size) // 2 for side in sides)
+    x, y = (side / scaled for side, scaled in zip((width, height), sides, strict=True))
+    box = (left * x, top * y, (left + reads.size) * x, (top + reads.size) * y)
+    return picture.resize((reads.size,) * 2, resample, box)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a user asks: JSON requests to token ids or pixels.
+#
+# Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictures through Pillow.
+
 
 Floats = npt.NDArray[np.float32]
 
@@ -253,8 +541,208 @@ def _pictures(
     """Return all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
-    from hepti_mqtt.service.pictures import decode, resampling  # here: most planners read no pictures
+    pass  # here: most planners read no pictures
 
     key = "images" if several else "image"
     resample = resampling(checkpoint.extras.get("preprocessor_config.json", {}))
     return decode(_items(key, request[key], several), reads, resample)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The part of a user's request that is the planner's business: id, deadline, way back, pins.
+
+
+MAX_DEADLINE_MS: Final = 86_400_000
+AUTO: Final = "auto"
+WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
+STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
+ROUTES: Final[tuple[Route, ...]] = get_args(Route)
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+_GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
+_ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
+_SHORT: Final = 1024  # characters
+_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to", "report")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A request without what only the model understands; `body` is the rest, as `requests.prepare` takes it."""
+
+    id: str | None
+    deadline_s: float | None
+    reply_to: str | None
+    pins: Pins | None
+    body: Mapping[str, Any]
+    report: bool = False
+
+
+def parse(payload: bytes) -> Mapping[str, Any]:
+    """Return the JSON object of a request; raises RequestError for anything else."""
+    if len(payload) > MAX_REQUEST_BYTES:
+        raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+    # Fewer bytes than that cannot hold so many; counting them takes as long as hashing them.
+    items = sum(map(payload.count, (b",", b"[", b"{"))) if len(payload) > MAX_ITEMS else 0
+    if items > MAX_ITEMS:
+        raise RequestError(
+            f"the request has {items} commas and brackets, which is over the limit of {MAX_ITEMS}; send less at once, "
+            "or the beginning of a text that is to be cut"
+        )
+    try:
+        data = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f'the request is not JSON ({error}); send an object such as {{"text": "..."}}') from error
+    if not isinstance(data, dict):
+        raise RequestError('a request is a JSON object such as {"text": "..."}')
+    return data
+
+
+def request_id(data: Mapping[str, Any]) -> str | None:
+    """Return the client's own id of a request, None without one; raises RequestError if it cannot stand in a topic."""
+    value = data.get("id")
+    if value is None:
+        return None
+    try:
+        return check_name("request", value)
+    except BadNameError as error:
+        raise RequestError(f"id: {error}") from error
+
+
+def glimpsed_id(payload: bytes) -> str | None:
+    """Return the id of a request that is not parsed, None if it does not stand near the beginning or the end."""
+    for part in (payload[:_GLIMPSED], payload[-_GLIMPSED:]):
+        if found := _ID.search(part):
+            with suppress(BadNameError, UnicodeDecodeError):
+                return check_name("request", found[1].decode())
+    return None
+
+
+def digest(data: Mapping[str, Any]) -> bytes:
+    """Return a hash of what a request asks: alike for the same question, whenever and wherever the answer is wanted.
+
+    Raises RequestError for one that is nested too deeply.
+    """
+    question = {k: v for k, v in data.items() if k not in _WHEN_AND_WHERE}
+    # Pictures and long texts are hashed as they are, behind the rest: JSON once more takes longer than the hash.
+    long = {k: v for k, v in sorted(question.items()) if isinstance(v, str) and len(v) > _SHORT}
+    question.update((k, len(v)) for k, v in long.items())
+    try:
+        text = json.dumps(question, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:
+        raise RequestError("the request is nested too deeply; send lists of lists at the most") from error
+    found = hashlib.sha256(text.encode())
+    for value in long.values():
+        found.update(value.encode("utf-8", "surrogatepass"))
+    return found.digest()
+
+
+def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
+    """Return a request taken apart; raises RequestError that names what is wrong.
+
+    own: what the planner's user pinned; it holds where the request says nothing else.
+    """
+    deadline = data.get("deadline_ms")
+    if deadline is not None:
+        number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if not number or not 0 < deadline <= MAX_DEADLINE_MS:
+            raise RequestError(f"deadline_ms must be a number above 0, at most {MAX_DEADLINE_MS}")
+    reply_to = data.get("reply_to")
+    if reply_to is not None and not isinstance(reply_to, str):
+        raise RequestError("reply_to must be a topic")
+    report = data.get("report", False)
+    if not isinstance(report, bool):
+        raise RequestError("report must be true or false: whether the answer waits for what the devices counted")
+    return Envelope(
+        id=request_id(data),
+        deadline_s=None if deadline is None else deadline / 1e3,
+        reply_to=reply_to,
+        pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
+        body={k: v for k, v in data.items() if k not in (*PINS, *_WHEN_AND_WHERE)},
+        report=report,
+    )
+
+
+def checked_pins(
+    strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
+) -> Pins:
+    """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
+
+    Raises RequestError for a strategy, variant, wire dtype, storage of weights or route that does not exist, or names
+    that no device can have.
+    """
+    if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
+        raise RequestError(f"there is no strategy {str(strategy)[:40]!r}; choose one of {', '.join(choices)}")
+    chosen = None if strategy == AUTO else strategy
+    if not isinstance(options, Mapping):
+        raise RequestError('options must be an object such as {"variant": "kv"}')
+    if (error := options_error(chosen, options)) is not None:
+        raise RequestError(f"options: {error}")
+    if wire not in WIRES:
+        raise RequestError(f"wire must be one of {', '.join(WIRES)}")
+    if weights not in STORAGES:
+        raise RequestError(f"weights must be one of {', '.join(STORAGES)}")
+    way = None if route == AUTO else route
+    if way not in (None, *ROUTES):
+        raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
+    budget = _budget(accuracy)
+    if devices is None:
+        return Pins(chosen, dict(options), None, wire, weights, way, accuracy=budget)
+    if not isinstance(devices, list | tuple) or not devices:
+        raise RequestError("devices must be a list of at least one name")
+    try:
+        names = {check_name("device", name) for name in devices}
+    except BadNameError as error:
+        raise RequestError(f"devices: {error}") from error
+    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way, accuracy=budget)
+
+
+def _budget(accuracy: Any) -> float | None:
+    if accuracy is None:
+        return None
+    if not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 < accuracy <= 1:
+        raise RequestError("accuracy must be a number above 0, at most 1: how far f16 or i8 may move the answer")
+    return float(accuracy)
+
+
+def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
+    strategy = data.get("strategy")
+    options = data.get("options")
+    devices = data.get("devices")
+    wire, accuracy = data.get("wire"), data.get("accuracy")
+    if wire is not None and accuracy is not None:
+        raise RequestError("wire leaves nothing for accuracy to choose; give one of the two")
+    objective = own.objective if data.get("objective") is None else data["objective"]
+    if objective not in OBJECTIVES:
+        raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
+    pins = checked_pins(
+        own.strategy if strategy is None else strategy,
+        (own.options if strategy is None else {}) if options is None else options,
+        own.devices if devices is None else devices,
+        (own.wire if accuracy is None else "f32") if wire is None else wire,
+        own.storage if data.get("weights") is None else data["weights"],
+        own.route if data.get("route") is None else data["route"],
+        (own.accuracy if wire is None else None) if accuracy is None else accuracy,
+    )
+    return replace(pins, objective=objective)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A request cut into runs: whole items, in order, as many in each as one Program may hold.
+
+
+def cut(prepared: Prepared, most: int) -> tuple[Chunk, ...]:
+    """Return the chunks of a request, each of at most the size `most`.
+
+    Their outputs, one below the other, are the output of the whole. Raises ValueError if one item is larger.
+    """
+    shape, chunks = prepared.shape, []
+    first, size = 0, 0  # first item and size of the chunk
+    for place, more in enumerate(shape.sizes):
+        if more > most:
+            raise ValueError(f"item {place} has size {more}, a run holds {most}")
+        if size + more > most:
+            part, where = shape.part(first, place)
+            chunks.append(Chunk(part, prepared.inputs[where]))
+            first, size = place, 0
+        size += more
+    part, where = shape.part(first, len(shape.sizes))
+    return (*chunks, Chunk(part, prepared.inputs[where]))

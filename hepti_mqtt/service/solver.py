@@ -25,9 +25,8 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW, Plan, WireDtype
 from hepti_mqtt.planner import compared, decide_soon, decide_within, price, still_best, wire_errors
-from hepti_mqtt.planner.wires import Narrowed, narrowed
-from hepti_mqtt.runtime.planner.commands import Solve
-from hepti_mqtt.runtime.planner.events import Solved
+from hepti_mqtt.planner.candidates import Narrowed, narrowed
+from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
 from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)

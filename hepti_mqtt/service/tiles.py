@@ -11,8 +11,8 @@ from typing import Final
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError, ModelError, NetworkError
 from hepti_mqtt.ids import ALL, Epoch
-from hepti_mqtt.wire.frames import Frame, encode
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol.frames import Frame, encode
+from hepti_mqtt.protocol.topics import Topics
 
 PAUSE_S: Final = 0.01  # until the connection is looked at again when its queue is full
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import NamedTuple
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
+from math import inf, prod
+from typing import Final, NamedTuple
 
-from hepti_mqtt.cluster import Power
-from hepti_mqtt.lowering import Graph
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.cost.profiles import Power
+from hepti_mqtt.lowering import Graph, roles
+from hepti_mqtt.lowering.ops import Linear
 from hepti_mqtt.plan import Range, apportion
 
 Options = Mapping[str, str]  # of a method's variant
@@ -81,3 +87,89 @@ class Lane(NamedTuple):
 
 # What a plan keeps: weights of shares that depend on the request, ranges of the others; one per device, by kind.
 Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Consecutive ranges for devices in their order, so that the slowest is as fast as can be: by dynamic programming.
+
+
+Array = NDArray[np.float64]
+
+
+def consecutive(costs: Array) -> tuple[Range, ...]:
+    """Return a range of points for each device, for which the largest cost is least; exact, in whole points.
+
+    costs [N, P, P]: of device i having start..stop, inf where it cannot. Of equal solutions that which gives the later
+    devices least.
+    """
+    devices, points, _ = costs.shape
+    best = np.full(points, np.inf)
+    best[0] = 0.0
+    chosen = np.zeros((devices, points), int)
+    for i in range(devices):
+        through = np.maximum(best[:, None], costs[i])
+        chosen[i] = points - 1 - np.argmin(through[::-1], axis=0)
+        best = through[chosen[i], np.arange(points)]
+    at, out = points - 1, []
+    for i in reversed(range(devices)):
+        start = int(chosen[i, at])
+        out.append((start, at))
+        at = start
+    return tuple(reversed(out))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Units given one by one to whoever is done with them first.
+
+
+# How the original layers of a decoupled transformer are computed, and the last group's where that differs.
+PLACEMENTS: Final[tuple[Options, ...]] = (
+    {"original": "everywhere"},
+    {"original": "megatron"},
+    {"original": "everywhere", "last": "megatron"},
+    {"original": "megatron", "last": "everywhere"},
+)
+
+
+def greedy(total: int, speeds: Weights) -> tuple[Range, ...]:
+    """Divide 0..total: each unit to the device that then ends first, the faster one of two that end together.
+
+    Ranges stand in the devices' order. The last one to end does so as early as with any other division into units.
+    """
+    counts = [0] * len(speeds)
+    queue = [(1.0 / speed, -speed, i) for i, speed in enumerate(speeds) if speed > 0]
+    heapify(queue)
+    for _ in range(total):
+        _, slower, i = queue[0]
+        counts[i] += 1
+        heapreplace(queue, ((counts[i] + 1) / speeds[i], slower, i))
+    return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def sub_blocks(graph: Graph, count: int, weights: Weights, lanes: Sequence[Lane]) -> tuple[Range, ...]:
+    """Return the branches of each device, of so many: one by one to who then ends first, if it has room for it.
+
+    What it sends counts too.
+    """
+    ops = [op for op in graph.ops if op.branch == 0 and isinstance(op, Linear)]
+    flops, held = sum(2.0 * prod(op.space) for op in ops), sum(4.0 * prod(op.space[1:]) for op in ops)
+    sent = 4.0 * prod(graph.first(roles.SLICE).space) * (len(weights) - 1)
+    owned = [0] * len(weights)
+
+    def ends_s(i: int) -> tuple[bool, float]:
+        most = owned[i] + 1
+        seconds = flops / weights[i] + sent / lanes[i].bytes_per_s if weights[i] > 0 else inf
+        return most * held > lanes[i].memory_bytes, most * seconds
+
+    for _ in range(count):
+        owned[min((i for i, w in enumerate(weights) if w > 0), key=ends_s)] += 1
+    return tuple(pairwise(accumulate(owned, initial=0)))
+
+
+def dealt(count: int, weights: Weights) -> list[list[int]]:
+    """Return so many groups of devices: as even as can be, the fastest device dealt out first."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for device in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        least = min(groups, key=lambda group: (sum(weights[i] for i in group), len(group)))
+        least.append(device)
+    return [sorted(group) for group in groups]

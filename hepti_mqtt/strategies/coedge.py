@@ -10,7 +10,7 @@ from typing import Final
 from hepti_mqtt.lowering import Table, on, roles
 from hepti_mqtt.plan import apportion
 from hepti_mqtt.shares import Options
-from hepti_mqtt.shares.coedge import solved
+from hepti_mqtt.shares.maps import coedge_shares
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
@@ -35,5 +35,5 @@ METHOD = Method(
     options=({}, {"goal": "energy"}),
     differs=lambda _, options: not is_energy(options),
     settles=is_energy,
-    solve=lambda graph, options, weights, lanes: ({ROWS: solved(graph, weights, lanes, is_energy(options))}, {}),
+    solve=lambda graph, options, weights, lanes: ({ROWS: coedge_shares(graph, weights, lanes, is_energy(options))}, {}),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hepti_mqtt.lowering import Piece, Rule, Table, box, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.greedy import PLACEMENTS, sub_blocks
+from hepti_mqtt.shares.share import PLACEMENTS, sub_blocks
 from hepti_mqtt.strategies import megatron
 from hepti_mqtt.strategies.method import HEADS, MLP, PARTS, ROWS, Division, Method
 

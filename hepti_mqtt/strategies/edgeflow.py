@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from hepti_mqtt.lowering import Piece, Table, box, roles, span
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.edgeflow import solved
-from hepti_mqtt.shares.units import dimension
+from hepti_mqtt.shares.maps import dimension, edgeflow_ranges
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
@@ -28,5 +27,5 @@ METHOD = Method(
     table,
     needs=(roles.MAP,),
     in_line=True,
-    solve=lambda graph, _options, weights, lanes: ({}, solved(graph, weights, lanes)),
+    solve=lambda graph, _options, weights, lanes: ({}, edgeflow_ranges(graph, weights, lanes)),
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from hepti_mqtt.lowering import Piece, Table, box, on, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.tiles import TILES, owned
-from hepti_mqtt.shares.units import border
+from hepti_mqtt.shares.maps import TILES, border, owned
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 

@@ -5,7 +5,7 @@ beside an exchange is cut into rows: one part travels while the next is computed
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Rule, Set, Table, between, qkv_of, roles, split, tile
-from hepti_mqtt.lowering.collectives import ring_gather, ring_scatter
+from hepti_mqtt.lowering.layouts import ring_gather, ring_scatter
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from hepti_mqtt.lowering import Table, roles
-from hepti_mqtt.shares.borders import ahead
-from hepti_mqtt.shares.rows import ranges_by_size, rows_kind
+from hepti_mqtt.shares.maps import ahead, ranges_by_size, rows_kind
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 

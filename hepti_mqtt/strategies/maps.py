@@ -10,8 +10,7 @@ from typing import Final
 
 from hepti_mqtt.lowering import Graph, Piece, Rule, Table, box, on, roles, span
 from hepti_mqtt.shares import Options
-from hepti_mqtt.shares.rows import Divide, dense_kind
-from hepti_mqtt.shares.units import alone, sizes
+from hepti_mqtt.shares.maps import Divide, alone, dense_kind, sizes
 from hepti_mqtt.strategies.method import Division
 
 CUT: Final = "cut"

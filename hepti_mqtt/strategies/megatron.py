@@ -7,7 +7,7 @@ direct or in a ring. Norms run everywhere.
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Table, roles
-from hepti_mqtt.lowering.collectives import direct, ring
+from hepti_mqtt.lowering.layouts import direct, ring
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Final
 
 from hepti_mqtt.lowering import roles
-from hepti_mqtt.shares.greedy import greedy
-from hepti_mqtt.shares.rows import shares_by
+from hepti_mqtt.shares.maps import shares_by
+from hepti_mqtt.shares.share import greedy
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Method
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hepti_mqtt.shares import Options, Weights
-from hepti_mqtt.shares.greedy import dealt
+from hepti_mqtt.shares.share import dealt
 from hepti_mqtt.strategies import single
 from hepti_mqtt.strategies.method import Method
 

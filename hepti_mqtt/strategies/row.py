@@ -8,7 +8,7 @@ matmuls hide the other's exchanges; in `mlp` the head device attends for all, fo
 from __future__ import annotations
 
 from hepti_mqtt.lowering import BY_ROW, Table, after, in_groups, qkv_of, roles, tile
-from hepti_mqtt.shares.offload import rows_behind
+from hepti_mqtt.shares.stages import rows_behind
 from hepti_mqtt.strategies.method import HEADS, ROWS, Division, Method
 
 

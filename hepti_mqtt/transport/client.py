@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.backoff import Backoff
 from hepti_mqtt.transport.base import (
     Connected,
@@ -34,7 +35,6 @@ from hepti_mqtt.transport.outbox import MAX_QUEUED_BYTES, Message, Outbox, Unsub
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.versions import AnyLink, Versions
 from hepti_mqtt.transport.wake import Wake
-from hepti_mqtt.wire.topics import publish_bytes
 
 FAREWELL_S: Final = 2.0  # beyond what `close` is given, for a DISCONNECT that the broker must read
 AWAY_S: Final = 0.3

@@ -7,10 +7,10 @@ from math import isqrt
 from typing import Final
 
 from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
 from hepti_mqtt.transport.client import PahoTransport
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.wire.topics import MAX_PACKET_BYTES, publish_bytes
 
 SMALLEST: Final = 1024
 _PRECISION: Final = 16  # the answer may be a sixteenth below the true limit

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.limits import packet_limit_error
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import Counts, OnTaken, Receipt, Will
-from hepti_mqtt.wire.limits import packet_limit_error
-from hepti_mqtt.wire.topics import publish_bytes
 
 MAX_QUEUED_BYTES: Final = 64 * 2**20
 MAX_QUEUED: Final = 10_000

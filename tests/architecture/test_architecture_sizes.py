@@ -16,11 +16,11 @@ PARAMETERS = 7  # that can be given by position: what must be named at every cal
 COMPILED = "hepti_mqtt/kernels/"
 # What puts a process or a host together is handed its parts, once. No number of these may grow.
 MORE_PARAMETERS = {
-    "device_agent/afterwards.py Afterwards.__init__": 8,
+    "device_agent/background.py Afterwards.__init__": 8,
     "device_agent/heartbeat.py HeartbeatThread.__init__": 11,
     "device_agent/shell.py Shell.__init__": 11,
     "hepti_mqtt/lab/emulated.py EmulatedHost.__init__": 8,
-    "hepti_mqtt/service/post.py Post.__init__": 9,
+    "hepti_mqtt/service/channel.py Post.__init__": 9,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -21,8 +21,7 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.lab.local import LocalHost
 from hepti_mqtt.program import Recv, Send
-from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.runtime.device.local import pack
+from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
 MATRICES = weights(0)
 some_cases = st.builds(

@@ -11,7 +11,7 @@ from hepti_mqtt.bench.outside.torch_single import make as make_torch
 from hepti_mqtt.bench.results import read
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.client.check import random_input, reference
+from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lab.local import LocalHost
 

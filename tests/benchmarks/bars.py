@@ -18,16 +18,16 @@ from typing import Any
 from hepti_mqtt.bench.contenders import CONTENDERS, SITE, STRATEGY_NAMES
 from hepti_mqtt.bench.experiment import spec_of
 from hepti_mqtt.bench.simulated import Point, cluster_of
-from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.explain import flops
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.plan_programs import lowered
 from hepti_mqtt.planner import Candidate, Question, decide, price
-from hepti_mqtt.simulate import Naming
-from hepti_mqtt.simulate.work_factor import flops
 
 MODEL, DEVICES = "bert-large", 4
 SITES, RATES, LENGTHS = ("four-pi4", "mixed-four-roomy"), (940, 240, 100), (128, 256)
@@ -81,7 +81,7 @@ def question(site: str, rate: int, tokens: int, name: str) -> Question:
     return Question(
         Naming("bench", MODEL),
         spec,
-        cluster_of(load_site(examples.find("sites", Path(site))), point),
+        cluster_of(load_site(settings.find_bundled_config("sites", Path(site))), point),
         shape_for(spec, tokens),
         Epoch(1, 1),
         strategy=contender.strategy,

@@ -38,7 +38,7 @@ except ImportError:  # before methods were tables
     from hepti_mqtt.strategies import make_plan, program, resident_weights  # type: ignore[attr-defined,no-redef]
 
 try:
-    from hepti_mqtt.runtime.device.executor import bind
+    from hepti_mqtt.runtime.worker.executor import bind
 except ImportError:  # before the runtime had two halves
     from hepti_mqtt.runtime.executor import bind  # type: ignore[import-not-found,no-redef]
 
@@ -72,7 +72,7 @@ def caches() -> Iterator[Any]:
         "hepti_mqtt.lowering",
         "hepti_mqtt.plan_programs",
         "hepti_mqtt.shares",
-        "hepti_mqtt.passes",
+        "hepti_mqtt.lowering.passes",
         "hepti_mqtt.models.families",
     )
     for name, module in list(sys.modules.items()):

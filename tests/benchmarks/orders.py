@@ -22,7 +22,7 @@ from sites import plan
 
 from device_agent.measure import measure
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.kernels import KERNELS, Workers, allocate, isa, works
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import program

@@ -16,12 +16,12 @@ import numpy as np
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder
-from hepti_mqtt.runtime.device import runs
-from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.runtime.device.run import Run
-from hepti_mqtt.wire import frames
-from hepti_mqtt.wire.arrivals import Exchanges
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.protocol.frames import Exchanges
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker import runs
+from hepti_mqtt.runtime.worker.executor import Executor, bind
+from hepti_mqtt.runtime.worker.runs import Run
 
 OPS, RUNS = 400, 60
 INPUT, OUTPUT, VALUE = 0, 1, 2  # nodes; a value of each exchange has one of its own, from VALUE on

@@ -21,14 +21,14 @@ import numpy as np
 
 from device_agent.measure import measure
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import DeviceProfile, profile_from_caps
+from hepti_mqtt.cost.profiles import DeviceProfile, profile_from_caps
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Weight, Workers, allocate, works
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, Program, Recv, SlotSpec, WeightRef
-from hepti_mqtt.runtime.device.executor import Bound, Executor, bind
+from hepti_mqtt.runtime.worker.executor import Bound, Executor, bind
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 
 from hepti_mqtt.client.described import cluster_described
+from hepti_mqtt.cost.simulator import Naming, simulate
 from hepti_mqtt.lab.site import SITE
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
-from hepti_mqtt.simulate import Naming, simulate
 
 LATENCY_S = 0.3e-3  # of the lab's links, with what a broker takes
 

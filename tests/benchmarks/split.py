@@ -22,7 +22,7 @@ from site_processes import SITE, Site, poll
 from hepti_mqtt import __version__, models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.check import random_input
+from hepti_mqtt.client.described import random_input
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.strategies import STRATEGIES

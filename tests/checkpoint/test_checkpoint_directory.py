@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from hepti_mqtt.checkpoint import Checkpoint, make_model, model_name
 from hepti_mqtt.errors import BadNameError, ModelError
 from hepti_mqtt.models import tensor_sources
-from hepti_mqtt.wire.manifest import check_tile, tile_array
+from hepti_mqtt.protocol.manifest import check_tile, tile_array
 
 
 def all_tensors(path):

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, directory
-from hepti_mqtt.wire.manifest import tile_hash
+from hepti_mqtt.protocol.manifest import tile_hash
 
 
 class Counter:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make, make_model
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import spec_from_config, tensor_sources
-from hepti_mqtt.models.reads import Text
+from hepti_mqtt.models.shapes import Text
 
 TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 
@@ -108,7 +108,7 @@ def test_a_place_that_cannot_be_written_is_a_model_error(tmp_path):
 
 
 def test_the_tokenizer_of_a_real_kind_has_its_vocabulary(tmp_path):
-    from hepti_mqtt.checkpoint.tokenizer_files import write_tokenizer
+    from hepti_mqtt.checkpoint.make import write_tokenizer
 
     write_tokenizer(tmp_path / "tokenizer.json", 30522)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import encode_status
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.broker, pytest.mark.processes]
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,8 @@ from cli_onnx import small_net
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
-from hepti_mqtt.cli.main import main
-from hepti_mqtt.cli.parser import build
-from hepti_mqtt.client.check import reference
+from hepti_mqtt.cli.main import build, main
+from hepti_mqtt.client.described import reference
 from hepti_mqtt.errors import ConfigError, WireError
 from hepti_mqtt.spec import Spec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_onnx import small_net
 
-from hepti_mqtt.cli.main import _COMMANDS, main
+from hepti_mqtt.cli.main import _ENTRY_POINTS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
@@ -39,10 +39,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(re.search(rf"^ +{name} ", out, re.MULTILINE) for name in _COMMANDS)
+    assert all(re.search(rf"^ +{name} ", out, re.MULTILINE) for name in _ENTRY_POINTS)
 
 
-@pytest.mark.parametrize("command", [*_COMMANDS, "model make", "model inspect", "model verify"])
+@pytest.mark.parametrize("command", [*_ENTRY_POINTS, "model make", "model inspect", "model verify"])
 def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, err = run(capsys, *command.split(), "--help")
     assert (code, err) == (0, "")
@@ -50,7 +50,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
     assert [e for e in entries if len(re.split(r"\s{2,}|\n", e)) < 2] == [], "an argument without a word about it"
 
 
-@pytest.mark.parametrize("command", [c for c in _COMMANDS if c != "model"])
+@pytest.mark.parametrize("command", [c for c in _ENTRY_POINTS if c != "model"])
 def test_every_command_takes_the_common_options(capsys: pytest.CaptureFixture[str], command: str) -> None:
     _, out, _ = run(capsys, command, "--help")
     assert {"--broker", "--site", "--json"} <= set(re.findall(r"--[a-z]+", out))

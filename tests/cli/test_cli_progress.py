@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from hepti_mqtt.cli.progress import EVERY_S, LoadView
+from hepti_mqtt.cli.processes import EVERY_S, LoadView
 
 MIB = 2**20
 

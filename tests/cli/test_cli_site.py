@@ -26,8 +26,8 @@ from hepti_mqtt.cli.infer import shown
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 

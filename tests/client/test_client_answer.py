@@ -9,7 +9,7 @@ import pytest
 
 from hepti_mqtt import errors
 from hepti_mqtt.client import Answer
-from hepti_mqtt.client.answer import error_from
+from hepti_mqtt.client.session import error_from
 
 
 def answer(result):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hepti_mqtt.client.body import encode_picture, request_body
+from hepti_mqtt.client.client import encode_picture, request_body
 from hepti_mqtt.errors import RequestError
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.client.check import random_input
+from hepti_mqtt.client.described import random_input
 
 
 @pytest.mark.parametrize(("photographs", "kind"), [(False, "PNG"), (True, "JPEG")])

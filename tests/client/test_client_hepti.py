@@ -23,11 +23,11 @@ from hepti_mqtt.errors import (
     UnknownModelError,
     WireError,
 )
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
-from hepti_mqtt.wire import described, messages
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import encode_status
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = pytest.mark.broker
 
@@ -280,14 +280,14 @@ def test_a_planner_of_another_version_is_told_at_once(hepti, planner):
 
 def test_devices(hepti, planner):
     t = planner.topics
-    caps = described.Caps("a", 1, 4, 2, 1 << 30, 1 << 20, "plain", "0", {"linear": []}, 0, 4)
+    caps = protocol_messages.Caps("a", 1, 4, 2, 1 << 30, 1 << 20, "plain", "0", {"linear": []}, 0, 4)
     planner.say(t.caps("a"), messages.encode_caps(caps))
     planner.say(t.status("a"), encode_status(Status("online", 1)))
     planner.say(t.status("b"), encode_status(Status("offline", 1)))
     heard = threading.Event()
 
     def beat():
-        payload = messages.encode_heartbeat(described.Heartbeat(1, 1, 0.5, 0, None, None, None, 1.0, 0))
+        payload = messages.encode_heartbeat(protocol_messages.Heartbeat(1, 1, 0.5, 0, None, None, None, 1.0, 0))
         while not heard.wait(0.01):
             planner.say(t.heartbeat("a"), payload, retain=False)
 

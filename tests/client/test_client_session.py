@@ -16,13 +16,13 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.session import ClientSession, Ended, Publication
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
-from hepti_mqtt.wire import described, messages
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import encode_status
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
 
 T = Topics("home")
-CAPS = described.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
+CAPS = protocol_messages.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, 
 
 
 def test_devices_are_put_together_from_what_they_say(session):
-    beat = described.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
+    beat = protocol_messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
     session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
     session.heard(T.caps("a"), messages.encode_caps(CAPS), 0.0)
     device = session.devices["a"].to_dict("a")

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 from closed_broker import PATIENCE_S, Someone, closed_broker
 
-from hepti_mqtt.closed_site.roles import ROLES, access_list
+from hepti_mqtt.closed_site.folder import ROLES, access_list
 from hepti_mqtt.ids import ALL, PLANNER
+from hepti_mqtt.protocol.topics import Kind, Topics
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.wire.topics import Kind, Topics
 
 BROKER = Path(__file__).parents[2] / "broker"
 USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer"}

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hepti_mqtt.config.ending import ended_by_signals, stop_event, uninterrupted
+from hepti_mqtt.config.process import ended_by_signals, stop_event, uninterrupted
 
 ENDING = [signal.SIGTERM, signal.SIGHUP]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.config.environment import check_environment, data_link
+from hepti_mqtt.config.settings import check_environment, data_link
 from hepti_mqtt.errors import ConfigError
 
 WRONG = {

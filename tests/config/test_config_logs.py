@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hepti_mqtt.config.logs import EVERY_S, REMEMBERED, SparingFilter, setup
+from hepti_mqtt.config.process import EVERY_S, REMEMBERED, SparingFilter, setup_logging
 
 
 class Lines(logging.Handler):
@@ -63,12 +63,12 @@ def test_verbose_is_about_ourselves(monkeypatch):
     handler = Lines()
     monkeypatch.setattr(root, "handlers", [])
     try:
-        setup(handler, "%(name)s", verbose=True)
+        setup_logging(handler, "%(name)s", verbose=True)
         for name in ("hepti.agent", "hepti_mqtt.runtime", "device_agent", "numba.core.ssa", "PIL"):
             logging.getLogger(name).debug("word")
         assert handler.lines == ["hepti.agent", "hepti_mqtt.runtime", "device_agent"]
         root.handlers = []
-        setup(handler, "%(name)s")
+        setup_logging(handler, "%(name)s")
         logging.getLogger("hepti.agent").debug("other word")
         logging.getLogger("numba").warning("other word")
         assert handler.lines[3:] == ["numba"]

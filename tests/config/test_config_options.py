@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.cli.parser import build
+from hepti_mqtt.cli.main import build
 from hepti_mqtt.config import Settings
-from hepti_mqtt.config.argument_types import natural, natural_range, port, positive
 from hepti_mqtt.config.options import (
     AgentOptions,
     PinOptions,
     PlannerOptions,
     add_site,
+    natural,
+    natural_range,
+    port,
+    positive,
     settings_of,
     site_arguments,
 )

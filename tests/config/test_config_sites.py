@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hepti_mqtt.cluster import PeerLink
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.profiles import PeerLink
 from hepti_mqtt.errors import ConfigError
 
 SITES = Path(__file__).parents[2] / "configs" / "sites"

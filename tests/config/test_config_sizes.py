@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hepti_mqtt.config.sizes import parse_size
+from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.config.state import AHEAD_S, latest_boot, next_boot, write_atomically
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.wire.checks import MAX_BOOT
+from hepti_mqtt.protocol.plausible import MAX_BOOT
 
 
 def test_boot_is_the_time_at_first(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hepti_mqtt.cli.parser import build
+from hepti_mqtt.cli.main import build
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = {"condition": "service_healthy"}

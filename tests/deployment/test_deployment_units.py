@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hepti_mqtt.cli.parser import build
+from hepti_mqtt.cli.main import build
 from hepti_mqtt.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,13 @@ from collections import Counter, deque
 
 import numpy as np
 
-from device_agent.loader import WeightLoader
-from device_agent.tiles import TileCache
+from device_agent.loader import TileCache, WeightLoader
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.device.commands import Load
+from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid, tile_hash
+from hepti_mqtt.runtime.worker.interface import Load
 from hepti_mqtt.transport import Counts
-from hepti_mqtt.wire.manifest import Manifest, TensorEntry, grid, tile_hash
 
 MODEL = "m"
 LOG = logging.getLogger("test")

@@ -6,22 +6,19 @@ import sites
 import swarm
 from device_agent_support import ListTransport
 
-from device_agent.complaints import Complaints
-from device_agent.events import Acknowledged, LinkUp, Stop
-from device_agent.meter import Meter
-from device_agent.network import Network
-from device_agent.probe import Prober
+from device_agent.heartbeat import Meter
+from device_agent.network import Acknowledged, Complaints, LinkUp, Network, Stop
+from device_agent.probes import Prober
 from device_agent.shell import Shell
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Load, Study, Unload
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.device.worker import WorkerSession
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker.executor import pack
+from hepti_mqtt.runtime.worker.interface import FrameIn, Load, Loaded, MessageIn, Study, Unload
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
 BOOT = 100

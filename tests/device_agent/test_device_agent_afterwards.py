@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from device_agent import afterwards
-from device_agent.afterwards import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
+from device_agent import background
+from device_agent.background import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
 
 
 def looks(doubts, slowdown, start, seconds):
@@ -50,15 +50,15 @@ def test_what_stays_wrong_is_measured_more_and_more_rarely():
 @pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])
 def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back(monkeypatch, free, takes):
     told, curves = [], {"linear": []}
-    monkeypatch.setattr(afterwards, "free_memory", lambda: free)
-    monkeypatch.setattr(afterwards, "return_memory", lambda: told.append("given back"))
-    monkeypatch.setattr(afterwards, "cache_directory", lambda: None)
+    monkeypatch.setattr(background, "free_memory", lambda: free)
+    monkeypatch.setattr(background, "return_memory", lambda: told.append("given back"))
+    monkeypatch.setattr(background, "cache_directory", lambda: None)
 
     def measured(places, workers, memory_bytes, **_):
         told.append(memory_bytes)
         return curves, False
 
-    monkeypatch.setattr(afterwards, "self_measurement", measured)
+    monkeypatch.setattr(background, "self_measurement", measured)
     meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
     after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), steady=False, log=log)

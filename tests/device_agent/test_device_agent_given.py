@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from device_agent import given as module
 from device_agent import measure as measuring
-from device_agent.given import busy, given
-from device_agent.limits import Allowed
+from device_agent import measure as module
+from device_agent.machine import Allowed
+from device_agent.measure import busy, given
 from hepti_mqtt.errors import HeptiError, LabError
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.lab.cgroups import Group, remove, this_machine
@@ -96,8 +96,8 @@ def test_of_a_real_control_group_no_more_is_told_than_it_gives():
         pytest.skip(f"no control groups to make here: {error}")
     code = (
         "import sys, time; sys.stdin.readline()\n"
-        "from device_agent.given import busy, given\n"
-        "from device_agent.limits import Allowed, allowed\n"
+        "from device_agent.measure import busy, given\n"
+        "from device_agent.machine import Allowed, allowed\n"
         "found = allowed()\n"
         "begin, cpu = time.perf_counter(), time.process_time()\n"
         "told = given(found, 1)\n"

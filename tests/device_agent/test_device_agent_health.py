@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent import health as monitoring
-from device_agent.health import WINDOW_S, CpuTimes, HealthMonitor, cpu_other, is_local, local_brokers
+from device_agent import machine as monitoring
+from device_agent.machine import WINDOW_S, CpuTimes, HealthMonitor, cpu_other, is_local, local_brokers
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.transport import BrokerUrl
 

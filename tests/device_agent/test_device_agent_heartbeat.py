@@ -5,16 +5,15 @@ import pytest
 import swarm
 from device_agent_support import ListTransport
 
-from device_agent.complaints import Complaints
-from device_agent.health import Health
-from device_agent.heartbeat import HeartbeatThread
-from device_agent.meter import IDLE_S, Meter
-from device_agent.network import Network
-from device_agent.probe import LARGE_BYTES, Prober
+from device_agent.heartbeat import IDLE_S, HeartbeatThread, Meter
+from device_agent.machine import Health
+from device_agent.network import Complaints, Network
+from device_agent.probes import LARGE_BYTES, Prober
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import Inbox
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
 
@@ -70,8 +69,8 @@ def test_a_beat_says_how_the_device_is(device):
     device.echo(10.25)
     device.thread.beat(11.0)
     assert device.beats() == [
-        described.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
-        described.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
+        protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
+        protocol_messages.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
     ]
     topic, _, qos, retain = device.planes["control"].published[0]
     assert (topic, qos, retain) == (TOPICS.heartbeat("d1"), 0, False)

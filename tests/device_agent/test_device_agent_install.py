@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from device_agent.install import device_lock, directories
+from device_agent.agent import device_lock, directories
 from hepti_mqtt.errors import BadNameError, ConfigError
 
 
@@ -48,7 +48,7 @@ def test_second_agent_of_one_name_is_told_who_holds_the_lock(tmp_path):
 
 def test_a_killed_agent_leaves_no_lock(tmp_path):
     code = (
-        "import os, signal; from pathlib import Path; from device_agent.install import device_lock\n"
+        "import os, signal; from pathlib import Path; from device_agent.agent import device_lock\n"
         f"with device_lock(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

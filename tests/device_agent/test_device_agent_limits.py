@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from device_agent.limits import Allowed, allowed, capacities, cores, free_memory
+from device_agent.machine import Allowed, allowed, capacities, cores, free_memory
 
 MIB = 1 << 20
 

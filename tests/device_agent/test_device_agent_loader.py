@@ -12,13 +12,12 @@ from device_agent.loader import (
     PROGRESS_S,
     WINDOW,
 )
+from hepti_mqtt.cost.memory import weight_total
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.device.commands import Load, Unload
-from hepti_mqtt.runtime.device.events import Loaded, LoadFailed, LoadProgress
-from hepti_mqtt.simulate import weight_total
-from hepti_mqtt.wire.manifest import Manifest
+from hepti_mqtt.protocol.manifest import Manifest
+from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -360,7 +359,7 @@ def test_a_cache_too_small_for_the_model_only_costs_asking(tmp_path, limit):
     ],
 )
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
-    from hepti_mqtt.wire.manifest import tile_hash
+    from hepti_mqtt.protocol.manifest import tile_hash
 
     device.loader.load(Load(1, "m", Epoch(1, 1), tile_hash(blob), MODEL.refs), device.now)
     device.loader.load(MODEL.load(2), device.now)

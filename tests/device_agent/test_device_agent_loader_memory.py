@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from device_agent_support import Device, Model
 
+from hepti_mqtt.cost.memory import loading_total
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.kernels import loading_bytes
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.runtime.device.events import Loaded, LoadFailed
-from hepti_mqtt.simulate import loading_total
+from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed
 
 MODEL = Model()
 WIDE = Model(seed=4, rows=4000, columns=3000)
@@ -59,7 +59,7 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
     def none_left(ref):
         raise MemoryError
 
-    monkeypatch.setattr("device_agent.load_job.allocate", none_left)
+    monkeypatch.setattr("device_agent.loader.allocate", none_left)
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL)
     (failed,) = device.of(LoadFailed)

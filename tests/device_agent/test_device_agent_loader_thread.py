@@ -5,12 +5,9 @@ from queue import SimpleQueue
 
 from device_agent_support import LOG, Model, check_weights
 
-from device_agent.loader import WeightLoader
-from device_agent.loader_thread import AskAgain, LoaderThread, TileIn
-from device_agent.tiles import TileCache
+from device_agent.loader import AskAgain, LoaderThread, TileCache, TileIn, WeightLoader
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device.commands import Unload
-from hepti_mqtt.runtime.device.events import Loaded, LoadProgress
+from hepti_mqtt.runtime.worker.interface import Loaded, LoadProgress, Unload
 
 MODEL = Model()
 
@@ -116,7 +113,7 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("device_agent.loader_thread.QUEUED_BYTES", 1000)
+    monkeypatch.setattr("device_agent.loader.QUEUED_BYTES", 1000)
     counters = Counter()
     cache = TileCache(tmp_path, 0, counters)
     thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h: None, counters), counters, LOG)

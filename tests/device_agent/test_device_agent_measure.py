@@ -4,16 +4,14 @@ from weakref import WeakSet
 import pytest
 
 from device_agent import measure as measuring
-from device_agent.caches import UNKNOWN_BYTES, last_level_bytes
-from device_agent.limits import Allowed
+from device_agent.machine import UNKNOWN_BYTES, Allowed, last_level_bytes
 from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up, weight_bytes
+from hepti_mqtt.program import Work
+from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.transport.mesh import mesh_possible
-from hepti_mqtt.wire.described import Caps
-from hepti_mqtt.wire.messages import decode_caps, encode_caps
-from hepti_mqtt.work import Work
 
 
 @pytest.fixture(scope="module")

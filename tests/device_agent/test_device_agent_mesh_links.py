@@ -9,26 +9,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_agent.complaints import Complaints
-from device_agent.config import AgentConfig
-from device_agent.endpoint import checked_address, listening_address, own_address
-from device_agent.mesh_links import MeshLinks
-from device_agent.own_endpoint import OwnEndpoint
-from device_agent.peer_probes import PeerProbes
+from device_agent.config import AgentConfig, checked_address, listening_address, own_address
+from device_agent.links import MeshLinks, OwnEndpoint
+from device_agent.network import Complaints
+from device_agent.probes import PeerProbes
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device.commands import Admit, Join, Part
-from hepti_mqtt.runtime.device.events import FrameIn, PeerJoined, PeerLost, PeerRefused
-from hepti_mqtt.runtime.publish import Publish
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.protocol.frames import Arrival, Frame
+from hepti_mqtt.protocol.messages import MAX_PEERS, Endpoint, Heartbeat, Peer, encode_heartbeat
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker.interface import Admit, FrameIn, Join, Part, PeerJoined, PeerLost, PeerRefused
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.mesh import Mesh, mesh_possible
-from hepti_mqtt.wire import frames
-from hepti_mqtt.wire.arrivals import Arrival
-from hepti_mqtt.wire.described import Heartbeat
-from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.messages import encode_heartbeat
-from hepti_mqtt.wire.peers import MAX_PEERS, Endpoint, Peer
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 

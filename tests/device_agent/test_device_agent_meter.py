@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from device_agent.meter import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, Meter
+from device_agent.heartbeat import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, Meter
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import works

@@ -6,19 +6,27 @@ from device_agent_support import MODEL, ListTransport, sha
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from device_agent.afterwards import CLOSE_S
-from device_agent.complaints import Complaints
-from device_agent.events import Acknowledged, FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus
-from device_agent.network import Network
-from device_agent.probe import Prober
+from device_agent.background import CLOSE_S
+from device_agent.network import (
+    Acknowledged,
+    Complaints,
+    FiltersRefused,
+    LinkDown,
+    LinkUp,
+    Network,
+    OwnStatus,
+    PlannerStatus,
+)
+from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn
 from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.transport.client import AWAY_S
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
 EPOCH = Epoch(3, 4)
@@ -73,7 +81,7 @@ def test_base_subscriptions_of_both_planes(wired):
 
 def test_commands_and_statuses_become_events(wired):
     release = messages.Release(1, MODEL, EPOCH)
-    status = described.Status("online", 8)
+    status = protocol_messages.Status("online", 8)
     wired.hear(TOPICS.command("d1"), messages.encode(release))
     wired.hear(TOPICS.planner_status(), messages.encode_status(status))
     wired.hear(TOPICS.status("d1"), messages.encode_status(status))
@@ -164,7 +172,7 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
         messages.Cancel(MODEL, EPOCH, 5),
         messages.Drain(3),
     ]
-    status = described.Status("offline", 8)
+    status = protocol_messages.Status("offline", 8)
     wired.hear(TOPICS.work(MODEL, "d0"), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
     for command in commands:

@@ -7,10 +7,10 @@ import pytest
 from shell_support import TOPICS, TWO, devices, request
 from test_device_agent_mesh_links import Pair
 
-from device_agent.pauses import APART_S, RUNS, Pauses
-from device_agent.probe import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES
+from device_agent.links import APART_S, RUNS, Pauses
+from device_agent.probes import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES
+from hepti_mqtt.protocol import frames
 from hepti_mqtt.transport.mesh import mesh_possible
-from hepti_mqtt.wire import frames
 
 RATE = 1e7
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent.probe import (
+from device_agent.probes import (
     AGAIN_S,
     CHECK_S,
     CHECKS,
@@ -16,7 +16,7 @@ from device_agent.probe import (
     Prober,
 )
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.wire import frames
+from hepti_mqtt.protocol import frames
 
 
 def answer(prober, payloads, now, latency_s, rate=None):

@@ -13,11 +13,11 @@ from broker_kinds import broker_of, needs_mosquitto
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
-from device_agent.limits import LOADING_BYTES
-from device_agent.packet_limit import WANTED_BYTES
+from device_agent.machine import LOADING_BYTES
+from device_agent.network import WANTED_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cluster import profile_from_caps
+from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import Epoch
@@ -25,9 +25,10 @@ from hepti_mqtt.kernels.gemm.tilings import PIN
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.broker, pytest.mark.processes]
 
@@ -106,8 +107,8 @@ class Planner:
             self.later.append((who, value))
 
     def online(self, device, after=0):
-        self.wait(device, described.Caps, lambda c: c.boot > after)
-        return self.wait(device, described.Status, lambda s: s.boot > after and s.state == "online").boot
+        self.wait(device, protocol_messages.Caps, lambda c: c.boot > after)
+        return self.wait(device, protocol_messages.Status, lambda s: s.boot > after and s.state == "online").boot
 
     def tell(self, device, message):
         self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
@@ -190,18 +191,18 @@ def agents(broker, tmp_path):
 
 def test_join_describe_beat_and_leave(planner, agents):
     process = agents.start("join1", "--memory", "1GiB")
-    caps = planner.wait("join1", described.Caps)
-    first = planner.wait("join1", described.Status)
+    caps = planner.wait("join1", protocol_messages.Caps)
+    first = planner.wait("join1", protocol_messages.Status)
     assert (first.state, first.boot) == ("starting", caps.boot)
-    status = planner.wait("join1", described.Status, STARTED)
+    status = planner.wait("join1", protocol_messages.Status, STARTED)
     assert (status.state, status.boot) == ("online", caps.boot)
     assert caps.threads == 1
     assert 0 < caps.rss_idle_bytes < 1 << 30
     assert caps.memory_budget_bytes == memory_budget(1 << 30, 1 << 40)
     assert caps.largest_packet_bytes > 1 << 20
     profile_from_caps("join1", caps.curves, caps.memory_budget_bytes, 1.0)
-    first = planner.wait("join1", described.Heartbeat)
-    later = planner.wait("join1", described.Heartbeat, lambda h: h.round_trip_s is not None)
+    first = planner.wait("join1", protocol_messages.Heartbeat)
+    later = planner.wait("join1", protocol_messages.Heartbeat, lambda h: h.round_trip_s is not None)
     assert first.boot == later.boot == caps.boot
     assert later.seq > first.seq
     assert 0.0 <= later.cpu_other <= 1.0
@@ -209,7 +210,7 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
     process.send_signal(signal.SIGTERM)
-    assert planner.wait("join1", described.Status, STARTED).state == "offline"
+    assert planner.wait("join1", protocol_messages.Status, STARTED).state == "offline"
     assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in process.stderr.read()
 
@@ -218,8 +219,8 @@ def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planne
     process = agents.start("kill1")
     boot = planner.online("kill1")
     process.kill()
-    will = planner.wait("kill1", described.Status, STARTED)
-    assert will == described.Status("offline", boot)
+    will = planner.wait("kill1", protocol_messages.Status, STARTED)
+    assert will == protocol_messages.Status("offline", boot)
     agents.start("kill1")
     assert planner.online("kill1", after=boot) > boot
 
@@ -242,7 +243,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     planner.prepare(again)
     planner.infer(again, 3)
     assert planner.tiles_sent == sent
-    beat = planner.wait("two1", described.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
+    beat = planner.wait("two1", protocol_messages.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
     assert beat.counters.get("tiles_asked", 0) == 0
 
 
@@ -254,7 +255,7 @@ def test_a_foreseen_request_finds_its_program_and_the_heartbeat_tells_which_did_
 
     for admission, lengths in enumerate([(5, 9), (3,), (4,)], 1):
         planner.infer(plan, admission, lengths)
-    beat = planner.wait("ahead1", described.Heartbeat, lambda h: h.counters.get("programs_built_late"))
+    beat = planner.wait("ahead1", protocol_messages.Heartbeat, lambda h: h.counters.get("programs_built_late"))
     assert beat.counters["programs_built_ahead"] == 2
     assert beat.counters["programs_built_late"] == 1, "of three lengths one was not foreseen"
 
@@ -268,7 +269,7 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
         planner.prepare(plan)
         broker.stop()
         broker.start()
-        planner.wait("again1", described.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
+        planner.wait("again1", protocol_messages.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
         planner.infer(plan, 1)
 
 
@@ -306,7 +307,7 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     stop.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert planner.wait("own1", described.Status, STARTED) == described.Status("offline", boot)
+    assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status("offline", boot)
 
 
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
@@ -314,9 +315,9 @@ def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, 
         planner, stop = planners(broker.url), threading.Event()
         thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
         thread.start()
-        caps = planner.wait("own1", described.Caps)
+        caps = planner.wait("own1", protocol_messages.Caps)
         assert (caps.mqtt, caps.largest_packet_bytes) == (4, WANTED_BYTES)
-        planner.wait("own1", described.Heartbeat)
+        planner.wait("own1", protocol_messages.Heartbeat)
         stop.set()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()

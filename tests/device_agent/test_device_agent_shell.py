@@ -9,19 +9,18 @@ import pytest
 import sites
 from shell_support import PLAN, SPEC, TENSORS, TOPICS, TWO, devices, request
 
-from device_agent import meter as metering
-from device_agent.events import FiltersRefused, LinkDown, LinkUp, Stop
-from device_agent.loader_thread import AskAgain
+from device_agent import heartbeat as metering
+from device_agent.loader import AskAgain
+from device_agent.network import FiltersRefused, LinkDown, LinkUp, Stop
 from hepti_mqtt import models
 from hepti_mqtt.errors import RefusedError, WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.runtime.device.commands import Complain, Unload
-from hepti_mqtt.runtime.device.events import FrameIn, MessageIn
-from hepti_mqtt.runtime.device.executor import Step
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.arrivals import Exchanges
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.frames import Exchanges
+from hepti_mqtt.runtime.worker.executor import Step
+from hepti_mqtt.runtime.worker.interface import Complain, FrameIn, MessageIn, Unload
 
 
 def raising(error):

@@ -6,16 +6,16 @@ import pytest
 import sites
 from shell_support import BOOT, PLAN, SPEC, devices, request, unloaded
 
-from device_agent.events import LinkDown, LinkUp, OwnStatus, PlannerStatus
-from device_agent.loader_thread import AskAgain
+from device_agent.loader import AskAgain
+from device_agent.network import LinkDown, LinkUp, OwnStatus, PlannerStatus
 from hepti_mqtt import models
+from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weight_total
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan_programs import program, resident_weights
-from hepti_mqtt.runtime.device.commands import Unload
-from hepti_mqtt.runtime.device.events import MessageIn
-from hepti_mqtt.simulate import live_bytes, programs_bytes, weight_total
-from hepti_mqtt.wire import described, frames, messages
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.runtime.worker.interface import MessageIn, Unload
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def device():
 
 def test_a_new_planner_voids_what_the_old_one_prepared(device):
     d = device()
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
     d.ready()
     asked = d.loader.posted.count(AskAgain())
-    d.run(PlannerStatus(described.Status("offline", PLAN.epoch.boot)))
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("offline", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
     assert d.loader.posted.count(AskAgain()) == asked + 1
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot + 1)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot + 1)))
     assert Unload(PLAN.model, PLAN.epoch, d.session.memory_bytes) in d.loader.posted
     d.run(request()[2])
     assert d.ups(frames.Frame) == []
@@ -40,9 +40,9 @@ def test_a_new_planner_voids_what_the_old_one_prepared(device):
 
 def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing(device):
     d = device()
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
     d.ready()
-    d.run(PlannerStatus(described.Status("online", PLAN.epoch.boot - 1)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot - 1)))
     assert unloaded(d) == []
     d.run(request()[2])
     assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
@@ -51,15 +51,15 @@ def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing
 def test_own_will_heard_is_contradicted(device):
     d = device()
     d.ready()
-    d.run(OwnStatus(described.Status("online", BOOT)))
+    d.run(OwnStatus(protocol_messages.Status("online", BOOT)))
     assert len(d.announced) == 1
-    d.run(OwnStatus(described.Status("offline", BOOT)))
+    d.run(OwnStatus(protocol_messages.Status("offline", BOOT)))
     assert len(d.announced) == 2
 
 
 NEXT = replace(PLAN, epoch=Epoch(1, 2))
 AWAY = (LinkDown("control", "x"), LinkUp("control", 5, None))
-WILL = (OwnStatus(described.Status("offline", BOOT)),)
+WILL = (OwnStatus(protocol_messages.Status("offline", BOOT)),)
 
 
 @pytest.mark.parametrize("away", [AWAY, WILL])
@@ -117,10 +117,10 @@ def test_plans_from_before_a_reconnection_go_when_memory_is_needed(device, doubt
 
 def test_a_late_will_of_an_earlier_start_is_overwritten(device):
     d = device()
-    d.run(OwnStatus(described.Status("offline", BOOT - 1)))
+    d.run(OwnStatus(protocol_messages.Status("offline", BOOT - 1)))
     assert d.announced == []
     d.ready()
-    d.run(OwnStatus(described.Status("offline", BOOT - 1)))
+    d.run(OwnStatus(protocol_messages.Status("offline", BOOT - 1)))
     assert len(d.announced) == 2
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
 
@@ -129,9 +129,9 @@ def test_boot_counters_of_a_time_that_has_not_come_are_not_believed(device):
     d = device()
     d.ready()
     for _ in range(3):
-        d.run(OwnStatus(described.Status("online", 4_000_000_000)))
+        d.run(OwnStatus(protocol_messages.Status("online", 4_000_000_000)))
     assert len(d.announced) == 4, "what was forged is overwritten"
-    d.run(PlannerStatus(described.Status("online", 4_000_000_000)))
+    d.run(PlannerStatus(protocol_messages.Status("online", 4_000_000_000)))
     assert unloaded(d) == [], "nobody has taken the planner's place"
     assert d.complaints.counters["implausible_boot"] == 4
 
@@ -139,7 +139,7 @@ def test_boot_counters_of_a_time_that_has_not_come_are_not_believed(device):
 def test_another_agent_of_the_same_name_wins(device):
     d = device()
     d.join()
-    d.inbox.post(OwnStatus(described.Status("online", BOOT + 1)))
+    d.inbox.post(OwnStatus(protocol_messages.Status("online", BOOT + 1)))
     with pytest.raises(ConfigError, match="--id"):
         d.shell.run()
     assert not d.shell.farewell

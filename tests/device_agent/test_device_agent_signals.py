@@ -9,10 +9,9 @@ import weakref
 
 import pytest
 
-from device_agent.agent import _Agent, run_agent
+from device_agent.agent import Signals, ToldToEnd, _Agent, run_agent
 from device_agent.config import AgentConfig
-from device_agent.events import AgentEvent, Stop
-from device_agent.signals import Signals, ToldToEnd
+from device_agent.network import AgentEvent, Stop
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.inbox import Inbox
 
@@ -61,7 +60,7 @@ def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number):
     code = (
-        "import signal; from device_agent.signals import Signals, ToldToEnd\n"
+        "import signal; from device_agent.agent import Signals, ToldToEnd\n"
         "try:\n"
         f"    with Signals(): exec('signal.raise_signal(signal.{number})')\n"
         "except ToldToEnd: print('told')"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from device_agent.starting import LOG_S, Starting
+from device_agent.background import LOG_S, Starting
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.wire.described import Status
+from hepti_mqtt.protocol.messages import Status
 
 
 class Told:
@@ -18,7 +18,7 @@ class Told:
 
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
-    monkeypatch.setattr("device_agent.starting.SAY_S", 0.001)
+    monkeypatch.setattr("device_agent.background.SAY_S", 0.001)
     told = Told()
     with told.starting() as starting:
         starting.tell("compiling kernels", 3, 23)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent.subscriptions import Subscriptions
+from device_agent.network import Subscriptions
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol.topics import Topics
 
 TOPICS = Topics("home")
 WORK = TOPICS.work("m", "d0")

@@ -9,8 +9,8 @@ from device_agent_support import sha
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent import tiles
-from device_agent.tiles import TileCache, room_bytes
+from device_agent import loader
+from device_agent.loader import TileCache, room_bytes
 
 
 def blob(i, size=100):
@@ -60,7 +60,7 @@ def hashed(monkeypatch):
         sizes.append(len(data))
         return hashlib.sha256(data)
 
-    monkeypatch.setattr(tiles, "hashlib", SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr(loader, "hashlib", SimpleNamespace(sha256=sha256))
     return sizes
 
 
@@ -68,7 +68,7 @@ def hashed(monkeypatch):
 def test_a_file_is_hashed_once_in_the_life_of_a_process(tmp_path, counters, hashed, monkeypatch, settable):
     TileCache(tmp_path, 1000, counters).put(sha(b"tile"), b"tile")
     if not settable:
-        monkeypatch.setattr(tiles.os, "utime", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+        monkeypatch.setattr(loader.os, "utime", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
     cache = TileCache(tmp_path, 1000, counters)
     assert [cache.get(sha(b"tile")) for _ in range(3)] == [b"tile"] * 3
     assert hashed == [4]
@@ -107,7 +107,7 @@ def test_a_file_whose_time_cannot_be_set_is_a_tile_all_the_same(tmp_path, counte
 
     cache = TileCache(tmp_path, 1000, counters)
     cache.put(sha(b"tile"), b"tile")
-    monkeypatch.setattr("device_agent.tiles.os.utime", refused)
+    monkeypatch.setattr("device_agent.loader.os.utime", refused)
     assert cache.get(sha(b"tile")) == b"tile"
     assert sha(b"tile") in cache
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_counted_not_raised(tmp_path, counters, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("device_agent.tiles.write_atomically", full)
+    monkeypatch.setattr("device_agent.loader.write_atomically", full)
     cache.put(sha(b"tile"), b"tile")
     assert counters["cache_errors"] == 1
     assert cache.get(sha(b"tile")) is None

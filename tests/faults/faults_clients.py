@@ -18,8 +18,8 @@ from site_processes import SITE
 
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.wire.topics import Topics
 
 MODEL = "model"
 TOLERANCE = 5e-4

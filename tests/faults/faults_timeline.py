@@ -16,10 +16,10 @@ import paho.mqtt.client as paho
 from site_processes import SITE
 
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.topics import Topics
 
 BEFORE_S = 0.3  # of a silence that is shown too
 AFTER_S = 0.1

@@ -22,10 +22,10 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import PlanError
+from hepti_mqtt.protocol.frames import HEADER_BYTES
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
-from hepti_mqtt.wire.frames import HEADER_BYTES
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 

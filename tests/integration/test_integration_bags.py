@@ -13,13 +13,13 @@ from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.check import random_input
+from hepti_mqtt.client.described import random_input
 from hepti_mqtt.errors import WireError
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.service.answers import answer
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
 

@@ -14,10 +14,10 @@ from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.check import random_input
-from hepti_mqtt.models.reads import Pictures
+from hepti_mqtt.client.described import random_input
+from hepti_mqtt.models.shapes import Pictures
+from hepti_mqtt.service.answers import answer
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer
 
 # GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
 pytestmark = [pytest.mark.processes, pytest.mark.broker]

@@ -14,7 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner.generating import UNREPORTED
+from hepti_mqtt.runtime.coordinator.requests import UNREPORTED
 from hepti_mqtt.transport.mesh import mesh_possible
 
 pytestmark = [

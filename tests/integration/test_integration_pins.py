@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 
-from device_agent.limits import LOADING_BYTES
+from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.cost.memory import most_live_bytes, programs_bytes, weight_total
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, resident_weights
-from hepti_mqtt.simulate import most_live_bytes, programs_bytes, weight_total
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 

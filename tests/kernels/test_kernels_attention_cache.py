@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array, poisoned, pool
 
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 
 def at(value):

@@ -16,7 +16,7 @@ from hepti_mqtt.kernels.gemm.epilogue import ACTIVATIONS
 from hepti_mqtt.kernels.machine.isa import OVERRIDE
 from hepti_mqtt.kernels.machine.jit import JIT
 from hepti_mqtt.kernels.references import ACTIVATIONS as ACTIVATIONS_IN_FLOAT64
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 WINDOWS = {
     "height": st.integers(0, 9),

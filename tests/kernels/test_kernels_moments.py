@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 SCALES = [1e-41, 1e-20, 1e-3, 1.0, 1e3, 1e20, 3e37]
 

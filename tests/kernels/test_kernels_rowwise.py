@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 SIZES = {"m": st.integers(0, 9), "h": st.integers(1, 70)}
 

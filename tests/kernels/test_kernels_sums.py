@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu"]
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple) | st.sampled_from(

@@ -13,7 +13,7 @@ from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import Net, product_order, roles, span
 from hepti_mqtt.lowering.ops import ReorderedAttention
 from hepti_mqtt.lowering.regions import count
-from hepti_mqtt.lowering.reorder import DEARER, multiplications, reordered
+from hepti_mqtt.lowering.rewrites import DEARER, multiplications, reordered
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import apportion

@@ -14,8 +14,8 @@ import numpy as np
 
 from hepti_mqtt.lowering import Net, roles
 from hepti_mqtt.models import plain
-from hepti_mqtt.models.blocks import Layer, post_norm
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, table
+from hepti_mqtt.models.transformer import Layer, post_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import PlainShape, RequestShape, TaskHead, Want
 

@@ -7,10 +7,10 @@ import sites
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.cost.memory import most_live_bytes, weight_total
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.simulate import most_live_bytes, weight_total
 
 ROW = ("row", {"variant": "kv"})
 

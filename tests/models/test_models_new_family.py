@@ -13,11 +13,9 @@ from hepti_mqtt import models
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models import families
 from hepti_mqtt.planner import decide
-from hepti_mqtt.runtime.device.plausible import shape_of
-from hepti_mqtt.runtime.planner.flight import Chunk
-from hepti_mqtt.runtime.planner.packs import Batching, micro_batches
-from hepti_mqtt.service.chunks import cut
-from hepti_mqtt.service.requests import Prepared
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, micro_batches
+from hepti_mqtt.runtime.worker.residents import shape_of
+from hepti_mqtt.service.requests import Prepared, cut
 from hepti_mqtt.spec import PlainShape
 
 SPEC = ReadingsSpec(layers=2)

@@ -11,13 +11,12 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.models.plain import erf
-from hepti_mqtt.models.reads import Pictures
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import PackedTokens, Pictures
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Compute, Recv
-from hepti_mqtt.wire.manifest import Manifest, check_tile, tile_array
+from hepti_mqtt.protocol.manifest import Manifest, check_tile, tile_array
 
 # The plain encoders, whose layers can be left out.
 TINY = [

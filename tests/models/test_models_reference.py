@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models.plain import activate, erf
-from hepti_mqtt.models.reads import Pictures, Text
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import PackedTokens, Pictures, Text
 from hepti_mqtt.models.transformer import ModelSpec
 
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}

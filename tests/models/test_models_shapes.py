@@ -13,7 +13,7 @@ import hepti_mqtt
 from hepti_mqtt import models
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models.shapes import Images, PackedTokens
-from hepti_mqtt.runtime.device.plausible import shape_of
+from hepti_mqtt.runtime.worker.residents import shape_of
 from hepti_mqtt.spec import PlainShape
 
 PACKAGE = Path(hepti_mqtt.__file__).parent

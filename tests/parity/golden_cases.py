@@ -10,8 +10,7 @@ import numpy as np
 
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.models import packed
-from hepti_mqtt.models.reads import Decoding, Pictures
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import Decoding, PackedTokens, Pictures
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

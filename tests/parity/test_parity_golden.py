@@ -9,8 +9,8 @@ from golden_cases import CASES, GOLDEN, MINILM, TEXTS, checksum, request
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.models import reference
+from hepti_mqtt.service.answers import answer
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer
 
 TOLERANCE = 2e-4
 

@@ -10,13 +10,13 @@ from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensor
 from test_planner_search import cluster, device
 from together import bound, run_together
 
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape, shape_for
 from hepti_mqtt.plan import NARROW
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide_within, wire_errors
-from hepti_mqtt.planner.wires import FAR, MARGIN, narrowed, wires
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.planner.candidates import FAR, MARGIN, narrowed, wires
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = FAMILIES["bert-embedding"]

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import Cluster
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Decision, Learned, Question, decide, still_best
-from hepti_mqtt.planner import again as module
-from hepti_mqtt.planner.experience import way
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.planner import decisions as module
+from hepti_mqtt.planner.estimates import way
 
 SPEC = replace(spec_of_kind("bert-base"), layers=4)
-SITE = load_site(examples.find("sites", Path("four-pi4")))
+SITE = load_site(settings.find_bundled_config("sites", Path("four-pi4")))
 
 
 def question(cluster: Cluster = SITE, tokens: int = 128, **more) -> Question:

@@ -9,12 +9,12 @@ import pytest
 from sites import FAMILIES
 from swarm import profile_curve
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import Decision, Question, decide
-from hepti_mqtt.planner.words import reason_of
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.planner.candidates import reason_of
 
 SPEC = FAMILIES["bert-embedding"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Experience, Learned
-from hepti_mqtt.planner.experience import ENOUGH, FORGET_S, LEAST, MOST, TRIED_S, way
+from hepti_mqtt.planner.estimates import ENOUGH, FORGET_S, LEAST, MOST, TRIED_S, way
 
 SPLIT = Plan("m", Epoch(1, 1), "row", ("a", "b"), "a", {"attention": "kv"}, predicted_s=0.2, predicted_tokens=100)
 OTHER = replace(SPLIT, strategy="column", options={})

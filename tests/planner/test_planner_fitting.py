@@ -8,12 +8,11 @@ import pytest
 from sites import EVERY_FAMILY, FAMILIES
 from test_planner_search import cluster, device, four_pis, question
 
-from hepti_mqtt.cluster import Link, PeerLink
+from hepti_mqtt.cost.profiles import Link, PeerLink
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import decide
-from hepti_mqtt.planner.fitting import Guess, _queue, _whole_bytes, fitting, guessed
-from hepti_mqtt.planner.search import _initial
-from hepti_mqtt.planner.subsets import subsets
+from hepti_mqtt.planner.candidates import subsets
+from hepti_mqtt.planner.search import Guess, _initial, _queue, _whole_bytes, fitting, guessed
 
 SPEC = FAMILIES["bert-embedding"]
 NAMES = ("pi0", "pi1", "pi2", "pi3")

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.planner.fitting import Guess, guessed
-from hepti_mqtt.planner.subsets import in_line
-from hepti_mqtt.planner.unit_by_unit import unit_by_unit
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.planner.candidates import in_line
+from hepti_mqtt.planner.search import Guess, guessed, unit_by_unit
 
 MIXED = Path(__file__).parents[2] / "configs" / "sites" / "mixed-four.yaml"
 

@@ -10,20 +10,20 @@ import pytest
 
 from hepti_mqtt.bench.experiment import spec_of
 from hepti_mqtt.bench.simulated import Point, cluster_of
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Decision, Question, decide
-from hepti_mqtt.simulate import Naming
 
 MODEL = "bert-large"
 
 
 def question(rate: float, **pins) -> Question:
     point = Point("mixed-four-roomy", rate, MODEL, 128, "", "f32", "f16", 4, "auto")
-    cluster = cluster_of(load_site(examples.find("sites", Path(point.site))), point)
+    cluster = cluster_of(load_site(settings.find_bundled_config("sites", Path(point.site))), point)
     spec = spec_of(MODEL)
     return Question(Naming("home", MODEL), spec, cluster, shape_for(spec, 128), Epoch(1, 1), wire="f16", **pins)
 

@@ -8,7 +8,8 @@ import pytest
 from sites import FAMILIES
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, simulate
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
@@ -16,8 +17,7 @@ from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.planner.experience import Learned
-from hepti_mqtt.simulate import Naming, simulate
+from hepti_mqtt.planner.estimates import Learned
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30

@@ -8,10 +8,10 @@ from itertools import permutations
 import pytest
 from test_planner_search import BASE, four_pis, question
 
-from hepti_mqtt.cluster import Cluster, Link, PeerLink
+from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.planner import decide, price
+from hepti_mqtt.planner.candidates import on_route, relayed, routes
 from hepti_mqtt.planner.price import plan_packet
-from hepti_mqtt.planner.routes import on_route, relayed, routes
 
 NAMES = ("pi0", "pi1", "pi2", "pi3")
 

@@ -10,7 +10,9 @@ from sites import FAMILIES
 from swarm import profile_curve
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weight_total
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, largest_packet_bytes, sent_bytes
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import largest_shape
@@ -20,7 +22,6 @@ from hepti_mqtt.plan_programs import program, programs, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, price
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.planner.search import WORTH, _initial
-from hepti_mqtt.simulate import Naming, largest_packet_bytes, live_bytes, programs_bytes, sent_bytes, weight_total
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 

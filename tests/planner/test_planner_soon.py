@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide, decide_soon
-from hepti_mqtt.simulate import Naming
 
 SPEC = replace(spec_of_kind("bert-base"), layers=4)
-FOUR = load_site(examples.find("sites", Path("four-pi4")))
+FOUR = load_site(settings.find_bundled_config("sites", Path("four-pi4")))
 ALL = tuple(FOUR.devices)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import (
@@ -24,12 +25,11 @@ from hepti_mqtt.planner import (
     hopeful,
     worth_trying,
 )
-from hepti_mqtt.planner.experience import HOPE, way
-from hepti_mqtt.planner.trials import LOADS_S
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.planner.decisions import LOADS_S
+from hepti_mqtt.planner.estimates import HOPE, way
 
 SPEC = replace(spec_of_kind("bert-base"), layers=2)
-SITE = load_site(examples.find("sites", Path("four-pi4")))
+SITE = load_site(settings.find_bundled_config("sites", Path("four-pi4")))
 QUESTION = Question(Naming("home", "m"), SPEC, SITE, shape_for(SPEC, 128), Epoch(1, 1))
 
 

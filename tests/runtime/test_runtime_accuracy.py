@@ -10,10 +10,10 @@ from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Link
+from hepti_mqtt.cost.profiles import Link
 from hepti_mqtt.planner import Decision, Question
-from hepti_mqtt.runtime.planner.commands import Solve
-from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.solver import Accuracy, solve
 
 SPEC = FAMILIES["bert-embedding"]

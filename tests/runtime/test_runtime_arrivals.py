@@ -9,10 +9,9 @@ import pytest
 from sites import FAMILIES, everyone, request, tensors
 from swarm import MODEL, Swarm, plan_of
 
-from hepti_mqtt.runtime.device.worker import FrameIn
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.wire.arrivals import Exchanges
-from hepti_mqtt.wire.frames import Frame, decode, encode
+from hepti_mqtt.protocol.frames import Exchanges, Frame, decode, encode
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.worker.session import FrameIn
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

@@ -12,10 +12,10 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device import worker
-from hepti_mqtt.runtime.device.early import EARLY_LEASES, EarlyLeases
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.worker import session
+from hepti_mqtt.runtime.worker.runs import EARLY_LEASES, EarlyLeases
 
 METHOD = ("fused_tiles", {"cut": "1", "owners": "leased"})
 WHOLE = ("fused_tiles", {"cut": "none", "owners": "leased"})
@@ -113,7 +113,7 @@ def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
     plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
     assert plan is not None
     late = messages.Lease(plan.model, plan.epoch, admission, (1,))
-    assert host.session.handle(worker.MessageIn(late), site.swarm.now) == []
+    assert host.session.handle(session.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
     assert want.size
 

@@ -17,14 +17,13 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
-from hepti_mqtt.runtime.planner import dispatcher, events
-from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, OVERDUE_S, QUEUE, QUEUE_ALL
-from hepti_mqtt.runtime.planner.flight import Chunk, Pins
-from hepti_mqtt.runtime.planner.model_state import URGENT
-from hepti_mqtt.runtime.planner.packs import Batching, packed, parted
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import decode_work
+from hepti_mqtt.runtime.coordinator import interface, scheduler
+from hepti_mqtt.runtime.coordinator.models import URGENT
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Pins, packed, parted
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, OVERDUE_S, QUEUE, QUEUE_ALL
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import decode_work
 
 TOGETHER = Batching(16)
 Method = tuple[str, Mapping[str, str]]
@@ -48,7 +47,7 @@ def lengths(site: Site, admission: int) -> tuple[int, ...]:
 def fail(site: Site, admission: int, code: str) -> None:
     """Let the device say that a run has failed."""
     epoch = site.work[admission].epoch
-    site.event(events.UpMessage("a", messages.RequestFailed("m", epoch, admission, code, "no")))
+    site.event(interface.UpMessage("a", messages.RequestFailed("m", epoch, admission, code, "no")))
 
 
 def running(spec: Spec, method: Method, devices: int, **network: float) -> Swarm:
@@ -166,7 +165,7 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     site = busy()
-    monkeypatch.setattr(dispatcher, "QUEUE_BYTES", 100)
+    monkeypatch.setattr(scheduler, "QUEUE_BYTES", 100)
     site.submit("r0", 20, client="a")
     site.submit("r1", 8, client="b")
     site.submit("r2", 5, client="c")
@@ -297,10 +296,10 @@ def misfit(site: Site, admission: int, rows: int) -> None:
     """Let the device answer with so many rows, which nobody asked for."""
     frame, output = site.work[admission], np.zeros((rows, SPEC.hidden + 1), np.float32)
     site.event(
-        events.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=output.shape, body=output))
+        interface.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=output.shape, body=output))
     )
     done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
-    site.event(events.UpFrame("a", done))
+    site.event(interface.UpFrame("a", done))
 
 
 # -- delay ------------------------------------------------------------------------------------------------------------

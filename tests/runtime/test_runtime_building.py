@@ -13,19 +13,28 @@ from sites import FAMILIES, plan, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.memory import PROGRAMS, programs_bytes
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import program, resident_weights
-from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Build, Command, Complain, Study
-from hepti_mqtt.runtime.device.events import Built, FrameIn, Loaded, MessageIn, Subscribed, WorkerEvent
-from hepti_mqtt.runtime.device.executor import bind
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.simulate import PROGRAMS, programs_bytes
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker.executor import bind, pack
+from hepti_mqtt.runtime.worker.interface import (
+    Build,
+    Built,
+    Command,
+    Complain,
+    FrameIn,
+    Loaded,
+    MessageIn,
+    Study,
+    Subscribed,
+    WorkerEvent,
+)
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.session import WorkerSession
 
 SPEC = FAMILIES["bert-embedding"]
 GPT2 = spec_of_kind("tiny-gpt2")

@@ -16,24 +16,22 @@ from hypothesis import strategies as st
 from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.cost.simulator import Naming, Request, play, send_bytes
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers, works
-from hepti_mqtt.models.reads import Decoding, Pictures
+from hepti_mqtt.models.shapes import Decoding, Pictures
 from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import Compute
-from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Build, Study
-from hepti_mqtt.runtime.device.events import FrameIn, Loaded, MessageIn, PeerJoined, Subscribed
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.simulate import Naming, Request, play
-from hepti_mqtt.simulate.bytes import send_bytes
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.frames import Session, encode_work
+from hepti_mqtt.protocol.messages import Endpoint, Peer
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker.executor import pack
+from hepti_mqtt.runtime.worker.interface import Build, FrameIn, Loaded, MessageIn, PeerJoined, Study, Subscribed
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.frames import Session, encode_work
-from hepti_mqtt.wire.peers import Endpoint, Peer
 
 NAMING = Naming("home", "m")
 EPOCH = Epoch(1, 1)

@@ -17,15 +17,14 @@ from hepti_mqtt.errors import DeadlineError, IdInUseError, OverloadedError, Plan
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
-from hepti_mqtt.runtime.device import worker
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.coordinator import CoordinatorSession
-from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS, DISTURBED_S, OVERDUE_S, QUEUE
-from hepti_mqtt.runtime.planner.flight import Chunk, Generation, Job, Pins, RequestKey
-from hepti_mqtt.runtime.planner.packs import Batching
-from hepti_mqtt.runtime.planner.served import Served
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.described import Status
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.plans import Served
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, DISTURBED_S, OVERDUE_S, QUEUE
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.runtime.worker import session
 
 
 def test_devices_that_join_together_get_one_plan() -> None:
@@ -196,7 +195,7 @@ def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
     site.submit("r2", 8)
     for name, admission in (("r1", 1), ("r2", 2)):
         other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
-        refused = [c for c in site.session.handle(events.Submit(other), site.now) if isinstance(c, commands.Refuse)]
+        refused = [c for c in site.session.handle(interface.Submit(other), site.now) if isinstance(c, interface.Refuse)]
         assert [c.job.token for c in refused] == ["other"]
         assert isinstance(refused[0].error, IdInUseError)
         assert name in str(refused[0].error)
@@ -209,9 +208,9 @@ def test_request_that_a_device_cannot_compute_fails_with_its_words() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
+    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "device", "a: linear failed: nan")))
     assert not site.errors, "it is tried once more"
-    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 2, "device", "a: linear failed: nan")))
+    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 2, "device", "a: linear failed: nan")))
     assert "linear failed" in str(site.errors["r1"])
 
 
@@ -223,7 +222,7 @@ def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, numb
     site.submit("r1")
     epoch = plan.epoch._replace(number=plan.epoch.number + number)
     for code in ("device", "request", "wire"):
-        site.event(events.UpMessage(device, messages.RequestFailed("m", epoch, 1, code, "no")))
+        site.event(interface.UpMessage(device, messages.RequestFailed("m", epoch, 1, code, "no")))
     assert list(site.work) == [1]
     assert not site.errors
     site.answer(1)
@@ -250,7 +249,7 @@ def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issu
         "parts sent": replace(done, numbers=(1, 1, 1, 2)),
     }[what]
     for said in (forged, sent, done) if forged_first else (sent, forged, done):
-        site.event(events.UpFrame("a", said))
+        site.event(interface.UpFrame("a", said))
     assert not site.answers
     assert not site.errors
     site.answer(2)
@@ -264,12 +263,14 @@ def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
     site.settle()
     chunk = Chunk(PackedTokens((3,), cache=8), np.zeros(4, np.int32))
     job = Job(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
-    site.event(events.Submit(job))
+    site.event(interface.Submit(job))
     for part, width in enumerate((SPEC.hidden, SPEC.hidden + 1)):
         body = np.ones((1, width), np.float32)
         sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=body.shape, body=body, part=part)
-        site.event(events.UpFrame("a", sent))
-    site.event(events.UpFrame("a", replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")))
+        site.event(interface.UpFrame("a", sent))
+    site.event(
+        interface.UpFrame("a", replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b""))
+    )
     assert list(site.work) == [1, 2, 3], "the second began with the first part, which is in doubt then"
     assert not site.session.slots.own("m").runs.keys() & {1, 2}
 
@@ -281,11 +282,11 @@ def test_an_answer_that_comes_twice_is_taken_once() -> None:
     site.submit("r1")
     output = np.full((1, SPEC.hidden), np.nan, np.float32)
     sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=output.shape, body=output)
-    site.event(events.UpFrame("a", sent))
-    site.event(events.UpFrame("a", replace(sent, body=output.copy())))
+    site.event(interface.UpFrame("a", sent))
+    site.event(interface.UpFrame("a", replace(sent, body=output.copy())))
     assert list(site.work) == [1]
     done = replace(sent, kind="done", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
-    site.event(events.UpFrame("a", done))
+    site.event(interface.UpFrame("a", done))
     assert set(site.answers) == {"r1"}
 
 
@@ -294,7 +295,7 @@ def test_request_whose_frames_were_bad_is_issued_again() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
+    site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, 1, "wire", "shape")))
     assert list(site.work) == [1, 2]
 
 
@@ -305,12 +306,12 @@ def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None
     plan = site.settle()
     site.submit("r1", within=1e6)
     for _ in range(3 * ATTEMPTS):
-        site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+        site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
     assert not site.errors
     for _ in range(ATTEMPTS - 1):
         site.tick(DISTURBED_S / 2)
         site.tick(DISTURBED_S / 2 + 0.1)
-        site.event(events.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
+        site.event(interface.UpMessage("a", messages.RequestFailed("m", plan.epoch, max(site.work), "link", "cut")))
     assert isinstance(site.errors["r1"], RemoteError)
 
 
@@ -358,16 +359,16 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
             message = site.prepares()[name]
             plan = Plan.from_dict(message.plan)
             code = data.draw(st.sampled_from(["memory", "wire"]))
-            site.event(events.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
+            site.event(interface.UpMessage(name, messages.Failed(message.txn, "m", plan.epoch, code, "no", 10)))
         elif what == "broken" and site.work:
             frame, code = (
                 data.draw(st.sampled_from(list(site.work.values()))),
                 data.draw(st.sampled_from(["wire", "x"])),
             )
             broken = messages.RequestFailed("m", frame.epoch, frame.admission, code, "no")
-            site.event(events.UpMessage(name, broken))
+            site.event(interface.UpMessage(name, broken))
         elif what == "offline":
-            site.event(events.Connection(online=data.draw(st.booleans())))
+            site.event(interface.Connection(online=data.draw(st.booleans())))
     for _ in range(8):
         site.tick(5)
     assert len(site.answers) + len(site.errors) == submitted
@@ -386,8 +387,8 @@ def test_counters_and_foreign_frames_change_nothing() -> None:
     other = next(d for d in plan.devices if d != plan.head)
     output = np.zeros((1, SPEC.hidden), np.float32)
     stray = replace(site.work[1], kind="output", source=other, dtype="f32", shape=output.shape, body=output)
-    site.event(events.UpFrame(other, stray))  # says later that it has sent none
-    site.event(events.UpFrame("stranger", stray))
+    site.event(interface.UpFrame(other, stray))  # says later that it has sent none
+    site.event(interface.UpFrame("stranger", stray))
     assert site.session.counters["late"] == 1
     site.answer(1)
     assert site.session.counters["foreign_frame"] == 1
@@ -412,10 +413,10 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     former = swarm.planner
     swarm.planner = CoordinatorSession("home", former.boot + 1, (Served("m", spec, MANIFEST, 16),))
     host = swarm.hosts["d0"]
-    swarm._host_commands("d0", host, host.session.handle(worker.PlannerLost(former.boot + 1), swarm.now))
+    swarm._host_commands("d0", host, host.session.handle(session.PlannerLost(former.boot + 1), swarm.now))
     member = former.membership.members["d0"]
-    swarm.tell_planner(events.DeviceCaps("d0", member.caps))
-    swarm.tell_planner(events.DeviceStatus("d0", Status("online", member.boot)))
+    swarm.tell_planner(interface.DeviceCaps("d0", member.caps))
+    swarm.tell_planner(interface.DeviceStatus("d0", Status("online", member.boot)))
     swarm.submit("s", shape, inputs)
     swarm.run(OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
     np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])

@@ -9,12 +9,12 @@ from scripted_site import LOST_S, Site, everyone, heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.planner import Decision
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_MOST_S
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import ASIDE_S, MEMBERS, RETURN_S
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.described import Status
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import ASIDE_S, MEMBERS, RETURN_S
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MOST_S
 
 
 def test_a_site_without_devices_says_so() -> None:
@@ -54,13 +54,13 @@ def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
     site = Site()
     site.join("a")
     site.now += LOST_S
-    site.event(events.Tick(behind=True))
+    site.event(interface.Tick(behind=True))
     assert "a" in site.session.membership.usable()
-    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
-    site.event(events.Tick())
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(interface.Tick())
     assert "a" in site.session.membership.usable()
     site.now += LOST_S
-    site.event(events.Tick())
+    site.event(interface.Tick())
     assert "a" not in site.session.membership.usable()
 
 
@@ -86,9 +86,9 @@ def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
     site.join("a")
     plan = site.settle()
     site.submit("r1")
-    site.event(events.Connection(online=False))
+    site.event(interface.Connection(online=False))
     site.tick(100, alive=False)
-    site.event(events.Connection(online=True))
+    site.event(interface.Connection(online=True))
     site.tick(3, alive=False)
     assert site.session.plan("m") == plan
     assert "r1" in site.errors, "but deadlines hold"
@@ -114,7 +114,7 @@ def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothin
     site.settle()
     site.submit("r1")
     site.join("a", boot=2)
-    site.event(events.DeviceStatus("a", Status("offline", 1)))
+    site.event(interface.DeviceStatus("a", Status("offline", 1)))
     site.settle()
     site.answer(max(site.work))
     assert "r1" in site.answers
@@ -156,7 +156,7 @@ def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_mo
     site.join("a")
     site.tick(1.1)
     site.ready()  # r1 runs under the plan before, without a
-    site.event(events.Pin("m", Pins(devices=("a",))))
+    site.event(interface.Pin("m", Pins(devices=("a",))))
     site.leave("a")
     for _ in range(int(RETURN_S)):
         assert site.session.slots.own("m").plans.hopeful(), "a may come back"
@@ -174,8 +174,8 @@ def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
     site.settle()
     for number in range(MEMBERS + 50):
         name = f"invented{number}"
-        site.event(events.DeviceStatus(name, Status("online", 1)))
-        site.event(events.DeviceHeartbeat(name, heartbeat(1)))
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
+        site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
     assert len(site.session.membership.members) == MEMBERS
     assert set(site.session.membership.usable()) == {"a", "b"}
     site.join("late")
@@ -234,7 +234,7 @@ def test_a_device_that_was_stopped_is_back_with_its_first_word() -> None:
         site.tick(0.1)
     site.ready("a")
     assert "b" not in site.session.membership.usable()
-    site.event(events.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+    site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
     assert "b" in site.session.membership.usable()
 
 
@@ -309,7 +309,7 @@ def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_and_its_run
     site.submit("r1")
     gone = messages.Failed(0, "m", first.epoch, "forgotten", "a has given it up", 0)
     for _ in range(2):
-        site.event(events.UpMessage("a", gone))
+        site.event(interface.UpMessage("a", gone))
     site.submit("r2")
     assert list(site.work) == [1], "nothing more goes to a plan that is not there"
     site.ready()
@@ -326,7 +326,7 @@ def test_a_device_that_gives_up_a_plan_that_is_not_in_use_changes_nothing() -> N
     site.submit("r1")
     other = plan.epoch._replace(number=plan.epoch.number + 1)
     for model, epoch in (("m", other), ("n", plan.epoch)):
-        site.event(events.UpMessage("a", messages.Failed(0, model, epoch, "forgotten", "gone", 0)))
+        site.event(interface.UpMessage("a", messages.Failed(0, model, epoch, "forgotten", "gone", 0)))
     assert site.session.plan("m") == plan
     site.answer(1)
     assert set(site.answers) == {"r1"}
@@ -337,12 +337,12 @@ def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back(
     site.join("a", "b")
     plan = site.settle()
     site.submit("r1")
-    site.event(events.Connection(online=False))
+    site.event(interface.Connection(online=False))
     site.now += 0.2
-    site.event(events.Connection(online=True))
-    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(interface.Connection(online=True))
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     assert list(site.work) == [1], "b is not there yet, and would miss it"
-    site.event(events.DeviceHeartbeat("b", heartbeat(1)))
+    site.event(interface.DeviceHeartbeat("b", heartbeat(1)))
     assert list(site.work) == [1, 2]
     assert site.work[2].epoch == plan.epoch
     site.answer(2)
@@ -352,7 +352,7 @@ def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back(
 
 def test_a_planner_that_meets_the_broker_just_now_gives_devices_a_moment_to_do_so_too() -> None:
     site = Site()
-    site.event(events.Connection(online=True))
+    site.event(interface.Connection(online=True))
     site.submit("r1")
     for _ in range(2):
         site.tick(1.0)

@@ -9,10 +9,10 @@ from hepti_mqtt.errors import ModelError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.rollout import ASK_AGAIN_S, PREPARE_S, REFUSALS, RETRY_S
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.rollout import ASK_AGAIN_S, PREPARE_S, REFUSALS, RETRY_S
 
 
 def test_device_that_leaves_during_preparation_ends_it() -> None:
@@ -36,7 +36,7 @@ def test_memory_refusal_swaps_plans_when_old_and_new_do_not_fit_together() -> No
     site.tick(1.1)
     refused = site.prepares()["a"]
     epoch = Plan.from_dict(refused.plan).epoch
-    site.event(events.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 1000)))
+    site.event(interface.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 1000)))
     assert site.prepares()["a"] == refused, "the run under the old plan comes first"
     site.answer(1)
     assert ("a", "m", old.epoch) in [(d, m.model, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
@@ -52,7 +52,7 @@ def test_memory_refusal_without_another_plan_makes_the_next_question_tighter() -
     site.tick(1.1)
     refused = site.prepares()["a"]
     epoch = Plan.from_dict(refused.plan).epoch
-    site.event(events.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 5 << 20)))
+    site.event(interface.UpMessage("a", messages.Failed(refused.txn, "m", epoch, "memory", "too much", 5 << 20)))
     site.tick(1.1)
     assert site.solves[-1].question.cluster.devices["a"].memory_bytes == (1 << 24) - (5 << 20)
 
@@ -65,7 +65,7 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
         site.tick(1.1)
         message = site.prepares()["a"]
         epoch = Plan.from_dict(message.plan).epoch
-        site.event(events.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
+        site.event(interface.UpMessage("a", messages.Failed(message.txn, "m", epoch, "wire", "corrupt tile", 0)))
     assert isinstance(site.errors["r1"], RemoteError)
     assert "corrupt tile" in str(site.errors["r1"])
     site.tick(RETRY_S + 0.1)
@@ -80,13 +80,13 @@ def test_weights_that_cannot_be_read_end_the_requests_that_wait_at_once() -> Non
     site.tick(1.1)
     assert site.prepares()
     cut = ModelError("the file ends early")
-    site.event(events.Unreadable("m", "b", cut))
+    site.event(interface.Unreadable("m", "b", cut))
     assert "r1" not in site.errors, "the plan is not for that device"
-    site.event(events.Unreadable("m", "a", cut))
+    site.event(interface.Unreadable("m", "a", cut))
     assert site.errors["r1"] is cut
     site.submit("r2", within=1000)
     site.tick(RETRY_S + 0.1)
-    site.event(events.Unreadable("m", "a", cut))
+    site.event(interface.Unreadable("m", "a", cut))
     assert site.errors["r2"] is cut
     site.tick(RETRY_S + 0.1)
     site.ready()
@@ -121,9 +121,9 @@ def test_preparation_without_progress_is_given_up() -> None:
     for _ in range(30):
         site.tick(5)
         plan = Plan.from_dict(second.plan)
-        site.event(events.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
+        site.event(interface.UpMessage("a", messages.Progress(second.txn, "m", plan.epoch, 1, 2)))
     assert site.prepares()["a"] == second, "progress keeps it alive"
-    site.event(events.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
+    site.event(interface.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
     assert site.session.plan("m") is None, "a Ready of the one given up activates nothing"
 
 
@@ -135,12 +135,12 @@ def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
     epoch = Plan.from_dict(prepare.plan).epoch
     shown = []
     for part in range(10):
-        out = site.event(events.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
-        shown += [c.progress for c in out if isinstance(c, commands.ShowPlan)]
+        out = site.event(interface.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
+        shown += [c.progress for c in out if isinstance(c, interface.ShowPlan)]
         site.now += 0.25
     assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.seen if isinstance(c, commands.ShowPlan)][-1]
+    last = [c for c in site.seen if isinstance(c, interface.ShowPlan)][-1]
     assert (last.preparing, last.progress) == (None, {})
 
 
@@ -157,7 +157,7 @@ def test_a_device_that_prepares_without_progress_holds_nobody_up(speaks: bool) -
     while site.now < begun + 30:
         site.tick(0.5)
         if speaks:
-            site.event(events.UpMessage("b", messages.Progress(prepare.txn, "m", epoch, 0, 0)))
+            site.event(interface.UpMessage("b", messages.Progress(prepare.txn, "m", epoch, 0, 0)))
         if "b" not in site.session.membership.usable():
             break
     assert site.now - begun < (25 if speaks else 8)
@@ -173,7 +173,7 @@ def told_until_lost(site: Site, device: str, *told: messages.Message, seconds: f
         for other in sorted(set(site.boots) - {device}):
             site.ready(other)
         for message in told:
-            site.event(events.UpMessage(device, message))
+            site.event(interface.UpMessage(device, message))
     return site.now - begun
 
 

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat
 
-from hepti_mqtt.cluster import Link, PeerLink
+from hepti_mqtt.cost.profiles import Link, PeerLink
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Decision, Question, price
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import CALM_S, SLOWDOWNS, Membership
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.peers import Endpoint, LinkReport
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import CALM_S, SLOWDOWNS, Membership
+from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
 @pytest.mark.parametrize(
@@ -30,8 +29,8 @@ def test_search_knows_the_smallest_packet_limit_that_a_device_met(
     site = Site(searches=False)
     for name, limit in zip("abcd", limits, strict=False):
         site.boots[name] = 1
-        site.event(events.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
-        site.event(events.DeviceStatus(name, Status("online", 1)))
+        site.event(interface.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
     site.tick(1.1)
     assert site.solves[-1].question.packet_bytes == smallest
 
@@ -154,7 +153,7 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
         plan = Plan.from_dict(message.plan)
         digest = programs_digest(SPEC, plan)
-        site.event(events.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+        site.event(interface.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
     site.submit("r1")
     site.answer(1)
     pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
@@ -234,7 +233,7 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
 
     def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
         beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
-        site.event(events.DeviceHeartbeat("a", beat))
+        site.event(interface.DeviceHeartbeat("a", beat))
         return 2 * member.link().latency_s, member.link().up_bytes_per_s
 
     assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
@@ -286,8 +285,8 @@ def test_drift_during_a_search_does_not_void_it() -> None:
 def test_unreadable_caps_are_noted_and_the_device_stays_out() -> None:
     site = Site()
     bad = replace(caps("x", 1), curves={"linear": []})
-    site.event(events.DeviceCaps("x", bad))
-    site.event(events.DeviceStatus("x", Status("online", 1)))
+    site.event(interface.DeviceCaps("x", bad))
+    site.event(interface.DeviceStatus("x", Status("online", 1)))
     site.join("a")
     site.settle()
     assert site.notes()["refused"] == 1
@@ -328,12 +327,12 @@ def points(*seconds: object) -> dict[str, object]:
 def test_caps_that_no_device_can_have_are_refused_and_the_device_is_named_once(wrong: dict[str, object]) -> None:
     site = Site()
     for _ in range(3):
-        site.event(events.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
-    site.event(events.DeviceStatus("x", Status("online", 1)))
+        site.event(interface.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
+    site.event(interface.DeviceStatus("x", Status("online", 1)))
     site.join("a")
     site.settle()
     assert set(site.solves[-1].question.cluster.devices) == {"a"}
-    (text,) = (c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "refused")
+    (text,) = (c.text for c in site.seen if isinstance(c, interface.Note) and c.kind == "refused")
     assert text.startswith("caps of x are refused (")
     assert "Error(" not in text, "words, not an exception"
     assert site.session.counters["foreign_caps"] == 3
@@ -364,19 +363,19 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     site.join("a")
     site.settle()
     member = site.session.membership.members["a"]
-    site.event(events.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
     for _ in range(2 * SLOWDOWNS):
         site.now += 1
-        site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
-        site.event(events.Tick())
+        site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
+        site.event(interface.Tick())
     assert "a" in site.session.membership.usable(), "it is there"
     assert member.profile(0).slowdown == slowdown
     assert 0 <= member.link().latency_s < 1
     assert member.link().up_bytes_per_s >= rate > 1
     assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
     what = {"peers": "a link to a peer"}.get(key := next(iter(wrong)), key)
-    assert [c.text for c in site.seen if isinstance(c, commands.Note) and what in c.text], "named, once"
+    assert [c.text for c in site.seen if isinstance(c, interface.Note) and what in c.text], "named, once"
     assert not member.peer_links()
     assert site.notes()["refused"] == 1
 

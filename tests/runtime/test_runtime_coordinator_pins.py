@@ -6,11 +6,11 @@ from scripted_site import ROW, Site, everyone
 
 from hepti_mqtt.errors import OverloadedError, PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import RETURN_S
-from hepti_mqtt.runtime.planner.slots import COMES_BACK_S, PINNED
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
+from hepti_mqtt.runtime.coordinator.models import COMES_BACK_S, PINNED
+from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
 def test_a_pinned_request_waits_for_its_plan_and_others_do_not() -> None:
@@ -101,13 +101,13 @@ def test_few_pinned_plans_are_kept_those_asked_for_last() -> None:
         site.submit(f"r{number}", pins=pins)
         site.ready()
         site.answer(number)
-    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, commands.ShowPlan)) == 1
+    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, interface.ShowPlan)) == 1
     assert len(site.answers) == PINNED + 2
     gone = site.answers["r2"].plan.epoch
     assert {m.epoch for _, m in site.told if isinstance(m, messages.Release)} == {gone}
     assert [d for d, m in site.told if isinstance(m, messages.Release)] == ["a", "b"]
     assert site.session.plan("m") == first
-    shown = [c for c in site.seen if isinstance(c, commands.ShowPlan)][-1]
+    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)][-1]
     assert (shown.active, len(shown.pinned)) == (first, PINNED)
 
 
@@ -130,7 +130,7 @@ def tight(site: Site, *names: str) -> None:
     for name in names:
         message = site.prepares()[name]
         epoch = Plan.from_dict(message.plan).epoch
-        site.event(events.UpMessage(name, messages.Failed(message.txn, "m", epoch, "memory", "no room", 10)))
+        site.event(interface.UpMessage(name, messages.Failed(message.txn, "m", epoch, "memory", "no room", 10)))
 
 
 def without_room() -> tuple[Site, Plan]:

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device import early
-from hepti_mqtt.runtime.device.early import EARLY_S, EarlyFrames
-from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.payloads import GRAIN
+from hepti_mqtt.protocol.frames import GRAIN, Frame
+from hepti_mqtt.runtime.worker import runs
+from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
 
 
 def frame(admission: int, nbytes: int = 4, part: int = 0) -> Frame:
@@ -45,7 +44,7 @@ def test_what_has_waited_too_long_is_not_delivered_even_if_nothing_came_after_it
 
 
 def test_empty_frames_are_bounded_by_the_buffers_that_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "EARLY_BYTES", 10 * GRAIN)
+    monkeypatch.setattr(runs, "EARLY_BYTES", 10 * GRAIN)
     kept = EarlyFrames()
     dropped = sum(kept.keep(frame(admission, 0), 0.0) for admission in range(100))
     assert dropped == 90
@@ -55,7 +54,7 @@ def test_empty_frames_are_bounded_by_the_buffers_that_they_hold(monkeypatch: pyt
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2 * GRAIN), st.booleans()), max_size=60))
 def test_bytes_are_bounded_and_every_frame_is_kept_or_counted(steps: list[tuple[int, int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(early, "EARLY_BYTES", 5 * GRAIN)
+        patch.setattr(runs, "EARLY_BYTES", 5 * GRAIN)
         kept, inside = EarlyFrames(), 0
         for admission, nbytes, take in steps:
             inside += 1 - kept.keep(frame(admission, nbytes), 0.0)

@@ -13,17 +13,28 @@ from sites import FAMILIES, plan, request, tensors
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.runtime.device.building import build, study
-from hepti_mqtt.runtime.device.commands import Build, Complain, Load, Study, Unload, Unsubscribe
-from hepti_mqtt.runtime.device.epochs import EPOCHS, Epochs
-from hepti_mqtt.runtime.device.events import Doubt, FrameIn, Loaded, LoadFailed, MessageIn, PlannerLost, Subscribed
-from hepti_mqtt.runtime.device.local import pack
-from hepti_mqtt.runtime.device.resident import Resident, resident_of
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.runtime.publish import Publish
-from hepti_mqtt.runtime.states import IllegalStepError, Machine
-from hepti_mqtt.wire import frames, messages
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import IllegalStepError, Machine, Publish
+from hepti_mqtt.runtime.worker.executor import pack
+from hepti_mqtt.runtime.worker.interface import (
+    Build,
+    Complain,
+    Doubt,
+    FrameIn,
+    Load,
+    Loaded,
+    LoadFailed,
+    MessageIn,
+    PlannerLost,
+    Study,
+    Subscribed,
+    Unload,
+    Unsubscribe,
+)
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.residents import EPOCHS, Epochs, Resident, resident_of
+from hepti_mqtt.runtime.worker.session import WorkerSession
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hepti_mqtt.cost.memory import live_bytes
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Builder, Compute
-from hepti_mqtt.runtime.device.executor import Executor, bind
-from hepti_mqtt.simulate import live_bytes
+from hepti_mqtt.runtime.worker.executor import Executor, bind
 
 X = np.arange(4, dtype=np.float32).reshape(2, 2)
 

@@ -11,10 +11,10 @@ from scripted_site import SPEC, Site
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.planner.experience import way
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.wire.frames import decode_work
+from hepti_mqtt.planner.estimates import way
+from hepti_mqtt.protocol.frames import decode_work
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Pins
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}
@@ -42,7 +42,7 @@ class Timed(Site):
         super().__init__(decider=two)
         self.asked = 0
 
-    def solve(self, command: commands.Solve) -> None:
+    def solve(self, command: interface.Solve) -> None:
         if command.hurried:  # for who would serve next: nobody, here
             self.solves.remove(command)
             return
@@ -50,7 +50,7 @@ class Timed(Site):
         running = command.running and next(
             c.price.expected_s for c in decision.ranking if c.plan.strategy == command.running.strategy
         )
-        self.event(events.Solved(command.model, command.ticket, decision, running))
+        self.event(interface.Solved(command.model, command.ticket, decision, running))
 
     def serve(self, row_s: float, single_s: float = PREDICTED_S["single"], times: int = 1) -> None:
         for _ in range(times):
@@ -90,7 +90,7 @@ def test_a_split_that_is_slower_than_one_device_gives_way_to_it_and_stays_away(s
     assert site.strategy == "single"
     assert len(site.solves) == 1
     (note,) = (
-        c for c in site.seen if isinstance(c, commands.Note) and c.kind in {"drift", "trial"} and "row" in c.text
+        c for c in site.seen if isinstance(c, interface.Note) and c.kind in {"drift", "trial"} and "row" in c.text
     )
     assert "row/kv" in note.text
 
@@ -130,9 +130,9 @@ def answer_alone(site: Site, plan: Plan, admission: int) -> None:
     frame, device = site.work[admission], plan.head
     body = np.zeros((len(decode_work(frame)[0].sizes), SPEC.hidden), np.float32)
     out = replace(frame, kind="output", source=device, dtype="f32", shape=body.shape, body=body)
-    site.event(events.UpFrame(device, out))
+    site.event(interface.UpFrame(device, out))
     done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100, 1), body=b"")
-    site.event(events.UpFrame(device, done))
+    site.event(interface.UpFrame(device, done))
 
 
 def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None:

@@ -11,16 +11,16 @@ from sites import FAMILIES, METHODS, TOLERANCE, always, everyone, plan, request,
 from swarm import MODEL, Swarm, plan_of, profile_curve
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, OverloadedError, PlanError, RemoteError
 from hepti_mqtt.planner import price
-from hepti_mqtt.runtime.device import worker
-from hepti_mqtt.runtime.device.early import EARLY_BYTES
-from hepti_mqtt.runtime.planner import dispatcher, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import RETURN_S
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.runtime.coordinator import interface, scheduler
+from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.worker import session as worker_session
+from hepti_mqtt.runtime.worker.runs import EARLY_BYTES
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.wire import frames
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -210,7 +210,7 @@ def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     swarm = Swarm(SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=always(first))
     settle(swarm)
     swarm.decider = always(second)
-    swarm.tell_planner(events.Pin(MODEL, Pins()))
+    swarm.tell_planner(interface.Pin(MODEL, Pins()))
     before = plan_of(swarm).epoch
     shape, inputs = request(SPEC, (12,))
     swarm.submit("r", shape, inputs)
@@ -227,7 +227,7 @@ def test_a_full_queue_says_overloaded():
     settle(swarm)
     swarm.lost_filter = lambda topic, target: "/work/" in topic
     shape, inputs = request(SPEC, (2,))
-    for i in range(dispatcher.QUEUE + 10):
+    for i in range(scheduler.QUEUE + 10):
         swarm.submit(i, shape, inputs)
     refused = [e for errors in swarm.errors.values() for e in errors]
     assert refused
@@ -263,7 +263,7 @@ def test_frames_of_dead_epochs_duplicates_and_lies_change_nothing():
     common = {"model": MODEL, "layer": 0, "node": 1, "source": "d1", "dtype": "f32", "shape": (2, 2)}
     body = np.zeros(4, np.float32).tobytes()
     dead = frames.Frame("tensor", epoch=plan_now.epoch._replace(number=9999), admission=5, body=body, **common)
-    assert host.handle(worker.FrameIn(frames.decode(frames.encode(dead))), swarm.now) == []
+    assert host.handle(worker_session.FrameIn(frames.decode(frames.encode(dead))), swarm.now) == []
     assert host.counters["dead_epoch"] == 1
     shape, inputs = request(SPEC, (12,))
     lied = []
@@ -272,7 +272,7 @@ def test_frames_of_dead_epochs_duplicates_and_lies_change_nothing():
         if "/x/" in topic and not lied:
             lied.append(True)
             frame = frames.Frame("tensor", epoch=plan_now.epoch, admission=1, body=body, **common)
-            event = worker.FrameIn(frames.decode(frames.encode(frame)))
+            event = worker_session.FrameIn(frames.decode(frames.encode(frame)))
             swarm._host_commands("d0", swarm.hosts["d0"], host.handle(event, swarm.now))
         return False
 
@@ -295,7 +295,7 @@ def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_at_once(n):
     swarm._host_commands("d0", swarm.hosts["d0"], out)
     shape, inputs = request(SPEC, (12,))
     swarm.submit("r", shape, inputs)
-    swarm.run(dispatcher.DOUBT_LEAST_S, until=lambda: "r" in swarm.answers)
+    swarm.run(scheduler.DOUBT_LEAST_S, until=lambda: "r" in swarm.answers)
     np.testing.assert_allclose(swarm.answers["r"][0][0], expected(shape, inputs), atol=TOLERANCE)
     assert plan_of(swarm).epoch > first
 
@@ -307,7 +307,7 @@ def test_early_frames_are_bounded_and_forgotten():
     body = bytes(4 << 20)
     for admission in range(100, 140):
         frame = frames.Frame("tensor", MODEL, epoch, admission, 0, 1, "d1", 0, "f32", (1 << 20,), 0, (), body)
-        host.handle(worker.FrameIn(frame), swarm.now)
+        host.handle(worker_session.FrameIn(frame), swarm.now)
         host.check()
     assert 0 < host.runs.early_bytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0
@@ -325,7 +325,7 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
     for node, part, source in exchanges:
         body = np.zeros(4, np.float32).tobytes()
         frame = frames.Frame("tensor", MODEL, epoch, 2, 0, node, source, part, "f32", (2, 2), 0, (), body)
-        assert host.handle(worker.FrameIn(frame), swarm.now) == []
+        assert host.handle(worker_session.FrameIn(frame), swarm.now) == []
     swarm.submit("second", shape, inputs)
     swarm.run(30, until=lambda: "second" in swarm.answers or "second" in swarm.errors)
     assert host.counters["bad_shape"] == 1, "the first one ends the run"

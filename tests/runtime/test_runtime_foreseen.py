@@ -15,9 +15,9 @@ from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.model_state import FORESEEN, FORESEEN_NUMBERS, URGENT
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.models import FORESEEN, FORESEEN_NUMBERS, URGENT
 
 
 def shapes(*lengths: int) -> tuple[PackedTokens, ...]:
@@ -140,7 +140,7 @@ def test_requests_of_late_lengths_find_their_programs_under_the_next_plan() -> N
 def other_version(site: Site, device: str) -> None:
     prepare = site.prepares()[device]
     plan = Plan.from_dict(prepare.plan)
-    site.event(events.UpMessage(device, messages.Ready(prepare.txn, plan.model, plan.epoch, 5, b"otherone")))
+    site.event(interface.UpMessage(device, messages.Ready(prepare.txn, plan.model, plan.epoch, 5, b"otherone")))
 
 
 def test_a_device_that_derives_other_programs_is_refused_and_the_others_serve() -> None:
@@ -152,7 +152,7 @@ def test_a_device_that_derives_other_programs_is_refused_and_the_others_serve() 
     active = site.session.plan("m")
     assert active is not None
     assert active.devices == ("a",)
-    (note,) = [c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "refused"]
+    (note,) = [c.text for c in site.seen if isinstance(c, interface.Note) and c.kind == "refused"]
     assert "b derives other Programs from a plan; it runs version 0" in note
     assert f"the planner {__version__}" in note
     site.tick(1.0)

@@ -6,11 +6,10 @@ import pytest
 from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.client.described import cluster_described
-from hepti_mqtt.cluster import Cluster, unseen
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.membership import Membership
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.peers import Endpoint
+from hepti_mqtt.cost.profiles import Cluster, unseen
+from hepti_mqtt.protocol.messages import Endpoint, Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import Membership
 
 HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)
 MUCH = 1 << 20
@@ -80,7 +79,7 @@ def test_half_a_word_and_an_implausible_one_count_as_none(told: Told) -> None:
     site.settle()
     member = site.session.membership.members["a"]
     measured = member.profile(0).frame_seconds(2, MUCH, "mesh")
-    site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=told[0], peer_byte_s=told[1])))
+    site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=told[0], peer_byte_s=told[1])))
     assert member.profile(0).frame_seconds(2, MUCH, "mesh") == measured
 
 
@@ -90,7 +89,7 @@ def test_a_plan_prices_frames_over_mesh_as_the_device_has_seen_them() -> None:
     site.settle()
     member = site.session.membership.members["a"]
     broker = member.profile(0).frame_seconds(2, MUCH)
-    site.event(events.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=1e-3, peer_byte_s=2e-8)))
+    site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=1e-3, peer_byte_s=2e-8)))
     assert member.profile(0).frame_seconds(2, MUCH, "mesh") == pytest.approx(2e-3 + MUCH * 2e-8)
     assert member.profile(0).frame_seconds(2, MUCH) == broker
 
@@ -104,9 +103,9 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
     site = Site(decider=everyone)
     for name in "ab":
         site.boots[name] = 1
-        site.event(events.DeviceCaps(name, replace(caps(name, 1), endpoint=endpoint)))
-        site.event(events.DeviceHeartbeat(name, heartbeat(1)))
-        site.event(events.DeviceStatus(name, Status("online", 1)))
+        site.event(interface.DeviceCaps(name, replace(caps(name, 1), endpoint=endpoint)))
+        site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
     site.settle()
     site.submit("r1")
     site.answer(1)
@@ -115,6 +114,6 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
     for _ in range(40):
         site.now += 1
         for name in "ab":
-            site.event(events.DeviceHeartbeat(name, replace(heartbeat(1), **told)))
-        site.event(events.Tick())
+            site.event(interface.DeviceHeartbeat(name, replace(heartbeat(1), **told)))
+        site.event(interface.Tick())
     assert bool(site.notes()["drift"]) is again

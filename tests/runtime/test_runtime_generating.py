@@ -19,10 +19,10 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.dispatcher import ATTEMPTS
-from hepti_mqtt.runtime.planner.generating import UNREPORTED
-from hepti_mqtt.wire import frames, messages
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import UNREPORTED
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS
 
 GPT = spec_of_kind("tiny-gpt2")
 
@@ -102,8 +102,8 @@ def test_reports_that_never_come_keep_nobody_waiting(lost, whole):
     if lost == "a device":
         site.leave("b")
     elif lost == "a connection":
-        site.event(events.Connection(online=False))
-        site.event(events.Connection(online=True))
+        site.event(interface.Connection(online=False))
+        site.event(interface.Connection(online=True))
     for _ in range(40):
         site.tick(1.0)
         site.ready()
@@ -209,15 +209,15 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
     elif what == "row":
         sent = np.zeros((1, SPEC.hidden), np.float32)
         frame = replace(site.work[2], kind="output", source="a", dtype="f32", shape=sent.shape, body=sent)
-        site.event(events.UpFrame("a", replace(frame, row_start=1)))
+        site.event(interface.UpFrame("a", replace(frame, row_start=1)))
     elif what == "failure":
         site.failed(2, "b", "device")
     else:  # the head says that it has sent nothing, and the others say the same: the output was forged
         for device in ("a", "b"):
             done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
-            site.event(events.UpFrame(device, replace(done, body=b"")))
+            site.event(interface.UpFrame(device, replace(done, body=b"")))
         done = replace(done, source="a", numbers=(1, 1, 1, 1))
-        site.event(events.UpFrame("a", done))
+        site.event(interface.UpFrame("a", done))
     assert site.running == {4}, "the step behind it is taken back, too"
     assert site.asked(4) == (0, [*PROMPT, *expected(1)])
     assert frames.decode_session(site.work[4]).number == 2
@@ -276,7 +276,7 @@ def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(b
     site.ask(most=2)
     logits = np.full((1, SPEC.hidden), bad, np.float32)
     sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=logits.shape, body=logits)
-    site.event(events.UpFrame("a", sent))
+    site.event(interface.UpFrame("a", sent))
     assert not site.errors
     site.report(1)
     assert isinstance(site.errors["r"], RemoteError)
@@ -332,7 +332,7 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
             asked[f"r{len(asked)}"] = most
             site.ask(f"r{len(asked) - 1}", most, report)
         elif what == "offline":
-            site.event(events.Connection(online=data.draw(st.booleans())))
+            site.event(interface.Connection(online=data.draw(st.booleans())))
         elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
             site.failed(data.draw(st.sampled_from(runs)), name, data.draw(st.sampled_from(["link", "wire", "device"])))
         elif what == "compute" and runs:
@@ -345,7 +345,7 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
             run = data.draw(st.sampled_from(able))
             if name in site.computed[run]:
                 site.report(run, name)
-    site.event(events.Connection(online=True))
+    site.event(interface.Connection(online=True))
     for _ in range(60):
         for name in "ab":
             if name not in site.boots:

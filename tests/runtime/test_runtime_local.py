@@ -9,7 +9,7 @@ from sites import FAMILIES, TOLERANCE, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.plan_programs import program
-from hepti_mqtt.runtime.device.local import run_local
+from hepti_mqtt.runtime.worker.executor import run_local
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,8 @@ from scripted_site import caps, heartbeat
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner.believed import believed
-from hepti_mqtt.runtime.planner.introductions import Introductions
-from hepti_mqtt.runtime.planner.membership import RELAYED_S, Membership
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.peers import Endpoint, LinkReport
+from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
+from hepti_mqtt.runtime.coordinator.fleet import RELAYED_S, Introductions, Membership, believed
 
 HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)
 SECRET = bytes(range(32))

@@ -12,10 +12,9 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.device.mesh_routes import MeshRoutes
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.wire.messages import Prepare
-from hepti_mqtt.wire.peers import Endpoint, Peer
+from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.worker.session import MeshRoutes
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

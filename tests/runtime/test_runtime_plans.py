@@ -12,14 +12,13 @@ from scripted_site import LOST_S, ROW, SPEC, Site, everyone
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.dispatcher import OVERDUE_S
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.plan_states import PLANS
-from hepti_mqtt.runtime.planner.plans import Plans
-from hepti_mqtt.runtime.planner.rollout import PREPARE_S, STORY
-from hepti_mqtt.runtime.states import IllegalStepError, Machine, Story
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.plans import PLANS, Plans
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.rollout import PREPARE_S, STORY
+from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_S
+from hepti_mqtt.runtime.machinery import IllegalStepError, Machine, Story
 
 NEVER = PlanError("no")
 
@@ -27,7 +26,7 @@ NEVER = PlanError("no")
 def refuse(site: Site, device: str, code: str = "memory") -> None:
     message = site.prepares()[device]
     epoch = Plan.from_dict(message.plan).epoch
-    site.event(events.UpMessage(device, messages.Failed(message.txn, "m", epoch, code, "too much", 10)))
+    site.event(interface.UpMessage(device, messages.Failed(message.txn, "m", epoch, code, "too much", 10)))
 
 
 def settled(*devices: str, **options: object) -> Site:
@@ -53,7 +52,7 @@ def replaced() -> Site:
 
 def kept() -> Site:
     site = settled("a")
-    site.event(events.Pin("m", Pins()))
+    site.event(interface.Pin("m", Pins()))
     return site
 
 
@@ -68,7 +67,7 @@ def outdated() -> Site:
     site = Site(decider=everyone, searches=False)
     site.join("a")
     site.tick(1.1)
-    site.event(events.Pin("m", ROW))
+    site.event(interface.Pin("m", ROW))
     site.solve(site.solves[0])
     return site
 
@@ -227,7 +226,7 @@ def given_up_while_suspect() -> Site:
 def own_search_makes_room() -> Site:
     site = pinned()
     site.searches = False
-    site.event(events.Pin("m", Pins()))
+    site.event(interface.Pin("m", Pins()))
     refuse(site, "a")
     assert site.session.slots.own("m").displaced
     return site
@@ -235,7 +234,7 @@ def own_search_makes_room() -> Site:
 
 def pins_on_their_way_make_room() -> Site:
     site = pinned()
-    site.event(events.Pin("m", Pins(wire="f16")))
+    site.event(interface.Pin("m", Pins(wire="f16")))
     refuse(site, "a")
     assert [slot.displaced for slot in site.session.slots.pinned()] == [True]
     return site
@@ -248,12 +247,12 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     (_, first), (_, other) = [told for told in site.told if isinstance(told[1], messages.Prepare)]
     plan = Plan.from_dict(first.plan)
     ready = messages.Ready(first.txn, "m", plan.epoch, 1, programs_digest(SPEC, plan))
-    site.event(events.UpMessage("a", ready))
+    site.event(interface.UpMessage("a", ready))
     site.submit("own")
     site.submit("r1", pins=NARROW)
     refuse(site, "a")
     epoch = Plan.from_dict(other.plan).epoch
-    site.event(events.UpMessage("a", messages.Failed(other.txn, "n", epoch, "memory", "too much", 10)))
+    site.event(interface.UpMessage("a", messages.Failed(other.txn, "n", epoch, "memory", "too much", 10)))
     assert [slot.displaced for slot in site.session.slots.pinned()] == [True]
     return site
 
@@ -309,19 +308,19 @@ def test_the_published_record_carries_the_story_and_follows_it_within_a_tick() -
     site = replaced()
     story = site.session.stories()[0]
     site.tick(0.25)
-    shown = [c for c in site.seen if isinstance(c, commands.ShowPlan)]
+    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)]
     assert shown[-1].story == story.last(STORY)
     assert [t.after for t in shown[-1].story][-1] == "gone", "also what happened since the plan became active"
     site.seen.clear()
     site.tick(0.25)
-    assert not [c for c in site.seen if isinstance(c, commands.ShowPlan)], "nothing new, nothing shown"
+    assert not [c for c in site.seen if isinstance(c, interface.ShowPlan)], "nothing new, nothing shown"
 
 
 def test_a_published_story_is_bounded() -> None:
     site = settled("a")
     for _ in range(3 * STORY):
-        site.event(events.Pin("m", Pins()))
-    shown = [c for c in site.seen if isinstance(c, commands.ShowPlan)]
+        site.event(interface.Pin("m", Pins()))
+    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)]
     assert max(len(c.story) for c in shown) == STORY
 
 
@@ -376,7 +375,7 @@ def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
     swapping = site.session.slots.own("m").plans.preparing
     assert swapping is not None
     for device in "ab":
-        site.event(events.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1, bytes(8))))
+        site.event(interface.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1, bytes(8))))
     assert swapping.state == "swapping"
     site.answer(1)
     site.ready()
@@ -429,7 +428,7 @@ def test_no_order_of_events_leads_to_an_illegal_step(seed: int) -> None:
         elif what == "solve" and site.solves and not site.searches:
             site.solve(rng.choice(site.solves[-2:]))
         elif what == "pin":
-            site.event(events.Pin("m", rng.choice((Pins(), ROW))))
+            site.event(interface.Pin("m", rng.choice((Pins(), ROW))))
     assert not site.session.counters["illegal_step"]
 
 

@@ -9,15 +9,14 @@ from sites import EVERY_FAMILY, FAMILIES, plan
 
 from hepti_mqtt.errors import PlanError, WireError
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.runtime.device import resident
-from hepti_mqtt.runtime.device.building import study
-from hepti_mqtt.runtime.device.commands import Study
-from hepti_mqtt.runtime.device.events import MessageIn
-from hepti_mqtt.runtime.device.plausible import MAX_DEVICES, check_prepare, shape_of
-from hepti_mqtt.runtime.device.worker import ASKED, WorkerSession
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker import residents
+from hepti_mqtt.runtime.worker.interface import MessageIn, Study
+from hepti_mqtt.runtime.worker.programs import study
+from hepti_mqtt.runtime.worker.residents import MAX_DEVICES, check_prepare, shape_of
+from hepti_mqtt.runtime.worker.session import ASKED, WorkerSession
 from hepti_mqtt.spec import PlainShape
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.topics import Topics
 
 SPEC = FAMILIES["bert-embedding"]
 HALVES = plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
@@ -49,7 +48,7 @@ def test_plans_of_every_family_are_believed(name):
 @pytest.fixture
 def nothing_built(monkeypatch):
     for name in ("resident_weights", "most_live_bytes", "programs_bytes", "peers", "programs_digest"):
-        monkeypatch.setattr(resident, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
+        monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
 
 
 ABSURD_SPECS = [

@@ -11,10 +11,17 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner.dealing import Hand, Lane, next_hand
-from hepti_mqtt.runtime.planner.flight import Chunk, Item, Job, RequestKey
-from hepti_mqtt.runtime.planner.packs import Batching, micro_batches, packed
-from hepti_mqtt.runtime.planner.waiting import Waiting
+from hepti_mqtt.runtime.coordinator.requests import (
+    Batching,
+    Chunk,
+    Item,
+    Job,
+    RequestKey,
+    Waiting,
+    micro_batches,
+    packed,
+)
+from hepti_mqtt.runtime.coordinator.scheduler import Hand, Lane, next_hand
 from hepti_mqtt.schedule import deal
 
 SPEC = FAMILIES["bert-embedding"]

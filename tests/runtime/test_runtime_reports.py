@@ -10,11 +10,10 @@ from scripted_site import ROW, SPEC, Site
 
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.flight import Chunk, Job, RequestKey
-from hepti_mqtt.runtime.planner.packs import Batching
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.frames import decode_work
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import decode_work
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Job, RequestKey
 
 
 def running(**options) -> tuple[Site, Plan]:
@@ -26,7 +25,7 @@ def running(**options) -> tuple[Site, Plan]:
 def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
     chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
     job = Job(RequestKey("m", "c", name), chunks, None, site.now + 60, report=report)
-    site.event(events.Submit(job))
+    site.event(interface.Submit(job))
     return job
 
 
@@ -39,14 +38,14 @@ def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), pa
     sent = replace(
         frame, kind="output", source=source, part=part, dtype="f32", shape=body.shape, row_start=first, body=body
     )
-    site.event(events.UpFrame(source, sent))
+    site.event(interface.UpFrame(source, sent))
 
 
 def report(site: Site, plan: Plan, admission: int, *devices: str, parts: int = 1) -> None:
     for device in devices:
         numbers = (2000, 500, 100, parts if device == plan.head else 0)
         done = replace(site.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
-        site.event(events.UpFrame(device, replace(done, body=b"")))
+        site.event(interface.UpFrame(device, replace(done, body=b"")))
 
 
 def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
@@ -90,7 +89,7 @@ def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
     site, plan = running()
     ask(site, "r", 4)
     site.event(
-        events.Submit(
+        interface.Submit(
             Job(
                 RequestKey("m", "c", "two"),
                 (Chunk(PackedTokens((4, 5)), np.zeros(9, np.int32)),),
@@ -126,7 +125,7 @@ def test_an_output_of_another_shape_is_no_answer_before_the_reports(shape):
     ask(site, "r")
     frame = site.work[1]
     body = np.zeros(shape, np.float32)
-    site.event(events.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body)))
+    site.event(interface.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body)))
     assert not site.answers
     assert not site.errors
 
@@ -140,7 +139,7 @@ def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
     if lost == "a device":
         site.leave("b")
     elif lost == "a failure":
-        site.event(events.UpMessage("b", messages.RequestFailed("m", plan.epoch, 1, "internal", "a mistake")))
+        site.event(interface.UpMessage("b", messages.RequestFailed("m", plan.epoch, 1, "internal", "a mistake")))
     else:
         for _ in range(400):
             site.tick(1.0)
@@ -155,8 +154,8 @@ def test_a_chunk_whose_output_is_there_is_not_computed_again_when_its_run_is_los
     site, plan = running(in_flight=1)
     ask(site, "r", 3, 4)
     output(site, plan, 1)
-    site.event(events.Connection(online=False))
-    site.event(events.Connection(online=True))
+    site.event(interface.Connection(online=False))
+    site.event(interface.Connection(online=True))
     site.tick(0.5)
     assert site.session.slots.own("m").runs.keys() == {2}
     output(site, plan, 2)

@@ -8,10 +8,10 @@ from scripted_site import Site
 
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Question, decide
-from hepti_mqtt.runtime.planner import commands, events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.standby import CALM_S, ENDS_S
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.rollout import CALM_S, ENDS_S
 
 
 def alone(question: Question) -> Decision:
@@ -35,7 +35,7 @@ def calm(made: Site, seconds: float = CALM_S) -> None:
         made.tick(1.0)
 
 
-def sought(made: Site) -> list[commands.Solve]:
+def sought(made: Site) -> list[interface.Solve]:
     """Return the searches for who would serve next."""
     return [solve for solve in made.solves if solve.hurried and solve.running is None]
 
@@ -94,7 +94,7 @@ def test_a_device_that_refuses_or_says_nothing_is_tried_again_much_later() -> No
         assert len(sought(made)) == 1
         if refuses:
             failed = messages.Failed(0, "m", sought(made)[0].question.epoch, "memory", "no room", 1)
-            made.event(events.UpMessage(other, failed))
+            made.event(interface.UpMessage(other, failed))
         calm(made, ENDS_S / 2)
         assert len(sought(made)) == 1
         for n in range(int(2 * ENDS_S)):
@@ -119,7 +119,7 @@ def test_what_is_loaded_ahead_gives_way_to_a_plan_that_lacks_its_memory() -> Non
     refused = made.prepares()[other]
     epoch = Plan.from_dict(refused.plan).epoch
     before = len(made.told)
-    made.event(events.UpMessage(other, messages.Failed(refused.txn, "m", epoch, "memory", "no room", 1 << 30)))
+    made.event(interface.UpMessage(other, messages.Failed(refused.txn, "m", epoch, "memory", "no room", 1 << 30)))
     release, again = (m for device, m in made.told[before:] if device == other)
     assert isinstance(release, messages.Release)
     assert release.epoch == ahead, "first, so that there is room when the plan comes again"
@@ -140,7 +140,7 @@ def test_a_plan_that_is_refused_though_nothing_is_loaded_ahead_any_more_is_searc
     for _ in range(2):
         asked = made.prepares()[other]
         epoch = Plan.from_dict(asked.plan).epoch
-        made.event(events.UpMessage(other, messages.Failed(asked.txn, "m", epoch, "memory", "no room", 1 << 30)))
+        made.event(interface.UpMessage(other, messages.Failed(asked.txn, "m", epoch, "memory", "no room", 1 << 30)))
     calm(made, 2.0)
     assert f"{other} needs" in str(made.errors["pinned"])
 
@@ -152,7 +152,7 @@ def test_who_refused_to_load_ahead_once_serves_after_it_has_at_the_second_time()
     made.mute = {other}
     calm(made)
     failed = messages.Failed(0, "m", sought(made)[0].question.epoch, "memory", "no room", 1)
-    made.event(events.UpMessage(other, failed))
+    made.event(interface.UpMessage(other, failed))
     made.mute = set()
     for n in range(int(ENDS_S) // 10 + 2):
         made.submit(f"{n}")

@@ -6,17 +6,16 @@ from scripted_site import Site, everyone
 
 from hepti_mqtt.errors import DeadlineError, PlanError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.coordinator import COMING_S
-from hepti_mqtt.runtime.planner.falls import AGAIN_S, PART, REST_S, YOUNG_S, Falls
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.membership import RETURN_S, SILENT_S, STARTING_S
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.described import Status
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import AGAIN_S, PART, REST_S, RETURN_S, SILENT_S, STARTING_S, YOUNG_S, Falls
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.session import COMING_S
 
 
 def says_it_starts(site: Site, device: str, boot: int = 1, done: int = 0) -> None:
-    site.event(events.DeviceStatus(device, Status("starting", boot, "compiling kernels", done, 23)))
+    site.event(interface.DeviceStatus(device, Status("starting", boot, "compiling kernels", done, 23)))
 
 
 def passes(site: Site, seconds: float, *starting: str) -> None:
@@ -73,7 +72,7 @@ def test_a_device_that_is_gone_before_it_was_online_is_not_waited_for() -> None:
     says_it_starts(site, "a")
     site.submit("r1")
     site.tick(2.0)
-    site.event(events.DeviceStatus("a", Status("offline", 1)))
+    site.event(interface.DeviceStatus("a", Status("offline", 1)))
     site.tick(0.1)
     assert "no device is online" in str(site.errors["r1"])
 
@@ -205,7 +204,7 @@ def test_a_device_that_hangs_has_not_died() -> None:
         while "b" in site.session.membership.usable():
             site.tick(0.1)
         site.ready("a")
-        site.event(events.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+        site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
         for _ in range(3):
             site.tick(1.1)
             site.ready()

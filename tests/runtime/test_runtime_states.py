@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.runtime.device.epochs import EPOCHS
-from hepti_mqtt.runtime.planner.plan_states import PLANS
-from hepti_mqtt.runtime.states import KEPT, IllegalStepError, Machine, Story, Table, Transition
+from hepti_mqtt.runtime.coordinator.plans import PLANS
+from hepti_mqtt.runtime.machinery import KEPT, IllegalStepError, Machine, Story, Table, Transition
+from hepti_mqtt.runtime.worker.residents import EPOCHS
 
 DOOR = Table(
     name="door",

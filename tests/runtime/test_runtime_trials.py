@@ -9,8 +9,8 @@ import pytest
 from scripted_site import Site, beside
 
 from hepti_mqtt.planner import Decision, Question
-from hepti_mqtt.runtime.planner import commands
-from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
         for _ in range(8):
             model.ran(plan, plan.predicted_tokens, longer * plan.predicted_s, site.now)
         site.drift({}, 10)
-    told = [c.text for c in site.seen if isinstance(c, commands.Note) and c.kind == "drift"]
+    told = [c.text for c in site.seen if isinstance(c, interface.Note) and c.kind == "drift"]
     assert any("the time of" in text for text in told) is looks, told
 
 

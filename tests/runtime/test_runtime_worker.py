@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 from sites import FAMILIES, plan
 
+from hepti_mqtt.cost.memory import programs_bytes, weight_total
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.runtime.device.building import study
-from hepti_mqtt.runtime.device.commands import Load, Subscribe
-from hepti_mqtt.runtime.device.events import Doubt, MessageIn, PlannerLost
-from hepti_mqtt.runtime.device.worker import WorkerSession
-from hepti_mqtt.simulate import programs_bytes, weight_total
-from hepti_mqtt.wire import messages
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.worker.interface import Doubt, Load, MessageIn, PlannerLost, Subscribe
+from hepti_mqtt.runtime.worker.programs import study
+from hepti_mqtt.runtime.worker.session import WorkerSession
 
 SPEC = FAMILIES["bert-embedding"]
 

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from hepti_mqtt import models
+from hepti_mqtt.service.answers import answer
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer
 
 
 def encoded(image, kind="PNG", **options):

@@ -7,11 +7,10 @@ import threading
 import pytest
 
 from hepti_mqtt.errors import ConfigError, NetworkError
-from hepti_mqtt.service import alone
+from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.service import broker_checks
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, Will
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import decode_status, encode_status
-from hepti_mqtt.wire.topics import Topics
 
 pytestmark = pytest.mark.broker
 
@@ -54,32 +53,32 @@ def rival(mosquitto, request):
 
 
 def test_a_site_without_a_planner_is_free(mosquitto):
-    alone.require_alone(BrokerUrl.parse(str(mosquitto.url)), "nobody")
+    broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "nobody")
 
 
 def test_a_living_planner_is_noticed(mosquitto, rival):
     rival("taken").status("online")
     with pytest.raises(ConfigError, match="boot 5"):
-        alone.require_alone(BrokerUrl.parse(str(mosquitto.url)), "taken")
+        broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "taken")
 
 
 def test_a_planner_that_said_goodbye_is_not(mosquitto, rival):
     rival("left").status("offline")
-    alone.require_alone(BrokerUrl.parse(str(mosquitto.url)), "left")
+    broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "left")
 
 
 def test_a_status_that_a_dead_planner_left_behind_is_not(mosquitto, rival, monkeypatch):
-    monkeypatch.setattr(alone, "ANSWER_S", 0.2)
+    monkeypatch.setattr(broker_checks, "ANSWER_S", 0.2)
     rival("dead", answers=False).status("online")
-    alone.require_alone(BrokerUrl.parse(str(mosquitto.url)), "dead")
+    broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "dead")
 
 
 def test_what_is_no_status_counts_as_none(mosquitto, rival):
     one = rival("odd", answers=False)
     one.transport.publish(one.topics.planner_status(), b"not a status", 1, retain=True)
-    alone.require_alone(BrokerUrl.parse(str(mosquitto.url)), "odd")
+    broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "odd")
 
 
 def test_a_broker_that_is_absent_is_named():
     with pytest.raises(NetworkError, match=r"127\.0\.0\.1:1"):
-        alone.require_alone(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
+        broker_checks.require_alone(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.service.boot import next_boot
+from hepti_mqtt.service.setup import next_boot
 
 
 def test_follows_the_clock_and_never_goes_back(tmp_path):

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.models.shapes import Images, PackedTokens
-from hepti_mqtt.service.chunks import cut
-from hepti_mqtt.service.requests import Prepared
+from hepti_mqtt.service.requests import Prepared, cut
 
 LIMIT = 20
 

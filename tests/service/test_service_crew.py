@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hepti_mqtt.service.crew import Crew
+from hepti_mqtt.service.threads import Crew
 
 PATIENCE_S = 30
 

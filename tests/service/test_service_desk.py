@@ -12,22 +12,21 @@ import numpy as np
 import pytest
 from swarm import profile_curve
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, sent_bytes, simulate
 from hepti_mqtt.errors import OverloadedError, PacketLimitError, RemoteError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
-from hepti_mqtt.runtime.planner.commands import Answer, Refuse
-from hepti_mqtt.runtime.planner.flight import Item, Job, Pins, Run, RunStats
-from hepti_mqtt.runtime.planner.packs import packed
-from hepti_mqtt.runtime.planner.served import Standing
-from hepti_mqtt.service import desk as module
-from hepti_mqtt.service.desk import Desk, Model, Reply
+from hepti_mqtt.protocol.messages import answer_lacks
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.interface import Answer, Refuse
+from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.runtime.coordinator.requests import Item, Job, Pins, Run, RunStats, packed
+from hepti_mqtt.service import handler as module
 from hepti_mqtt.service.forecast import PAUSE_S, Forecasts
-from hepti_mqtt.service.limits import Room
-from hepti_mqtt.simulate import Naming, sent_bytes, simulate
-from hepti_mqtt.wire.told import answer_lacks
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.service.handler import Desk, Model, Reply
+from hepti_mqtt.service.requests import Room
 
 TOPICS = Topics("home")
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.service import envelope as env
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service import requests as env
 
 OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 from swarm import profile_curve
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, sent_bytes, simulate
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs
 from hepti_mqtt.planner import Played
-from hepti_mqtt.runtime.planner.flight import RunStats
-from hepti_mqtt.runtime.planner.served import Standing
+from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
-from hepti_mqtt.simulate import Naming, sent_bytes, simulate
 
 PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)

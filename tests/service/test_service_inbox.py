@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.service.inbox import TOLD, Asked, Decoder, Implausible, PlannerSeen, PlanSeen
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.topics import Topics
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.service.decoder import TOLD, Asked, Decoder, Implausible, PlannerSeen, PlanSeen
 
 T = Topics("home")
-CAPS = described.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
-BEAT = described.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
+BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
 TOPICS = [
     T.status("a"),
     T.caps("a"),
@@ -32,12 +33,12 @@ TOPICS = [
 def test_every_kind_becomes_its_event():
     ready = messages.Ready(1, "m", Epoch(1, 1), 5, bytes(8))
     frame = frames.Frame("done", "m", Epoch(1, 1), 3, source="a", numbers=(1, 2, 3))
-    status = described.Status("online", 1)
+    status = protocol_messages.Status("online", 1)
     known = {
-        (T.status("a"), messages.encode_status(status)): events.DeviceStatus("a", status),
-        (T.caps("a"), messages.encode_caps(CAPS)): events.DeviceCaps("a", CAPS),
-        (T.heartbeat("a"), messages.encode_heartbeat(BEAT)): events.DeviceHeartbeat("a", BEAT),
-        (T.up("a"), messages.encode(ready)): events.UpMessage("a", ready),
+        (T.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
+        (T.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
+        (T.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
+        (T.up("a"), messages.encode(ready)): interface.UpMessage("a", ready),
         (T.request("m", "c"), b"{"): Asked("m", "c", b"{"),
         (T.planner_status(), messages.encode_status(status)): PlannerSeen(status),
         (T.plan("m"), b"x"): PlanSeen("m"),
@@ -46,7 +47,7 @@ def test_every_kind_becomes_its_event():
     for (topic, payload), event in known.items():
         assert decoder.decode(topic, payload) == event
     up = decoder.decode(T.up("a"), frames.encode(frame))
-    assert isinstance(up, events.UpFrame)
+    assert isinstance(up, interface.UpFrame)
     assert up.frame.numbers == (1, 2, 3)
     assert not decoder.counters
 
@@ -72,12 +73,12 @@ def test_no_bytes_raise(topic, payload):
 
 def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
     decoder = Decoder("home", lambda: 100)
-    beat = described.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    beat = protocol_messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     said = {
-        ("status", T.status("a")): messages.encode_status(described.Status("online", 101)),
+        ("status", T.status("a")): messages.encode_status(protocol_messages.Status("online", 101)),
         ("caps", T.caps("a")): messages.encode_caps(replace(CAPS, boot=101)),
         ("heartbeat", T.heartbeat("a")): messages.encode_heartbeat(beat),
-        ("planner_status", T.planner_status()): messages.encode_status(described.Status("online", 101)),
+        ("planner_status", T.planner_status()): messages.encode_status(protocol_messages.Status("online", 101)),
     }
     for (kind, topic), payload in said.items():
         assert decoder.decode(topic, payload) == Implausible(topic, kind, 101)

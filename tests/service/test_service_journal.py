@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.runtime.planner.flight import Chunk, Job, RequestKey
-from hepti_mqtt.service import journal as module
-from hepti_mqtt.service.inbox import Asked
-from hepti_mqtt.service.journal import KEPT, LIVES, Journal
+from hepti_mqtt.runtime.coordinator.requests import Chunk, Job, RequestKey
+from hepti_mqtt.service import channel as module
+from hepti_mqtt.service.channel import KEPT, LIVES, Journal
+from hepti_mqtt.service.decoder import Asked
 from hepti_mqtt.transport import Delivery, Receipt
 
 KEY = RequestKey("m", "me", "q1")

@@ -8,9 +8,9 @@ import pytest
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig
-from hepti_mqtt.service.models import open_models
+from hepti_mqtt.service.setup import open_models
 from hepti_mqtt.transport import BrokerUrl
 
 NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from sites import FAMILIES
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.runtime.planner.commands import Solve
-from hepti_mqtt.service.pace import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, Pace
-from hepti_mqtt.simulate import Naming
+from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, Pace
 
 SPEC = FAMILIES["bert-embedding"]
 DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, 1e9) for n in ("a", "b")}

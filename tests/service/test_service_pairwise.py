@@ -13,7 +13,7 @@ from sites import METHODS
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.check import random_input
+from hepti_mqtt.client.described import random_input
 from hepti_mqtt.service.requests import prepare
 from hepti_mqtt.strategies import STRATEGIES
 

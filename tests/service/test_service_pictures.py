@@ -11,8 +11,8 @@ from PIL import Image
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.service.answers import answer
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer
 
 
 def encoded(values):

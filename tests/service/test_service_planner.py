@@ -14,18 +14,18 @@ from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.runtime.planner import commands
-from hepti_mqtt.runtime.planner.events import DeviceStatus, Tick, UpMessage
-from hepti_mqtt.runtime.planner.flight import Pins
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.interface import DeviceStatus, Tick, UpMessage
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
-from hepti_mqtt.service.crew import Crew
-from hepti_mqtt.service.desk import Model
+from hepti_mqtt.service.handler import Model
+from hepti_mqtt.service.threads import Crew
 from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
-from hepti_mqtt.wire import described, frames, messages
-from hepti_mqtt.wire.described import Status
-from hepti_mqtt.wire.messages import decode_status, encode_status
-from hepti_mqtt.wire.topics import Topics
 
 PATIENCE_S = 20.0
 NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")
@@ -278,7 +278,7 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
         messages.RequestFailed("bert", epoch, 5, "device", "broken"),
         messages.TileAsk("bert", (b"\0" * 32,)),
     ]
-    beat = described.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     unconnected.heard(topics.heartbeat("a"), messages.encode_heartbeat(beat))
     unconnected.heard(topics.up("a"), messages.encode(messages.Progress(1, "bert", epoch, 1, 2)))
     unconnected.heard(topics.status("a"), encode_status(will))
@@ -348,7 +348,7 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
     jobs = [unconnected.desk.request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")]
     for job in jobs:
-        unconnected._carry_out(commands.Refuse(job, OverloadedError("no")))
+        unconnected._carry_out(interface.Refuse(job, OverloadedError("no")))
     del said[:]
     while unconnected.telling.step():
         continue
@@ -357,7 +357,7 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.desk.parse", None)
+        patch.setattr("hepti_mqtt.service.handler.parse", None)
         _two_requests_that_nobody_reads(unconnected)
     assert not said
     assert unconnected.decoder.counters == {"untold": 1}

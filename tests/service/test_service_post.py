@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from hepti_mqtt.errors import NetworkError, PacketLimitError
-from hepti_mqtt.service import post as module
-from hepti_mqtt.service.desk import Desk, Reply
-from hepti_mqtt.service.inbox import Asked, Decoder
-from hepti_mqtt.service.post import Post
-from hepti_mqtt.service.unheard import UNHEARD, UNHEARD_BYTES
+from hepti_mqtt.service import channel as module
+from hepti_mqtt.service.channel import UNHEARD, UNHEARD_BYTES, Post
+from hepti_mqtt.service.decoder import Asked, Decoder
+from hepti_mqtt.service.handler import Desk, Reply
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPIC = "hepti/v1/home/infer/m/req/me"

@@ -10,19 +10,19 @@ import msgpack
 from sites import FAMILIES
 
 from hepti_mqtt.cli.show import print_plan
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.runtime.planner.commands import ShowPlan, Solve
-from hepti_mqtt.runtime.states import Story, Transition
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime.coordinator.interface import ShowPlan, Solve
+from hepti_mqtt.runtime.machinery import Story, Transition
 from hepti_mqtt.service import solver
-from hepti_mqtt.service.record import encode_record
-from hepti_mqtt.simulate import Naming
-from hepti_mqtt.wire import told
+from hepti_mqtt.service.planner import encode_record
 
 SPEC = FAMILIES["bert-embedding"]
 
@@ -83,15 +83,15 @@ def test_record_has_the_keys_that_its_readers_look_for():
     story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
     shown = ShowPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
     record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
-    assert set(record) == set(told.RECORD)
+    assert set(record) == set(messages.RECORD)
     for part, keys in (
-        (record["candidates"][0], told.CANDIDATE),
-        (record["story"][0], told.STEP),
-        (record["error"], told.ERROR),
-        (plan.to_dict(), told.PLAN),
+        (record["candidates"][0], messages.CANDIDATE),
+        (record["story"][0], messages.STEP),
+        (record["error"], messages.ERROR),
+        (plan.to_dict(), messages.PLAN),
     ):
         assert set(part) == set(keys)
-    assert told.record_lacks(record) is None
+    assert messages.record_lacks(record) is None
 
 
 def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):

@@ -14,9 +14,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
 from hepti_mqtt.service import requests
-from hepti_mqtt.service.limits import MAX_SEQUENCES
-from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.service.results import answer, piece
+from hepti_mqtt.service.answers import answer, piece
+from hepti_mqtt.service.requests import MAX_SEQUENCES, prepare
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +281,7 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path):
 
 def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
-    from hepti_mqtt.checkpoint.tokenizer_files import write_tokenizer
+    from hepti_mqtt.checkpoint.make import write_tokenizer
 
     write_tokenizer(path / "tokenizer.json", 300)
     with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match="vocab_size is 211"):

@@ -15,7 +15,7 @@ from service_support import encoded, noise, run
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError
-from hepti_mqtt.service import pictures
+from hepti_mqtt.service import requests
 from hepti_mqtt.service.requests import prepare
 
 
@@ -131,7 +131,7 @@ def test_a_resample_that_pillow_does_not_know_is_a_model_error(tmp_path):
 
 
 def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
-    monkeypatch.setattr(pictures, "MAX_PIXELS", 100)
+    monkeypatch.setattr(requests, "MAX_PIXELS", 100)
     assert prepare(vision, {"images": [encoded(noise(5, 5))] * 4}).several
     with pytest.raises(RequestError, match=r"images\[4\], of 5 x 5 pixels, is too large, or too many"):
         prepare(vision, {"images": [encoded(noise(5, 5))] * 5})
@@ -140,7 +140,7 @@ def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
 
 
 def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):
-    monkeypatch.setattr(pictures, "_pixels", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(requests, "_pixels", lambda *_: pytest.fail("decoded"))
     with pytest.raises(RequestError, match="too large"):
         prepare(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
 

@@ -11,16 +11,16 @@ from scripted_site import Site
 from sites import FAMILIES, plan
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.runtime.planner import events
-from hepti_mqtt.runtime.planner.flight import Pins
-from hepti_mqtt.runtime.planner.rollout import SOON_S
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.rollout import SOON_S
 from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
-from hepti_mqtt.wire.described import Status
 
 # Each costs a planner that starts again time in which nobody is answered.
 NOT_AT_THE_START = (
     *("numba", "llvmlite", "hepti_mqtt.kernels", "PIL", "rich", "cryptography", "onnx", "asyncio", "psutil", "scipy"),
-    *("numpy.testing", "numpy.f2py", "unittest", "device_agent", "hepti_mqtt.runtime.device"),
+    *("numpy.testing", "numpy.f2py", "unittest", "device_agent", "hepti_mqtt.runtime.worker"),
     *("hepti_mqtt.bench", "hepti_mqtt.lab", "hepti_mqtt.client", "hepti_mqtt.embedded_broker"),
 )
 
@@ -50,7 +50,7 @@ def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something()
     site.join("a", "b")
     site.tick(1.1)
     assert not site.solves[-1].hurried
-    site.event(events.Solved("m", site.solves[-1].ticket, None, None))
+    site.event(interface.Solved("m", site.solves[-1].ticket, None, None))
     site.submit("r1", pins=Pins(strategy="row"))
     site.tick(1.1)
     assert not site.solves[-1].hurried
@@ -72,7 +72,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     site.tick(1.1)
     site.event(solve(site.solves[-1]))
     site.ready()
-    site.event(events.Pin("m", Pins()))
+    site.event(interface.Pin("m", Pins()))
     running = site.solves[-1]
     assert not running.hurried
     used = site.session.plan("m").devices[0]
@@ -82,7 +82,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     site.event(solve(site.solves[-1]))
     site.ready()
     assert used not in site.session.plan("m").devices
-    site.event(events.Solved("m", running.ticket, None, None))
+    site.event(interface.Solved("m", running.ticket, None, None))
     assert not site.errors, "what the outdated one says changes nothing"
 
 
@@ -117,7 +117,7 @@ def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_t
 def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
     site = Site(searches=False)
     site.join("a")
-    site.event(events.DeviceStatus("b", Status("starting", 1)))
+    site.event(interface.DeviceStatus("b", Status("starting", 1)))
     site.submit("r1")
     site.tick(SOON_S * 2)
     assert site.solves[-1].hurried
@@ -150,7 +150,7 @@ def test_an_agent_that_was_killed_and_starts_again_holds_up_nobody_whom_another_
     site.leave(used)
     hurried = site.solves[-1]
     assert hurried.hurried
-    site.event(events.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
+    site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
     site.event(solve(hurried))
     site.ready()
     assert used not in site.session.plan("m").devices
@@ -227,7 +227,7 @@ def test_whatever_else_has_changed_is_searched_for_as_a_whole() -> None:
     site.tick(1.1)
     assert site.solves[-1].kept is None
     site.event(solve(site.solves[-1]))
-    site.event(events.Pin("m", Pins(strategy="single")))
+    site.event(interface.Pin("m", Pins(strategy="single")))
     assert site.solves[-1].kept is None
 
 

@@ -11,9 +11,8 @@ from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.service import limits, texts
-from hepti_mqtt.service.limits import Characters
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service import requests
+from hepti_mqtt.service.requests import Characters, prepare
 
 WORDS = st.sampled_from(
     ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]"]
@@ -45,10 +44,10 @@ def test_a_special_token_across_the_border_is_not_taken_apart(checkpoint, shift,
     longest = checkpoint.spec.reads.longest
     special = "<|the|door|>"
     checkpoint.tokenizer.add_special_tokens([special])
-    monkeypatch.setattr(texts, "CHARACTERS_PER_TOKEN", 2)
+    monkeypatch.setattr(requests, "CHARACTERS_PER_TOKEN", 2)
     text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
     ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
-    found = texts._beginning(checkpoint.tokenizer, "text", text, longest, Characters()).ids
+    found = requests._beginning(checkpoint.tokenizer, "text", text, longest, Characters()).ids
     assert len(found) > longest
     assert found[:longest] == ids[:longest]
 
@@ -76,15 +75,15 @@ def test_a_text_too_long_without_truncation_is_hardly_read(checkpoint, monkeypat
 
 def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(checkpoint):
     """One word without an end: it has no tokens until all of it is read."""
-    fits = "x" * (limits.MAX_CHARACTERS // 4)
+    fits = "x" * (requests.MAX_CHARACTERS // 4)
     assert prepare(checkpoint, {"text": fits, "truncate": True}).shape.tokens > 0
     with pytest.raises(RequestError, match="characters of one request"):
-        prepare(checkpoint, {"text": "x" * limits.MAX_CHARACTERS, "truncate": True})
+        prepare(checkpoint, {"text": "x" * requests.MAX_CHARACTERS, "truncate": True})
 
 
 def test_the_limit_is_that_of_all_texts_together(checkpoint):
-    one = "x" * (limits.MAX_CHARACTERS // 8)
-    assert texts.CHARACTERS_PER_TOKEN * checkpoint.spec.reads.longest < len(one)
+    one = "x" * (requests.MAX_CHARACTERS // 8)
+    assert requests.CHARACTERS_PER_TOKEN * checkpoint.spec.reads.longest < len(one)
     prepare(checkpoint, {"text": one, "truncate": True})
     with pytest.raises(RequestError, match="characters of one request"):
         prepare(checkpoint, {"texts": [one] * 10, "truncate": True})

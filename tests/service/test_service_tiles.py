@@ -9,10 +9,10 @@ import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.frames import decode
+from hepti_mqtt.protocol.manifest import Manifest, tile_hash
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.tiles import TileServer
-from hepti_mqtt.wire.frames import decode
-from hepti_mqtt.wire.manifest import Manifest, tile_hash
-from hepti_mqtt.wire.topics import Topics
 
 TOPICS = Topics("home")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.service.turns import Turns
+from hepti_mqtt.service.threads import Turns
 
 ROOM = 1 << 30
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.service.window import Window
+from hepti_mqtt.service.channel import Window
 from hepti_mqtt.transport import Receipt
 
 

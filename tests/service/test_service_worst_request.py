@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import worst_request
 
-from hepti_mqtt.service.limits import MAX_CHARACTERS
+from hepti_mqtt.service.requests import MAX_CHARACTERS
 
 MOST_MB = 256
 USUAL = ("megabytes-of-words", "wide-characters", "transparent")

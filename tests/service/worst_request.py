@@ -21,11 +21,11 @@ import numpy as np
 from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
-from hepti_mqtt.runtime.planner.flight import Job, Pins
-from hepti_mqtt.service import texts
-from hepti_mqtt.service.desk import Desk, Model
+from hepti_mqtt.runtime.coordinator.requests import Job, Pins
+from hepti_mqtt.service import requests
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.limits import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
+from hepti_mqtt.service.handler import Desk, Model
+from hepti_mqtt.service.requests import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
 
 ROOM = 1000  # bytes for the rest of the JSON
 
@@ -100,7 +100,7 @@ def main() -> None:
         assert isinstance(desk.request("worst", "me", usual, 0.0), Job)
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
-        tokenised = counted(texts)
+        tokenised = counted(requests)
         found = desk.request("worst", "me", payload, 0.0)
         seconds = time.perf_counter() - begun
         said = f"job of {found.chunks[0].shape.tokens} tokens" if isinstance(found, Job) else found.payload.decode()

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link, cluster_of
+from hepti_mqtt.cost.explain import explain, timeline_svg, timeline_text
+from hepti_mqtt.cost.memory import live_bytes
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, cluster_of
+from hepti_mqtt.cost.simulator import Naming, dispatch_bytes, done_bytes, send_bytes, simulate
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import Builder, Program, Send, SlotSpec
-from hepti_mqtt.simulate import Naming, explain, simulate, timeline_svg, timeline_text
-from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
-from hepti_mqtt.simulate.memory import live_bytes
 from hepti_mqtt.spec import TaskHead
 
 NAMING = Naming("home", "m")

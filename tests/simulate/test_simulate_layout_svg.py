@@ -9,13 +9,12 @@ from xml.etree import ElementTree
 import pytest
 from sites import FAMILIES, METHODS, plan, request
 
+from hepti_mqtt.cost.explain import COLOURS, drawn, layout_svg, sent_lines
 from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Net, Table, on, roles, span, split
 from hepti_mqtt.lowering.ops import Conv
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan_programs import lowered
-from hepti_mqtt.simulate import layout_svg
-from hepti_mqtt.simulate.layout_svg import COLOURS, drawn, sent_lines
 from hepti_mqtt.strategies import STRATEGIES
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,19 +8,10 @@ from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.models.cnn.spec import CnnSpec
-from hepti_mqtt.simulate import (
-    Naming,
-    Request,
-    Slows,
-    places_taken,
-    play,
-    simulate,
-    tasks_of,
-    timeline_svg,
-    timeline_text,
-)
+from hepti_mqtt.cost.explain import places_taken, tasks_of, timeline_svg, timeline_text
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, Request, Slows, play, simulate
+from hepti_mqtt.models.cnn.nodes import CnnSpec
 
 NAMING = Naming("home", "m")
 SMALL = [k for k in KINDS if k.startswith("tiny-") and isinstance(spec_of_kind(k), CnnSpec)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from sites import FAMILIES, METHODS, plan, request
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Load, Naming, Request, RunTimes, load_of, play, simulate, under_load
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, price
-from hepti_mqtt.simulate import Load, Naming, Request, RunTimes, load_of, play, simulate, under_load
 
 NAMING = Naming("home", "m")
 SPEC = FAMILIES["vit-classifier"]

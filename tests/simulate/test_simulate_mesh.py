@@ -10,14 +10,12 @@ from sites import FAMILIES, always, plan, request, tensors
 from swarm import Swarm
 from test_simulate_clock import LATENCY, NAMING, RATE, SHAPE, SLOT, SPEC, relay, site
 
-from hepti_mqtt.cluster import FAST_BYTES_PER_S, Cluster, Link, PeerLink, Ways
+from hepti_mqtt.cost.profiles import FAST_BYTES_PER_S, Cluster, Link, PeerLink, Ways
+from hepti_mqtt.cost.simulator import Links, dispatch_bytes, done_bytes, send_bytes, sent_bytes, simulate
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.passes import routed
+from hepti_mqtt.lowering.passes import routed
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Builder, Program, Send
-from hepti_mqtt.simulate import sent_bytes, simulate
-from hepti_mqtt.simulate.bytes import dispatch_bytes, done_bytes, send_bytes
-from hepti_mqtt.simulate.links import Links
 
 SIZE = 1000
 NAMES = ("d0", "d1", "d2", "d3")

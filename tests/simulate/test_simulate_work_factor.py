@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from sites import EVERY_FAMILY, plan, request
 
+from hepti_mqtt.cost.explain import flops, plan_work, volumes, work_factor
 from hepti_mqtt.lowering import Graph, Lowered, Net, Set, Table, roles, span, split
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan_programs import lowered
-from hepti_mqtt.simulate import plan_work, work_factor
-from hepti_mqtt.simulate.work_factor import flops, volumes
 from hepti_mqtt.strategies import STRATEGIES
 
 DEVICES = 4

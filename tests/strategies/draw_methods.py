@@ -11,8 +11,10 @@ from leasing import LEASED, found
 from sites import EVERY_FAMILY, FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.explain import layout_svg, timeline_svg
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, play, request_of, simulate
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.shapes import PackedTokens
@@ -20,7 +22,6 @@ from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered, make_plan, programs
 from hepti_mqtt.shares import Lane
-from hepti_mqtt.simulate import Naming, layout_svg, play, request_of, simulate, timeline_svg
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import examples
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.simulator import Naming, Simulation, Slows, simulate
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import shape_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.simulate import Naming, Simulation, Slows, simulate
 
 NAMING = Naming("home", "model")
 MODEL, CUT, SITES = "vgg16", "3", ("four-pi4-240", "mixed-four")
@@ -39,7 +39,7 @@ def found(model: str, site: str, options: Mapping[str, str], times: Mapping[str,
 
     times: how many times as long an op takes then, by device.
     """
-    spec, cluster = spec_of_kind(model), load_site(examples.find("sites", Path(site)))
+    spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_config("sites", Path(site)))
     shape = shape_for(spec, 1)
     devices = tuple(cluster.devices)
     question = Question(
@@ -58,7 +58,7 @@ def main() -> int:
     print(f"| site | slower from {SINCE_S * 1e3:.0f} ms on | owners | as predicted, ms | {times} |")
     print("|---|---|---|---|" + "---|" * len(TIMES))
     for site in SITES:
-        for device in list(load_site(examples.find("sites", Path(site))).devices)[1:]:
+        for device in list(load_site(settings.find_bundled_config("sites", Path(site))).devices)[1:]:
             for owners, options in (("fixed", {}), ("leased", LEASED)):
                 with_slower = [found(MODEL, site, {"cut": CUT, **options}, {device: times}) for times in TIMES]
                 cells = [

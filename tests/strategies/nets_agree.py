@@ -16,7 +16,7 @@ from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.cnn.nodes import CnnSpec
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, Method

@@ -9,7 +9,7 @@ from nets_agree import BAR, METHODS, SHARES, SMALL, Net, variants
 from sites import tensors
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.models.cnn.stack import Stack
+from hepti_mqtt.models.cnn.torchvision import Stack
 from hepti_mqtt.strategies import STRATEGIES
 
 CASES = [

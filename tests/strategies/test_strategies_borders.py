@@ -10,11 +10,11 @@ from nets import divided, net, run, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.explain import work_factor
 from hepti_mqtt.ids import PLANNER, Epoch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered, make_plan
 from hepti_mqtt.program import Compute, Recv
-from hepti_mqtt.simulate import work_factor
 
 AHEAD = {"cut": "none", "halo": "ahead"}
 NET = net(24, [("conv", 4, 3), ("conv", 4, 3), ("conv", 4, 1), ("stride", 6, 5), ("conv", 6, 3)])

@@ -14,10 +14,10 @@ from swarm import Swarm, plan_of
 from together import bound, run_together
 
 from hepti_mqtt import models
+from hepti_mqtt.cost.simulator import Naming, sent_bytes
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import peers, programs, resident_weights
 from hepti_mqtt.program import Compute, Recv, Send, check
-from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.strategies import STRATEGIES
 
 SITES = {

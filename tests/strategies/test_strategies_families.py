@@ -10,11 +10,11 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.simulator import Naming, sent_bytes
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.models.reads import Text
+from hepti_mqtt.models.shapes import Text
 from hepti_mqtt.plan_programs import programs, resident_weights
 from hepti_mqtt.program import check
-from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.strategies import STRATEGIES
 
 SPECS = {
@@ -86,7 +86,7 @@ def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
 
 
 def test_a_method_that_cannot_divide_a_family_says_so_when_it_is_pinned():
-    from hepti_mqtt.cluster import Cluster
+    from hepti_mqtt.cost.profiles import Cluster
     from hepti_mqtt.ids import Epoch
     from hepti_mqtt.planner import Question, decide
 

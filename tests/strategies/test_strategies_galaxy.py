@@ -8,12 +8,12 @@ import pytest
 from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
-from hepti_mqtt.cluster import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Compute, Recv, Send
-from hepti_mqtt.simulate import Naming
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
 RING = ("galaxy", {"exchange": "ring"})

@@ -139,7 +139,7 @@ def test_methods_that_keep_no_cache_say_so(name):
 
 
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
-    from hepti_mqtt.simulate import SESSIONS_BESIDE, most_live_bytes
+    from hepti_mqtt.cost.memory import SESSIONS_BESIDE, most_live_bytes
 
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
     one, two = (most_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))

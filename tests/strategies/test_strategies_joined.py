@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from sites import FAMILIES, plan, request
 
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.passes import joined
+from hepti_mqtt.lowering.passes import joined
 from hepti_mqtt.plan_programs import program
 from hepti_mqtt.program import Builder, Compute, Program, check
-from hepti_mqtt.runtime.device.executor import Executor, bind
+from hepti_mqtt.runtime.worker.executor import Executor, bind
 
 ROWS, COLUMNS = 5, 6
 

@@ -12,16 +12,13 @@ from nets import divided, net, run, tensors
 from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import models
-from hepti_mqtt.cluster import Power
+from hepti_mqtt.cost.explain import work_factor
+from hepti_mqtt.cost.profiles import Power
 from hepti_mqtt.lowering import Graph, roles
 from hepti_mqtt.shares import Lane
-from hepti_mqtt.shares.coedge import Costs, costs_of, seconds_of, shares_of
-from hepti_mqtt.shares.consecutive import consecutive
-from hepti_mqtt.shares.greedy import greedy
-from hepti_mqtt.shares.linear_programme import least
+from hepti_mqtt.shares.maps import Costs, alone, costs_of, least, pixels, seconds_of, shares_of, units
+from hepti_mqtt.shares.share import consecutive, greedy
 from hepti_mqtt.shares.stages import of_units
-from hepti_mqtt.shares.units import alone, pixels, units
-from hepti_mqtt.simulate import work_factor
 from hepti_mqtt.strategies import STRATEGIES
 
 METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")

@@ -10,9 +10,9 @@ from sites import FAMILIES, METHODS, always, plan, request, served, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
+from hepti_mqtt.cost.simulator import Naming, sent_bytes
 from hepti_mqtt.plan_programs import program, programs
 from hepti_mqtt.program import Recv, Send, check
-from hepti_mqtt.simulate import Naming, sent_bytes
 from hepti_mqtt.strategies import STRATEGIES
 
 SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]

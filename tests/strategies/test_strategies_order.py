@@ -11,7 +11,7 @@ from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.models.reads import Text
+from hepti_mqtt.models.shapes import Text
 from hepti_mqtt.plan_programs import programs, programs_digest
 from hepti_mqtt.program import Compute
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sites import FAMILIES, plan, request
 
-from hepti_mqtt.cluster import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models import graph, largest_shape
@@ -20,7 +21,6 @@ from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Send
 from hepti_mqtt.shares import Lane
 from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages
-from hepti_mqtt.simulate import Naming
 
 ENCODER = FAMILIES["bert-embedding"]
 

@@ -12,14 +12,14 @@ from small_cnns import cnn, conv
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.cost.memory import weight_total
 from hepti_mqtt.kernels import NarrowMatrix, loading_bytes
+from hepti_mqtt.lowering.passes import store
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.passes import store
 from hepti_mqtt.plan_programs import program, resident_weights
 from hepti_mqtt.program import Compute, check
-from hepti_mqtt.runtime.device.local import pack, run_local
+from hepti_mqtt.runtime.worker.executor import pack, run_local
 from hepti_mqtt.service.requests import prepare
-from hepti_mqtt.simulate.memory import weight_total
 
 # Least cosine of embeddings of the real MiniLM with those of f32 weights: of sentences, and of a text of one word,
 # whose three tokens average out the least and which int8 activations do not hold to 0.999.

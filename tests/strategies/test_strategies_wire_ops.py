@@ -10,14 +10,14 @@ from programs_run import run_programs
 from sites import EVERY_FAMILY, METHODS, plan, request, tensors
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cluster import Curve, DeviceProfile
+from hepti_mqtt.cost.explain import explain
+from hepti_mqtt.cost.memory import live_bytes
+from hepti_mqtt.cost.profiles import Curve, DeviceProfile
 from hepti_mqtt.kernels import works
-from hepti_mqtt.passes import fuse, joined, narrow
+from hepti_mqtt.lowering.passes import fuse, joined, narrow
 from hepti_mqtt.plan_programs import lowered, programs
 from hepti_mqtt.planner.accuracy import _Together, _Weights
 from hepti_mqtt.program import Builder, Compute, Recv, check
-from hepti_mqtt.simulate.explain import explain
-from hepti_mqtt.simulate.memory import live_bytes
 from hepti_mqtt.strategies import STRATEGIES
 
 SHARES = (1.0, 2.0, 1.0)

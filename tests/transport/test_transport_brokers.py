@@ -10,8 +10,8 @@ import pytest
 
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
-from hepti_mqtt.wire.topics import publish_bytes
 
 pytestmark = pytest.mark.broker
 

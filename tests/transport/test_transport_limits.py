@@ -7,9 +7,9 @@ from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, largest_packet
 from hepti_mqtt.transport.limits import _payload_bytes
-from hepti_mqtt.wire.topics import publish_bytes
 
 TOPIC = "hepti/v1/home/dev/pi/probe"
 

@@ -7,13 +7,13 @@ import socket
 
 import pytest
 
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.flow import Flow
 from hepti_mqtt.transport.in_flight import Session
 from hepti_mqtt.transport.link import KEEPALIVE_S, STALLED_S, Link, LinkLost
 from hepti_mqtt.transport.sockets import unacknowledged
 from hepti_mqtt.transport.wake import Wake
-from hepti_mqtt.wire.topics import publish_bytes
 
 PATIENCE_S = 20.0
 STEP_S = 0.4 * KEEPALIVE_S

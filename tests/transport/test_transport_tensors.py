@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport
 from hepti_mqtt.transport.data_link import DataLink, data_link_possible
 from hepti_mqtt.transport.link import KEEPALIVE_S, LinkLost
 from hepti_mqtt.transport.mesh.packets import publish_head
 from hepti_mqtt.transport.sockets import unacknowledged
-from hepti_mqtt.wire.topics import publish_bytes
 
 PATIENCE_S = 20.0
 

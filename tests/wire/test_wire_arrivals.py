@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.protocol.frames import DTYPES, HEADER_BYTES, Exchanges, Frame, decode, encode
 from hepti_mqtt.transport.mesh.buffers import Buffers
-from hepti_mqtt.wire import arrivals
-from hepti_mqtt.wire.arrivals import Exchanges
-from hepti_mqtt.wire.frames import DTYPES, HEADER_BYTES, Frame, decode, encode
 
 TOPIC = "hepti/v1/home/x/m/2/a/b"
 BODY = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -98,7 +97,7 @@ def test_an_empty_array_is_always_read():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(arrivals, "REMEMBERED", 4)
+    monkeypatch.setattr(frames, "REMEMBERED", 4)
     known = Exchanges()
     for node in range(11):
         frame = replace(FRAME, node=node)

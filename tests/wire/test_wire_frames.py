@@ -14,9 +14,8 @@ from hypothesis.extra import numpy as hnp
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
 from hepti_mqtt.program import NUMPY_DTYPE
-from hepti_mqtt.spec import PlainShape
-from hepti_mqtt.wire import frames
-from hepti_mqtt.wire.frames import (
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.protocol.frames import (
     DTYPES,
     HEADER_BYTES,
     KINDS,
@@ -30,6 +29,7 @@ from hepti_mqtt.wire.frames import (
     frame_bytes,
     work_bytes,
 )
+from hepti_mqtt.spec import PlainShape
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
 U63 = st.integers(0, 2**63 - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hepti_mqtt.wire.limits import packet_limit_error
+from hepti_mqtt.protocol.limits import packet_limit_error
 
 
 def test_too_small_a_limit_names_the_setting():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.program import NUMPY_DTYPE, WeightRef
-from hepti_mqtt.wire.manifest import (
+from hepti_mqtt.protocol.manifest import (
     TILE,
     VECTOR_TILE,
     Manifest,

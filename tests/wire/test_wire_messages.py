@@ -13,24 +13,28 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL, PLANNER, Epoch
-from hepti_mqtt.spec import PlainShape
-from hepti_mqtt.wire import messages
-from hepti_mqtt.wire.checks import MAX_TEXT
-from hepti_mqtt.wire.described import Caps, Heartbeat, Status
-from hepti_mqtt.wire.frames import Frame
-from hepti_mqtt.wire.frames import encode as encode_frame
-from hepti_mqtt.wire.messages import (
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame
+from hepti_mqtt.protocol.frames import encode as encode_frame
+from hepti_mqtt.protocol.messages import (
     CODES,
     Activate,
     Cancel,
+    Caps,
     Drain,
+    Edge,
+    Endpoint,
     Failed,
+    Heartbeat,
     Lease,
+    LinkReport,
+    Peer,
     Prepare,
     Progress,
     Ready,
     Release,
     RequestFailed,
+    Status,
     TaskDone,
     TileAsk,
     decode,
@@ -43,7 +47,8 @@ from hepti_mqtt.wire.messages import (
     encode_heartbeat,
     encode_status,
 )
-from hepti_mqtt.wire.peers import Edge, Endpoint, LinkReport, Peer
+from hepti_mqtt.protocol.plausible import MAX_TEXT
+from hepti_mqtt.spec import PlainShape
 
 COUNTS = st.integers(0, 2**63 - 1)
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.wire.topics import MAX_LAYER, Kind, Parsed, Topics, publish_bytes
+from hepti_mqtt.protocol.topics import MAX_LAYER, Kind, Parsed, Topics, publish_bytes
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
 LONGEST = "z" * 64

@@ -23,8 +23,7 @@ from hepti_mqtt.kernels.base import Array, Kernel, Run, nothing
 from hepti_mqtt.kernels.machine.workers import Workers, ranges
 from hepti_mqtt.kernels.positions import check_at, first_of
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:

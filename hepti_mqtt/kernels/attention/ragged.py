@@ -23,8 +23,7 @@ from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, nothing, starts_o
 from hepti_mqtt.kernels.gemm.tile import NR
 from hepti_mqtt.kernels.machine.workers import Workers, ranges
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 # Flops of a tile below which a hand-over to another thread costs more than it saves.
 GRAIN: Final = 1 << 19

@@ -32,8 +32,7 @@ from hepti_mqtt.kernels.gemm.tile import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.machine.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, ranges
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _MINUS_INF: Final = np.float32(-np.inf)
 

@@ -52,8 +52,7 @@ from hepti_mqtt.kernels.machine.isa import TILE
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts
 from hepti_mqtt.kernels.weights import PackedMatrix, Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 # A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay near while the tiles pass over them.
 DEPTH: Final = 512

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.base import Array, Check, row_parts
 from hepti_mqtt.kernels.machine.workers import Parts, Workers
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 class Window(NamedTuple):

@@ -31,7 +31,7 @@ from hepti_mqtt.kernels.conv.windows import Window
 from hepti_mqtt.kernels.gemm.tile import MR, NR, panel_of_rows
 from hepti_mqtt.kernels.machine.isa import TILE
 from hepti_mqtt.kernels.machine.jit import INT, INT_ARRAY, TABLE, fills, helper, kernel, reads
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Work
 
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
 TILES: Final = 192

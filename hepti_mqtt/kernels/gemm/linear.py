@@ -28,8 +28,7 @@ from hepti_mqtt.kernels.machine.isa import TILE
 from hepti_mqtt.kernels.machine.jit import INT, TABLE, before_loading, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.machine.workers import Workers, matmul_parts
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 Matrix = PackedMatrix | NarrowMatrix
 

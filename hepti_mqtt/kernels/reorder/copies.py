@@ -27,8 +27,7 @@ from hepti_mqtt.kernels.reorder.codecs import reference_wide
 from hepti_mqtt.kernels.reorder.widen import NARROW, Rectangle, values, widen
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.plan import Range
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Place = tuple[slice, ...]
 

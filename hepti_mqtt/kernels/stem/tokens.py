@@ -24,8 +24,7 @@ from hepti_mqtt.kernels.machine.workers import Workers
 from hepti_mqtt.kernels.positions import check_at, first_of
 from hepti_mqtt.kernels.rowwise.norms import normalise_row
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
-from hepti_mqtt.work import Work
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 @kernel(

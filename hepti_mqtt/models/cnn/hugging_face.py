@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hepti_mqtt.models.cnn.nodes import Pad
-from hepti_mqtt.models.cnn.stack import Stack
-from hepti_mqtt.models.cnn.torchvision import rounded
+from hepti_mqtt.models.cnn.torchvision import Stack, rounded
 from hepti_mqtt.models.config import Config
 from hepti_mqtt.models.tensors import BatchNorm
 

@@ -10,8 +10,7 @@ from typing import Any, Final
 from hepti_mqtt.lowering import Net, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models.cnn import nodes
-from hepti_mqtt.models.cnn.nodes import IMAGE, Conv, Linear, Node
-from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Conv, Linear, Node
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.spec import RequestShape
 

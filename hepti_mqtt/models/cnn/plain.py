@@ -8,8 +8,7 @@ from typing import Final
 import numpy as np
 
 from hepti_mqtt.models.cnn import nodes
-from hepti_mqtt.models.cnn.nodes import IMAGE, Node
-from hepti_mqtt.models.cnn.spec import CnnSpec
+from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Node
 from hepti_mqtt.models.plain import Array, Tensors, linear
 from hepti_mqtt.spec import RequestShape
 

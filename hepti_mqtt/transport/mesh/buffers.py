@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.wire.payloads import GRAIN, held_bytes
+from hepti_mqtt.protocol.frames import GRAIN, held_bytes
 
 ALIGN: Final = 64
 LOOKED_AT: Final = 8  # how many of one size are asked whether they are free before a new one is made

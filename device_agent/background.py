@@ -1,0 +1,246 @@
+"""What a device does before it is online, and how the site and the log hear how far it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import ceil, inf
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Final, Self
+
+from device_agent.heartbeat import Meter
+from device_agent.machine import cores, free_memory
+from device_agent.measure import narrow_measured, self_measurement
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.kernels import TILING, Workers, ahead, isa, trial
+from hepti_mqtt.kernels.machine import turns
+from hepti_mqtt.kernels.machine.jit import cache_directory
+from hepti_mqtt.kernels.machine.release import release_compiler, return_memory
+from hepti_mqtt.protocol.messages import Status
+
+SAY_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
+LOG_S: Final = 5.0
+COMPILER_BYTES: Final = 300 << 20  # what one process that compiles needs at most
+
+
+class Starting:
+    """Says what the device is doing until the `with` block ends.
+
+    publish: carries a status to the site. clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[Status], None],
+        boot: int,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publish, self._log, self._clock = publish, log, clock
+        self._status = Status("starting", boot)
+        self._logged_s = float("-inf")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="hepti-starting", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._say()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def tell(self, doing: str, done: int = 0, total: int = 0) -> None:
+        """Say what is done now, and how much of it is done already."""
+        status = Status("starting", self._status.boot, doing, done, total)
+        if status == self._status:
+            return
+        now, other = self._clock(), doing != self._status.doing
+        if other or now - self._logged_s >= LOG_S:
+            self._logged_s = now
+            self._log.info("%s%s", doing, f": {done} of {total}" if total else "")
+        self._status = status
+        self._say()
+
+    def _say(self) -> None:
+        with suppress(NetworkError):  # the next one may get through
+            self._publish(self._status)
+
+    def _repeat(self) -> None:
+        while not self._over.wait(SAY_S):
+            self._say()
+
+
+def prepare_kernels(threads: int, everything: bool, starting: Starting, log: logging.Logger) -> None:
+    """Compile what f32 weights need, or `everything`, in other processes; load what is there."""
+    start = perf_counter()
+    whole = everything or ahead.ready(threads)
+    most = max(1, min(ceil(cores()), free_memory() // COMPILER_BYTES))
+    ahead.fill_cache(
+        "all" if whole else "first",
+        threads,
+        lambda done, total: starting.tell("compiling kernels", done, total) if done < total else None,
+        most,
+    )
+    warm = ahead.load(whole)
+    took_s = perf_counter() - start
+    log.info(
+        "kernels for %s, tile %s, ready after %.1f s (%d compiled here, %d from the cache)",
+        isa(),
+        TILING.name,
+        took_s,
+        *warm,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an agent does beside its work once it is online: compile the rest, find its fastest register tile, and measure
+# again where that is wrong.
+
+
+LOOK_S: Final = 1.0
+CLOSE_S: Final = 1.0
+IDLE_S: Final = 5.0  # without an op for so long a device is idle
+WRONG: Final = 1.5  # requests take so many times as long as was measured, or as short
+WRONG_FOR_S: Final = 30.0  # of requests
+AGAIN_S: Final = 600.0  # after a measurement, and twice as long after each further one: what requests show may stay so
+
+
+class Doubts:
+    """Whether requests have told otherwise than the measurement for long; time is an argument."""
+
+    def __init__(self) -> None:
+        self._wrong_s = 0.0
+        self._last_s: float | None = None
+        self._not_before_s, self._pause_s = -inf, AGAIN_S
+
+    def look(self, slowdown: float, now: float) -> bool:
+        """Take what requests show now, 1.0 if there were none; return whether to measure again."""
+        passed_s, self._last_s = 0.0 if self._last_s is None else now - self._last_s, now
+        if max(slowdown, 1 / max(slowdown, 1e-9)) > WRONG:
+            self._wrong_s += passed_s
+        elif slowdown != 1.0:
+            self._wrong_s = 0.0
+        return self._wrong_s >= WRONG_FOR_S and now >= self._not_before_s
+
+    def measured(self, now: float) -> None:
+        """Take it that the device was measured again."""
+        self._wrong_s = 0.0
+        self._not_before_s, self._pause_s = now + self._pause_s, 2 * self._pause_s
+
+
+class Afterwards:
+    """A thread from `start` to `close`.
+
+    places: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
+    last run. announce: tells the site what `meter` has as curves now. steady: measure nothing again.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        threads: int,
+        memory_bytes: int,
+        meter: Meter,
+        stepped_s: Callable[[], float],
+        announce: Callable[[], None],
+        steady: bool,
+        log: logging.Logger,
+    ) -> None:
+        self._places, self._threads, self._memory_bytes = places, threads, memory_bytes
+        self._meter, self._stepped_s, self._announce, self._steady = meter, stepped_s, announce, steady
+        self._log = log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, the first time."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop soon."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            warm = ahead.load_rest(self._threads, lambda *_: self._give_up())
+            release_compiler()
+            self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
+            if not self._steady:
+                self._watch()
+        except InterruptedError:
+            pass
+        except Exception:
+            self._log.exception("what goes on beside the work has ended; the agent works on")
+
+    def _watch(self) -> None:
+        doubts, untried = Doubts(), trial.needed()
+        while not self._closing.wait(LOOK_S):
+            doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
+            if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
+                self._measure(anew=doubted)
+                if doubted:
+                    doubts.measured(time.monotonic())
+            elif untried and self._idle():
+                untried = not self._try_tiles()
+
+    def _idle(self) -> bool:
+        return time.perf_counter() - self._stepped_s() > IDLE_S
+
+    def _try_tiles(self) -> bool:
+        """Find the register tile that later starts use, where there is memory; return whether that is done with."""
+        if free_memory() < COMPILER_BYTES:
+            return True
+        begun_s = time.perf_counter()
+        best = trial.run(lambda: self._stepped_s() < begun_s and not self._closing.is_set())
+        if best is not None:
+            self._log.info(
+                "the fastest register tile here is %s (%s is in use until the next start)", best, TILING.name
+            )
+        return best is not None or self._stepped_s() < begun_s
+
+    def _measure(self, anew: bool) -> None:
+        """Measure, unless a request comes meanwhile: then what was measured does not count.
+
+        Weights are here by now, so only what is free beside them is used, and given back.
+        """
+        workers = Workers(self._threads)
+        memory_bytes = min(self._memory_bytes, free_memory())
+
+        def undisturbed() -> bool:
+            return self._stepped_s() < begun_s
+
+        try:
+            with turns.measuring(cache_directory(), self._give_up):
+                begun_s = time.perf_counter()
+                curves, _ = self_measurement(
+                    self._places, workers, memory_bytes, narrow=True, anew=anew, keep=undisturbed
+                )
+        except InterruptedError:
+            return
+        finally:
+            workers.close()
+            return_memory()
+        if not undisturbed():
+            return
+        self._meter.measured(curves)
+        self._log.info("measured again" if anew else "measured with narrow weights too")
+        try:
+            self._announce()
+        except NetworkError as error:
+            self._log.warning("the new measurement cannot be told now: %s", error)
+
+    def _give_up(self) -> None:
+        if self._closing.is_set():
+            raise InterruptedError("the agent ends")

@@ -1,0 +1,139 @@
+"""Stored tensors as the kernels want them: channels last, and the batch norm behind a convolution folded into it.
+
+Both look at one stored row at a time, so that a model's weights are never held at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import platformdirs
+
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.models import TensorSource
+from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
+
+
+class Stored(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of its dtype in safetensors."""
+
+    @property
+    def is_float(self) -> bool:
+        """Return whether `read` can give its elements."""
+
+    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
+
+
+class Weights(Protocol):
+    """An open file of tensors."""
+
+    @property
+    def stamps(self) -> Sequence[tuple[str, int, int]]:
+        """Return path, size and modification time of each file that it is in."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Return its tensors by name."""
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+
+
+def folded(source: TensorSource, stored: Mapping[str, Stored], name: str) -> Stored:
+    """Return the tensor `name` of a checkpoint as its source wants it."""
+    if not source.channels_first and source.norm is None:
+        return stored[name]
+    return _Folded(source, stored, stored[name])
+
+
+class _Folded:
+    """A stored tensor that is changed at reading."""
+
+    def __init__(self, source: TensorSource, stored: Mapping[str, Stored], tensor: Stored) -> None:
+        self._source, self._stored, self._tensor = source, stored, tensor
+        self.shape, self.is_float = tensor.shape, tensor.is_float
+        self.dtype = tensor.dtype if source.norm is None else "F32"
+
+    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        """Return rows start..stop as [rows, columns], columns with the channels last."""
+        source = self._source
+        rows = self._tensor.read(start, stop, columns)
+        if source.channels_first and source.transposed:
+            rows = _channels_last(rows, source.channels_first)
+        elif source.channels_first:  # stored [k, n]: rows are what has channels
+            rows = _channels_last(self._tensor.read(0, self.shape[0], columns).T, source.channels_first).T[start:stop]
+        if source.norm is None:
+            return np.ascontiguousarray(rows)
+        factor = self._vector(source.norm.weight) / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
+        if len(source.shape) == 2:
+            return np.ascontiguousarray(rows * factor[start:stop, None], np.float32)
+        before = self._vector(source.before) if source.before else 0.0
+        return np.ascontiguousarray(rows + (before - self._vector(source.norm.mean)) * factor, np.float32)
+
+    def _vector(self, name: str) -> npt.NDArray[np.float64]:
+        """Return a vector [n] of the norm, in double precision."""
+        return np.asarray(self._stored[name].read(0, 1, self._stored[name].shape[0])[0], np.float64)
+
+
+def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Return rows [n, C ...] as [n, ... C]."""
+    return np.moveaxis(rows.reshape(-1, *first), 1, -1).reshape(rows.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
+
+
+Stamp = tuple[str, int, int]
+
+
+def manifest_cache_path(stamps: Iterable[Stamp], sources: Iterable[TensorSource]) -> Path:
+    """Return where the manifest of these files (path, size, modification time) and tensors is kept."""
+    key = hashlib.sha256(repr((list(stamps), list(sources))).encode()).hexdigest()
+    return Path(platformdirs.user_cache_dir("hepti")) / "manifests" / key
+
+
+def load_cached_manifest(path: Path, model: str) -> Manifest | None:
+    """Return the kept manifest under the name `model`, or None where there is none or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, encoded = data[:HASH_BYTES], data[HASH_BYTES:]
+    if hashlib.sha256(encoded).digest() != digest:
+        return None
+    try:
+        return Manifest(model, Manifest.decode(encoded).entries)
+    except WireError:
+        return None
+
+
+def store_cached_manifest(path: Path, manifest: Manifest) -> None:
+    """Keep a manifest; a cache that cannot be written only makes the next start slower."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(manifest.digest + manifest.encode())
+                file.flush()
+                # Readers see the old file or the whole new one, whoever writes at the same time.
+                os.replace(file.name, path)
+            except OSError:  # a full disk must not get fuller with every start
+                os.unlink(file.name)

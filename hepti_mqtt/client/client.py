@@ -1,0 +1,493 @@
+"""The name of a client who has not chosen one, and what a broker has against it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Union
+
+from PIL import Image
+
+from hepti_mqtt.client.session import Answer, ClientSession, Ended, Part, Publication
+from hepti_mqtt.config import Settings
+from hepti_mqtt.errors import (
+    BadNameError,
+    ConfigError,
+    DeadlineError,
+    HeptiError,
+    NetworkError,
+    PlanError,
+    RefusedError,
+    RequestError,
+    UnknownModelError,
+)
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.protocol.messages import TOKEN
+from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
+
+
+def client_name(user: str | None) -> str:
+    """Return the broker's user if that can stand in a topic, as access lists want it, else a random name."""
+    try:
+        return check_name("client", user or "")
+    except BadNameError:
+        return f"py-{uuid.uuid4().hex[:12]}"
+
+
+def refusal_of(client_id: str, what: str, state: Refused) -> RefusedError:
+    """Return the error of a client whom the broker does not let do something; what: "publish to" or the like."""
+    return RefusedError(
+        f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
+        "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The futures of answers.
+
+
+class Stream(Future[Answer]):
+    """The future of an answer whose parts are shown as they come; None in `parts` is the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+
+
+def settle(token: object, outcome: Answer | HeptiError) -> None:
+    """Give a future its answer, or the error that a request ended with; one that was cancelled keeps that."""
+    assert isinstance(token, Future)
+    if not token.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, HeptiError):
+        token.set_exception(outcome)
+    else:
+        token.set_result(outcome)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A request's JSON from what Python users have at hand.
+
+
+Picture = Union[str, bytes, "PathLike[str]", Image.Image]
+_LONGEST_PATH: Final = 1024
+
+
+def encode_picture(picture: Picture) -> str:
+    """Return a picture as base64, from a file's path, a file's bytes, a Pillow image, or base64 as it is.
+
+    Raises RequestError if the file cannot be read.
+    """
+    if isinstance(picture, Image.Image):
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        return base64.b64encode(buffer.getvalue()).decode()
+    if isinstance(picture, bytes | bytearray):
+        return base64.b64encode(picture).decode()
+    if isinstance(picture, str) and (len(picture) > _LONGEST_PATH or not os.path.isfile(picture)):
+        if Path(picture[-_LONGEST_PATH:]).suffix:  # base64 has no dot
+            raise RequestError(f"there is no picture {picture[-80:]!r}")
+        return picture
+    try:
+        return base64.b64encode(Path(picture).read_bytes()).decode()
+    except OSError as error:
+        raise RequestError(f"cannot read the picture {picture}: {error.strerror or error}") from error
+
+
+def request_body(
+    *,
+    image: Picture | None = None,
+    images: Sequence[Picture] | None = None,
+    devices: Sequence[str] | None = None,
+    options: Mapping[str, str] | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the JSON object of a request without the keys whose value is None."""
+    body: dict[str, Any] = {
+        **others,
+        "image": None if image is None else encode_picture(image),
+        "images": None if images is None else [encode_picture(i) for i in images],
+        "devices": None if devices is None else list(devices),
+        "options": None if options is None else dict(options),
+    }
+    return {key: value for key, value in body.items() if value is not None}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A connection of a user's program to one site.
+
+
+GRACE_S: Final = 1.0  # between a planner's retained status and its plans, at the most
+PAUSE_S: Final = 0.2  # between retained records that come together
+PLANNER_S: Final = 5.0  # to hear of a planner that restarts
+
+
+class Hepti:
+    """A user's connection to a site; use it in a `with` statement. All methods may be called from any thread."""
+
+    def __init__(self, url: BrokerUrl, site: str, client_id: str) -> None:
+        self.site, self.client_id = check_name("site", site), check_name("client", client_id)
+        self._session = ClientSession(site, client_id)
+        self._changed = threading.Condition()  # guards the session and what follows
+        self._connected = False
+        self._refused: RefusedError | None = None
+        self._subscribed: set[int] = set()
+        self._watching: int | None = None
+        # Two programs of one user must not throw each other off.
+        own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
+        self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
+
+    @classmethod
+    def connect(
+        cls,
+        url: str | BrokerUrl | None = None,
+        site: str | None = None,
+        client_id: str | None = None,
+        timeout: float = 10.0,
+    ) -> Hepti:
+        """Return a connection to a site's broker.
+
+        url: mqtt[s]://host:port, or a login file, by default HEPTI_BROKER. site: by default HEPTI_SITE, else home.
+        client_id: the name in topics, by default the broker's user, to whom an access list binds it, else a random one.
+        Raises ConfigError without a URL, NetworkError if no broker answers within `timeout` seconds, RefusedError.
+        """
+        settings = Settings.of(broker=str(url) if isinstance(url, str) else None, site=site)
+        if isinstance(url, BrokerUrl):
+            place = url
+        elif settings.broker is None:
+            raise ConfigError("no broker: give a URL such as mqtt://HOST:1883, or set HEPTI_BROKER")
+        else:
+            place = BrokerUrl.parse(settings.broker)
+        hepti = cls(place, settings.site, client_id or client_name(place.user))
+        try:
+            hepti._open(timeout)
+        except BaseException:
+            hepti.close()
+            raise
+        return hepti
+
+    def close(self) -> None:
+        """Disconnect; requests that still wait end with NetworkError."""
+        self._transport.close()
+        with self._changed:
+            ended = self._session.abandon()
+        for token in ended:
+            settle(token, NetworkError("the client was closed before the answer came"))
+
+    def __enter__(self) -> Hepti:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def infer(
+        self,
+        model: str,
+        *,
+        text: str | None = None,
+        texts: Sequence[str] | None = None,
+        ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        image: Picture | None = None,
+        images: Sequence[Picture] | None = None,
+        truncate: bool | None = None,
+        empty: str | None = None,
+        want: str | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        deadline_ms: float | None = None,
+        strategy: str | None = None,
+        options: Mapping[str, str] | None = None,
+        devices: Sequence[str] | None = None,
+        wire: str | None = None,
+        accuracy: float | None = None,
+        weights: str | None = None,
+        route: str | None = None,
+        objective: str | None = None,
+        report: bool | None = None,
+        timeout_s: float = 60.0,
+    ) -> Answer:
+        """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
+
+        image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
+        result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
+        take. empty="zero": zeros instead of an error for empty ones of texts. strategy ("auto" to free it), options,
+        devices, wire, accuracy, weights, route, objective pin what the planner would choose, for this request alone. A
+        broker that is lost is waited for, and the request sent again. report: the answer waits for what the devices
+        counted.
+
+        Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
+        deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
+        """
+        future = self.submit(
+            model,
+            text=text,
+            texts=texts,
+            ids=ids,
+            image=image,
+            images=images,
+            truncate=truncate,
+            empty=empty,
+            want=want,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            deadline_ms=deadline_ms,
+            strategy=strategy,
+            options=options,
+            devices=devices,
+            wire=wire,
+            accuracy=accuracy,
+            weights=weights,
+            route=route,
+            objective=objective,
+            report=report,
+        )
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise self._why(timeout_s) from None
+
+    def generate(
+        self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
+    ) -> Generator[dict[str, Any], None, Answer]:
+        """Ask a decoder and yield its tokens as they come, each once and in order: {"index", "token", "text"}.
+
+        request: what `infer` takes; timeout_s: for each token. The generator's value is the whole answer. Tokens whose
+        messages were lost come with it. Raises as `infer` does.
+        """
+        if request.get("want") not in (None, "task"):
+            raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
+        future = Stream()
+        self._send(model, uuid.uuid4().hex, request_body(**request, max_new_tokens=max_new_tokens), future)
+        future.add_done_callback(lambda _: future.parts.put(None))
+        shown = 0
+        try:
+            while (part := future.parts.get(timeout=timeout_s)) is not None:
+                if part.get("index") == shown:
+                    shown += 1
+                    yield {key: part[key] for key in TOKEN}
+        except queue.Empty:
+            raise self._why(timeout_s) from None
+        finally:
+            future.cancel()
+        answer = future.result()
+        for index, token in enumerate(answer.result["ids"][shown:], shown):
+            yield {"index": index, "token": token, "text": ""}
+        return answer
+
+    def foretold(self, answer: Answer, **request: Any) -> Answer:
+        """Return an answer with what the simulator predicts for it, where it came before its forecast was made.
+
+        request: what `infer` was given, without the model; not want="hidden". It is sent once more for its forecast
+        alone, which computes nothing. If that fails, or another plan is up by then, the answer stays as it is.
+        """
+        if answer.raw.get("forecast") != "estimated":
+            return answer
+        try:
+            told = self.infer(answer.model, **{**request, "want": "plan"})
+        except HeptiError:  # the answer is there
+            return answer
+        if told.plan["id"] != answer.plan["id"]:
+            return answer
+        keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
+        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
+
+    def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
+        """Send a request with the arguments of `infer` and return its future; cancelling it stops the waiting.
+
+        request_id: the same id again gives the same answer without computing it again; under it another request is
+        refused (IdInUseError). Raises RequestError for what is no JSON, BadNameError, NetworkError if too much waits
+        for the broker already.
+        """
+        body = request_body(**request)
+        name = request_id or uuid.uuid4().hex
+        future: Future[Answer] = Future()
+        self._send(model, name, body, future)
+        return future
+
+    def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
+        with self._changed:
+            publication = self._session.begin(model, name, body, future, time.perf_counter())
+        future.add_done_callback(lambda _: self._forget(model, name, future))
+        try:
+            self._transport.publish(publication.topic, publication.payload, 1)
+        except HeptiError:
+            self._forget(model, name, future)
+            raise
+
+    def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
+        with self._changed:
+            self._session.forget(model, name, future)
+
+    def _why(self, timeout_s: float) -> HeptiError:
+        with self._changed:
+            connected, planner = self._connected, self._session.planner_online
+        if not connected:
+            return NetworkError(f"the broker was lost and did not come back within {timeout_s:g} s")
+        if not planner:
+            return NetworkError(f"no planner answers at site {self.site}; start one with: hepti planner --model ...")
+        return DeadlineError(f"no answer within {timeout_s:g} s; the planner is there, see `hepti plan` and its log")
+
+    # -- the site ---------------------------------------------------------------------------------------------------
+
+    def models(self, timeout: float = PLANNER_S) -> list[str]:
+        """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
+        self._require_planner(timeout)
+        count = 0
+        # Retained records come one after the other, and nothing says which one is the last.
+        while self._until(partial(self._more_models, count), PAUSE_S if count else GRACE_S):
+            with self._changed:
+                count = len(self._session.models())
+        with self._changed:
+            return self._session.models()
+
+    def _more_models(self, known: int) -> bool:
+        return len(self._session.models()) > known
+
+    def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
+        """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
+
+        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if it is
+        of a version whose record this one cannot read.
+        """
+        self._require_planner(timeout)
+        self._until(lambda: self._session.record(model) is not None, GRACE_S)
+        with self._changed:
+            record, names = self._session.record(model), self._session.models()
+        if record is None:
+            raise UnknownModelError(f"no model {model} at site {self.site}; there are: {', '.join(names) or 'none'}")
+        return record
+
+    def wait_ready(
+        self,
+        model: str,
+        timeout: float = 60.0,
+        predicate: Callable[[Mapping[str, Any]], bool] | None = None,
+        patience_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
+
+        patience_s: give up when the planner has said for so long that there is no plan; by default the whole timeout.
+        Raises as `plan` does, and PlanError with the planner's words.
+        """
+        until = time.monotonic() + timeout
+        hopeless_since: float | None = None
+
+        def ready() -> bool:
+            nonlocal hopeless_since
+            record = self._session.record(model)
+            if record is None or record["active"] is not None or record["error"] is None:
+                hopeless_since = None
+            elif hopeless_since is None:
+                hopeless_since = time.monotonic()
+            return bool(record and record["active"] is not None and (predicate is None or predicate(record)))
+
+        while time.monotonic() < until:
+            if self._until(ready, min(until - time.monotonic(), GRACE_S)):
+                return self.plan(model)
+            if patience_s is not None and hopeless_since is not None and time.monotonic() - hopeless_since > patience_s:
+                break
+        record = self.plan(model, timeout=GRACE_S)
+        error = record["error"]
+        raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
+
+    def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
+        """Return what every device says of itself: device, status, boot, its caps, and `heartbeat` or None.
+
+        wait_s: how long to listen for heartbeats; shorter if every device that is online has been heard.
+        """
+        with self._changed:
+            if self._watching is None:
+                t = self._session.topics
+                filters = [(t.all_status(), 1), (t.all_caps(), 1), (t.all_heartbeats(), 0)]
+                self._watching = self._transport.subscribe(filters)
+            for device in self._session.devices.values():
+                device.heartbeat = None
+        self._until(self._all_heard, wait_s)
+        with self._changed:
+            return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
+
+    def unused(self) -> dict[str, str]:
+        """Return why the planner uses devices that are online for no plan, by name; none where there is no planner."""
+        with self._changed:
+            return self._session.unused()
+
+    def _all_heard(self) -> bool:
+        online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
+        return self._watching in self._subscribed and bool(online) and all(d.heartbeat is not None for d in online)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _open(self, timeout: float) -> None:
+        t = self._session.topics
+        self._transport.subscribe([(t.responses(self.client_id), 1), (t.planner_status(), 1), (t.all_plans(), 1)])
+        self._transport.connect(timeout)
+        if not self._until(lambda: self._connected, timeout):
+            raise NetworkError(f"the broker did not acknowledge the subscriptions within {timeout:g} s")
+
+    def _until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `predicate` holds, looking again after every message; raises RefusedError."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._refused is not None or predicate(), timeout)
+            if self._refused is not None:
+                raise self._refused
+            return found
+
+    def _require_planner(self, timeout: float) -> None:
+        if not self._until(lambda: self._session.planner_online, timeout):
+            raise self._why(timeout)
+
+    # -- network thread ---------------------------------------------------------------------------------------------
+
+    def _heard(self, topic: str, payload: bytes) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            out = self._session.heard(topic, payload, now)
+            self._changed.notify_all()
+        for item in out:
+            if isinstance(item, Ended):
+                settle(item.token, item.outcome)
+            elif isinstance(item, Part):
+                if isinstance(item.token, Stream):
+                    item.token.parts.put(item.data)
+            else:
+                self._transport.publish(item.topic, item.payload, 1)
+
+    def _state(self, state: State) -> None:
+        again: list[Publication] = []
+        refused: list[object] = []
+        refusal: RefusedError | None = None
+        with self._changed:
+            if isinstance(state, Connected):
+                again = self._session.connected()
+                self._connected = True
+            elif isinstance(state, Disconnected):
+                self._connected = False
+            elif isinstance(state, Subscribed):
+                self._subscribed.add(state.token)
+            elif state.token is None:
+                refused, refusal = self._session.refused(state.topics), refusal_of(self.client_id, "publish to", state)
+            else:
+                self._refused = refusal_of(self.client_id, "subscribe to", state)
+            self._changed.notify_all()
+        for token in refused:
+            assert refusal is not None
+            settle(token, refusal)
+        for publication in again:
+            self._transport.publish(publication.topic, publication.payload, 1)

@@ -1,0 +1,1 @@
+"""What plans cost: devices and links as measured, the simulator, memory, and their explanation."""

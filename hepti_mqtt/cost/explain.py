@@ -1,0 +1,659 @@
+"""How much work a plan does more than once.
+
+A tensor that a table does not place is computed by everyone who needs it. That is legal, and the answer is right: only
+this figure tells a forgotten line from one that was left out on purpose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.cost.simulator import Event
+from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Region, Set, roles, span
+from hepti_mqtt.lowering.graph import TEMPLATE
+from hepti_mqtt.lowering.ops import Input, Op, ReorderedAttention
+from hepti_mqtt.lowering.regions import disjoint, volume
+from hepti_mqtt.lowering.tiles import Tile
+from hepti_mqtt.plan import Plan, WireDtype
+from hepti_mqtt.plan_programs import lowered
+from hepti_mqtt.program import ITEMSIZE, Compute, Program, Send, SlotSpec, WeightRef
+from hepti_mqtt.program import Op as ProgramOp
+from hepti_mqtt.spec import RequestShape, Spec
+
+WORTH_SAYING: Final = 1.005  # below it, a factor is printed as 1.00
+MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))
+
+
+class MapBytes(NamedTuple):
+    """What dividing feature maps costs: payload in f32, a copy for every receiver, and FLOPs beyond one device's.
+
+    halo: rows and columns beside own ones. gathered: to devices that then have the whole map.
+    """
+
+    halo: int
+    gathered: int
+    flops_again: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFactor:
+    """Computed divided by needed.
+
+    total: FLOPs of all devices over those of one device alone. roles: elements computed over distinct ones, for each
+    role of tensors where that is more than 1; copies and sums of partial results are not counted. maps: None for a
+    model without feature maps. idle: devices that compute nothing, as where there are fewer rows than devices.
+    reordered: whether attention is over its input, without keys and values.
+    """
+
+    total: float
+    roles: Mapping[str, float]
+    maps: MapBytes | None = None
+    idle: tuple[str, ...] = ()
+    reordered: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        told: dict[str, Any] = {
+            "factor": round(self.total, 4),
+            "roles": {role: round(f, 4) for role, f in self.roles.items()},
+        }
+        if self.maps is not None:
+            told["maps"] = self.maps._asdict()
+        if self.idle:
+            told["idle"] = list(self.idle)
+        if self.reordered:
+            told["reordered"] = True
+        return told
+
+    def text(self) -> str:
+        """Return the factor, and what is computed more than once, as a sentence."""
+        again = ", ".join(f"{role} {factor:.2f}" for role, factor in self.roles.items())
+        parts = [f"work {self.total:.2f} of one device's", f"computed more than once: {again}" if again else ""]
+        if self.maps is not None:
+            halo, gathered, flops = self.maps
+            parts.append(
+                f"halo {halo / 1e3:.1f} kB, whole maps {gathered / 1e3:.1f} kB, computed again {flops / 1e6:.2f} MFLOP"
+            )
+        if self.reordered:
+            parts.append("products reordered: attention is over its input, and no keys or values are computed")
+        if self.idle:
+            parts.append(f"nothing to do for {', '.join(self.idle)}")
+        return "; ".join(filter(None, parts))
+
+
+def plan_work(spec: Spec, plan: Plan, shape: RequestShape) -> WorkFactor:
+    """Return the work factor of a request under a plan; raises as `lowered` does."""
+    alone = Plan(plan.model, plan.epoch, "single", (plan.head,), plan.head)
+    return work_factor(lowered(spec, plan, shape), lowered(spec, alone, shape))
+
+
+def work_factor(made: Lowered, alone: Lowered) -> WorkFactor:
+    """Return the work factor of a lowered request; alone: the same request on one device."""
+    computed: dict[str, int] = defaultdict(int)
+    needed: dict[str, int] = defaultdict(int)
+    for block in range(len(made.graph.blocks)):
+        for op in made.graph.ops[slice(*made.graph.span(block))]:
+            done, distinct = volumes(op, made.tiles[op.name])
+            computed[op.role] += done * _times(made, block)
+            needed[op.role] += distinct * _times(made, block)
+    factors = {role: done / needed[role] for role, done in computed.items() if done}
+    one = flops(alone)
+    total = flops(made) / one if one else 1.0
+    again = {role: f for role, f in factors.items() if f >= WORTH_SAYING}
+    idle = tuple(d for d in made.names if not any(isinstance(op, Compute) for _, _, op in made.draft(d).ops))
+    other = any(isinstance(op, ReorderedAttention) for op in made.graph.ops)
+    return WorkFactor(total, again, _map_bytes(made, (total - 1) * one), idle, other)
+
+
+def _map_bytes(made: Lowered, flops_again: float) -> MapBytes | None:
+    """Return what devices send each other of feature maps; flops_again: what they compute more than once."""
+    halo = gathered = 0
+    for block in range(len(made.graph.blocks)):
+        for op in made.graph.ops[slice(*made.graph.span(block))]:
+            if op.role in MAPS:
+                beside, whole = _exchanged(op, made.tiles[op.name])
+                halo, gathered = halo + beside * _times(made, block), gathered + whole * _times(made, block)
+    return MapBytes(halo, gathered, round(flops_again)) if MAPS & made.graph.roles else None
+
+
+def _exchanged(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
+    """Return (bytes to devices that have a part of an op then, bytes to those that have all of it)."""
+    own: dict[int, int] = defaultdict(int)
+    got: dict[int, int] = defaultdict(int)
+    for t in tiles:
+        own[t.device] += volume(t.region[: op.rank])
+        for message in t.messages:
+            for d in message.to:
+                got[d] += volume(message.region[: op.rank])
+    size = ITEMSIZE["f32"]
+    whole = sum(n for d, n in got.items() if own[d] + n >= volume(op.full[: op.rank])) * size
+    return sum(got.values()) * size - whole, whole
+
+
+def volumes(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
+    """Return (elements that devices compute of an op, those of them that differ), over its whole iteration space."""
+    if op.is_view:
+        return 0, 0
+    regions = [t.region for t in tiles if not t.relay and t.device != PLANNER_PLACE]
+    return sum(map(volume, regions)), sum(map(volume, disjoint(regions)))
+
+
+def flops(made: Lowered) -> float:
+    """Return the FLOPs of all devices, equal blocks counted from one of them."""
+    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+
+    total = 0.0
+    for device in made.names:
+        draft = made.draft(device)
+        for _, block, op in draft.ops:
+            if isinstance(op, Compute):
+                total += KERNELS[op.kernel].work(op, draft.slots).flops * _times(made, block)
+    return total
+
+
+def _times(made: Lowered, block: int) -> int:
+    """Return how many blocks one of `made.graph` stands for."""
+    return made.run.repeats if made.run is not None and block == made.run.first + TEMPLATE else 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs and their time lines for people: the fourth reader of a Program.
+
+
+LANES: Final = ("task", "compute", "send", "up", "down")
+_COLOURS: Final[Mapping[str, str]] = {
+    "task": "#cfd8e3",
+    "compute": "#3b7dd8",
+    "send": "#8a63d2",
+    "up": "#e08a2e",
+    "down": "#3fa36b",
+}
+_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def explain(program: Program, layer: int | None = None) -> list[str]:
+    """Return one line per op; with `layer`, only that layer's (a Program's inner layers are alike)."""
+    return [
+        f"{place:5d}  {_line(program, op)}"
+        for place, op in enumerate(program.ops)
+        if layer is None or op.layer == layer
+    ]
+
+
+def _line(program: Program, op: ProgramOp) -> str:
+    node = program.node(op.node)
+    if isinstance(op, Compute):
+        reads = ", ".join(_slot(program, s) for s in op.reads)
+        writes = ", ".join(_slot(program, s) for s in op.writes)
+        weights = " ".join(_weight(w) for w in op.weights if w.layout == "packed")
+        return f"{op.label:<18} {reads} -> {writes}   ({node})" + (f"   with {weights}" if weights else "")
+    if isinstance(op, Send):
+        return f"{'send':<18} {_slot(program, op.slot)} -> {', '.join(op.to)}   ({node}, part {op.part})"
+    source = " or ".join([op.source, *op.others])
+    return f"{'receive':<18} {_slot(program, op.slot)} <- {source}   ({node}, part {op.part})"
+
+
+def _slot(program: Program, slot: int) -> str:
+    spec: SlotSpec = program.slots[slot]
+    size = "x".join(map(str, spec.shape))
+    return f"s{slot}[{size}]" if spec.base is None else f"s{spec.base}[{size} from row {spec.start}]"
+
+
+def _weight(ref: WeightRef) -> str:
+    name = ref.tensor.removesuffix(".weight").split(".", 2)[-1]
+    return f"{name}[{ref.rows[0]}:{ref.rows[1]}, {ref.columns[0]}:{ref.columns[1]}]"
+
+
+def tasks_of(events: Sequence[Event], device: str) -> str:
+    """Return which tasks of a bag a device computed, and which it gave up; nothing without a bag."""
+    tasks = sorted((e for e in events if (e.device, e.lane) == (device, "task")), key=lambda e: e.stop)
+    return ", ".join(e.label for e in tasks)
+
+
+def places_taken(events: Sequence[Event], places: Sequence[str], head: str) -> tuple[str, ...]:
+    """Return the places of a bag's table, its tasks and the head's own part, by number and who took them first."""
+    done = sorted((e for e in events if e.lane == "task"), key=lambda e: e.stop, reverse=True)
+    by = {e.label: e.device for e in done}
+    return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, head)}" for place in places)
+
+
+def timeline_text(events: Sequence[Event], devices: Sequence[str], seconds: float, width: int = 72) -> list[str]:
+    """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy).
+
+    Lane `task` has the number of the task of a bag that is leased to the device then, from 10 on as a letter.
+    """
+    marks = " .:+#"
+    lines = []
+    for device in devices:
+        if (leased := _leased(events, device, seconds, width)).strip():
+            lines.append(f"{device:>12} {'task':<8}|{leased}|")
+        for lane in ("compute", "up", "down"):
+            busy = [0.0] * width
+            for e in events:
+                if e.device == device and e.lane == lane:
+                    _spread(busy, e.start / seconds * width, e.stop / seconds * width)
+            if any(busy):
+                bar = "".join(marks[min(int(b * len(marks)), len(marks) - 1)] for b in busy)
+                lines.append(f"{device:>12} {lane:<8}|{bar}|")
+    lines.append(f"{'':>12} {'ms':<8}|0{f'{seconds * 1e3:.1f}':>{width - 1}}|")
+    return lines
+
+
+def _leased(events: Sequence[Event], device: str, seconds: float, width: int) -> str:
+    """Return the task that a device has in the middle of each cell."""
+    cells = [" "] * width
+    for e in events:
+        if (e.device, e.lane) == (device, "task"):
+            start, stop = round(e.start / seconds * width), round(e.stop / seconds * width)
+            cells[start:stop] = _DIGITS[_number(e) % len(_DIGITS)] * (min(stop, width) - start)
+    return "".join(cells)
+
+
+def _number(event: Event) -> int:
+    """Return the number of the task that a bar of lane `task` is of."""
+    return int(event.label.split()[1])
+
+
+def _spread(busy: list[float], start: float, stop: float) -> None:
+    """Add the part of each cell that lies in start..stop."""
+    for cell in range(max(int(start), 0), min(int(stop) + 1, len(busy))):
+        busy[cell] += max(min(stop, cell + 1) - max(start, cell), 0.0)
+
+
+def _inside(event: Event, x: float, y: float, width: float) -> str:
+    """Return what is written in a task's bar: its name, or its number where the bar is short."""
+    text = event.label if width > 6 * len(event.label) else str(_number(event))
+    middle = x + width / 2
+    return f'<text x="{middle:.2f}" y="{y + 10}" text-anchor="middle" font-size="10">{escape(text)}</text>'
+
+
+def timeline_svg(events: Sequence[Event], devices: Sequence[str], seconds: float, title: str) -> str:
+    """Return the time line as an SVG picture: a row per device and lane, a bar per event with its label as tooltip."""
+    left, width, row, gap = 130, 900, 14, 8
+    lanes = [(d, lane) for d in devices for lane in LANES if any(e.device == d and e.lane == lane for e in events)]
+    height = 50 + len(lanes) * row + len(devices) * gap
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="16" font-size="13">{escape(title)}</text>',
+    ]
+    y, last = 28, ""
+    for device, lane in lanes:
+        if device != last:
+            y += gap if last else 0
+            last = device
+            out.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(device)}</text>')
+        out.append(f'<text x="{left - 6}" y="{y + 10}" text-anchor="end" fill="#555">{lane}</text>')
+        out.append(f'<rect x="{left}" y="{y}" width="{width}" height="{row - 2}" fill="#f2f2f2"/>')
+        for e in events:
+            if (e.device, e.lane) == (device, lane):
+                x, w = left + e.start / seconds * width, max((e.stop - e.start) / seconds * width, 0.3)
+                out.append(
+                    f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{row - 2}" fill="{_COLOURS[lane]}">'
+                    f"<title>{escape(e.label)} {e.start * 1e3:.3f}..{e.stop * 1e3:.3f} ms</title></rect>"
+                )
+                if lane == "task":
+                    out.append(_inside(e, x, y, w))
+        y += row
+    out.append(f'<text x="{left}" y="{y + 14}">0 ms</text>')
+    out.append(f'<text x="{left + width}" y="{y + 14}" text-anchor="end">{seconds * 1e3:.1f} ms</text></svg>')
+    return "\n".join(out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The layouts of a plan as a picture: who holds which region of each tensor of a layer, and what travels.
+#
+# A line per tensor, a lane per device. In its lane a device has what it computes in its own colour, and what it
+# receives
+# pale and dashed in the colour of the sender. A partial result is a sheet of its own, one per part of the reduced
+# dimensions; sheets that are to be added lie on a stack, the complete result in front.
+
+
+# Neighbours differ in lightness, so that they differ in grey too.
+COLOURS: Final = ("#1f4e8c", "#f0a030", "#2f8f6b", "#611030", "#9ccdf0", "#8f8f1f", "#5b3a8e", "#d9777f")
+_INK, _DIM, _LINE, _WARN = "#1c1c1c", "#5a5a5a", "#b8b8b8", "#b3261e"
+_LEFT, _SENT, _GAP, _HEAD, _LINE_HEIGHT = 176, 280, 22, 84, 14
+_ROWS, _ROW, _MAP = 64, 12, 96  # pixels: of the most rows, of one at most, of the side of a map
+_STEP, _STEPS = 10, 4  # pixels between two sheets, where there are no more than so many
+_LANES, _LANE_MIN = 640, 84  # pixels of all lanes together; of one at least
+_THIN, _HAIR = 5, 2.5  # the least pixels of a tensor's side, and of a part of it
+_SENT_CHARS: Final = 41
+
+_NOTE: Final = (
+    "[rows × columns | what a result is summed over]. Rows and columns are drawn to scale, each to its own. "
+    "Sheets on a stack are added; the complete result, if a device has it, is in front."
+)
+_REDUCED: Final[Mapping[str, str]] = {"linear": "inner", "attention": "keys", "moments": "columns"}
+
+
+class _Scale(NamedTuple):
+    """Pixels per index of the first two dimensions."""
+
+    row: float
+    column: float
+
+    def size(self, op: Op) -> tuple[float, float]:
+        """Return the width and height of a tensor."""
+        rows, columns = _sides(op)
+        return max(columns * self.column, _THIN), max(rows * self.row, _THIN)
+
+
+class _Patch(NamedTuple):
+    """A region in a device's lane: whose colour it has, and how it got there."""
+
+    region: Region
+    owner: int
+    received: bool
+    partial: bool
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one device has of one tensor: a sheet for each part of the dimensions that are not drawn."""
+
+    sheets: dict[Region, list[_Patch]] = field(default_factory=dict)
+    relayed: bool = False
+
+    def put(self, op: Op, region: Region, owner: int, received: bool) -> None:
+        """Add a region; whatever is complete lies on one sheet, also where rows are summed over different keys."""
+        partial = _partial(op, region)
+        key = region[2:] if partial else region[2 : op.rank] + op.full[max(op.rank, 2) :]
+        self.sheets.setdefault(key, []).append(_Patch(region, owner, received, partial))
+
+    def ordered(self, full: Region) -> list[Region]:
+        """Return the sheets from back to front: received parts, own parts, the complete result."""
+        own = {key for key, found in self.sheets.items() if any(not p.received for p in found)}
+        return sorted(self.sheets, key=lambda key: (key == full[2:], key in own))
+
+
+def layout_svg(
+    made: Lowered, layers: Sequence[int], title: str, wire: WireDtype = "f32", names: Sequence[str] = ()
+) -> str:
+    """Return the layouts of some layers of `made` as an SVG picture; sizes of messages are for numbers as `wire`.
+
+    names: of the lanes, if not those of `made`. Of equal layers that are worked out once, the one that stands for the
+    others is drawn. Raises ValueError if there is no such layer.
+    """
+    ops = drawn(made, layers)
+    if not ops:
+        raise ValueError(f"there is no layer {', '.join(map(str, layers))}: the model has {made.whole.layers()}")
+    names = [_short(name) for name in names or made.names]
+    lane = max(_LANES / len(names) - _GAP, _LANE_MIN)
+    lanes = {op.name: [_lane(op, made.tiles[op.name], d) for d in range(len(names))] for op in ops}
+    rises = {name: max(_rise(len(of.sheets)) for of in found) for name, found in lanes.items()}
+    scales = _scales(ops, {name: lane - rise for name, rise in rises.items()})
+    canvas = _Canvas(names, lane)
+    y = float(_HEAD)
+    for op in ops:
+        y = canvas.tensor(op, made.tiles[op.name], lanes[op.name], scales[op.rank > 2], y, wire)
+    if made.repeated is not None and (first := made.repeated[0]) in {op.layer for op in ops}:
+        title += f" (layers {first} to {first + made.repeated[1] - 1} are alike)"
+    return canvas.svg(title, y)
+
+
+def drawn(made: Lowered, layers: Sequence[int]) -> list[Op]:
+    """Return the tensors of some layers in graph order; of equal layers, those of the one that stands for them."""
+    known = {op.layer for op in made.graph.ops}
+    stand_in = made.repeated[0] if made.repeated else -1
+    chosen = {layer if layer in known else stand_in for layer in layers if layer < made.whole.layers()}
+    return [op for op in made.graph.ops if op.layer in chosen and not isinstance(op, Input)]
+
+
+def _lane(op: Op, tiles: Sequence[Tile], device: int) -> _Lane:
+    """Return what a device computes, puts together and receives of a tensor; what it passes on, it has received."""
+    lane = _Lane()
+    here = [(t, m.region) for t in tiles if t.device != PLANNER_PLACE for m in t.messages if device in m.to]
+    passed = {region for _, region in here}
+    for tile in tiles:
+        if tile.device == device and not (tile.relay and tile.region in passed):
+            lane.put(op, tile.region, device, received=False)
+            lane.relayed |= tile.relay
+    for tile, region in here:
+        lane.put(op, region, tile.device, received=True)
+    return lane
+
+
+def _partial(op: Op, region: Region) -> bool:
+    """Return whether a region lacks a part of what its result is summed over."""
+    whole = op.trim(region[: op.rank] + op.full[op.rank :])
+    return whole is not None and whole[op.rank :] != region[op.rank :]
+
+
+def _sides(op: Op) -> tuple[int, int]:
+    """Return the extent of the two dimensions that are drawn."""
+    return op.space[0], op.space[1] if op.rank > 1 else 1
+
+
+def _rise(sheets: int) -> float:
+    """Return by how much the hindmost of some sheets is moved."""
+    return _STEP * min(max(sheets - 1, 0), _STEPS)
+
+
+def _scales(ops: Sequence[Op], widths: Mapping[str, float]) -> tuple[_Scale, _Scale]:
+    """Return the scale of matrices, rows and columns each by their own, and that of maps, alike in both directions."""
+    scales = []
+    for of_maps, height in ((False, _ROWS), (True, _MAP)):
+        sides = [(*_sides(op), widths[op.name]) for op in ops if (op.rank > 2) == of_maps] or [(1, 1, 1.0)]
+        row, column = (min(height / r for r, _, _ in sides), min(w / c for _, c, w in sides))
+        both = min(row, column)
+        scales.append(_Scale(both, both) if of_maps else _Scale(min(row, _ROW), column))
+    return scales[0], scales[1]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+class _Canvas:
+    """The picture in the making: shapes and words, from top to bottom."""
+
+    def __init__(self, names: Sequence[str], lane: float) -> None:
+        self.names, self.lane = names, lane
+        self.out: list[str] = []
+        self.width = _LEFT + len(names) * (lane + _GAP) + _SENT
+
+    def x(self, device: int) -> float:
+        return _LEFT + device * (self.lane + _GAP)
+
+    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
+        self.out.append(f'<text x="{x:g}" y="{y:g}"{kind and f" class={chr(34)}{kind}{chr(34)}"}>{escape(text)}</text>')
+
+    def rect(self, box: tuple[float, float, float, float], attrs: str) -> None:
+        x, y, w, h = (f"{v:.1f}".removesuffix(".0") for v in box)
+        self.out.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" {attrs}/>')
+
+    def tensor(
+        self, op: Op, tiles: Sequence[Tile], lanes: Sequence[_Lane], scale: _Scale, y: float, wire: WireDtype
+    ) -> float:
+        """Draw a tensor with its top at y; return the top of the next."""
+        self.out.append(f'<path d="M8 {y:g}H{self.width - 8:g}" stroke="#e4e4e4"/>')
+        words = self.label(op, tiles, y)
+        width, height = scale.size(op)
+        top, lines = y + 12 + max(_rise(len(lane.sheets)) for lane in lanes), 0
+        for device, lane in enumerate(lanes):
+            self.stack(op, lane, (self.x(device), top, width, height), scale)
+            captions = _captions(op, lane, int(self.lane / 5.4))
+            lines = max(lines, len(captions))
+            for n, caption in enumerate(captions):
+                self.text(self.x(device), top + height + 12 + 12 * n, caption, "c")
+        sent = sent_lines(op, tiles, self.names, wire)
+        for n, line in enumerate(sent):
+            self.text(self.width - _SENT, y + 20 + _LINE_HEIGHT * n, line, "s")
+        return max(top + height + 12 * lines, y + 6 + _LINE_HEIGHT * max(words, len(sent))) + 12
+
+    def label(self, op: Op, tiles: Sequence[Tile], y: float) -> int:
+        """Write what a tensor is; return how many lines that took."""
+        computed, distinct = volumes(op, tiles)
+        words = [(op.name, "n"), *([(op.role, "")] if op.role and op.role != op.name.rpartition(".")[2] else [])]
+        words += [(_kind(op), "c"), (_space(op), "c")]
+        if computed >= WORTH_SAYING * distinct > 0:
+            words.append((f"computed {computed / distinct:.2f} times", "w"))
+        for n, (text, kind) in enumerate(words):
+            self.text(12, y + 20 + _LINE_HEIGHT * n, text, kind)
+        return len(words)
+
+    def stack(self, op: Op, lane: _Lane, box: tuple[float, float, float, float], scale: _Scale) -> None:
+        """Draw what a device has of a tensor, sheets to be added behind the complete one."""
+        x, y, width, height = box
+        keys = lane.ordered(op.full) or [()]
+        for n, key in enumerate(keys):
+            by = _rise(len(keys)) * (len(keys) - 1 - n) / max(len(keys) - 1, 1)
+            self.rect((x + by, y - by, width, height), 'class="e"')
+            for patch in lane.sheets.get(key, ()):
+                for part in _rectangles(op, patch.region, scale):
+                    self.patch(patch, (x + by + part[0], y - by + part[1], part[2], part[3]))
+
+    def patch(self, patch: _Patch, box: tuple[float, float, float, float]) -> None:
+        """Draw one rectangle."""
+        colour = COLOURS[patch.owner % len(COLOURS)]
+        x, y, w, h = box
+        w, h = max(w, _HAIR), max(h, _HAIR)  # one row of many is still seen
+        if patch.received:
+            inner = (x + 0.7, y + 0.7, max(w - 1.4, 0.6), max(h - 1.4, 0.6))
+            self.rect(inner, f'class="r" fill="{colour}" stroke="{colour}"')
+        else:
+            frame = 'class="o" ' if min(w, h) > _HAIR else ""
+            self.rect((x, y, w, h), f'{frame}fill="{colour}"')
+        if patch.partial:
+            self.rect((x, y, w, h), 'fill="url(#h)"')
+
+    def svg(self, title: str, bottom: float) -> str:
+        """Return the picture with its head, legend and frame."""
+        body, self.out = self.out, []
+        self.text(12, 22, title, "t")
+        self.legend(46)
+        for device, name in enumerate(self.names):
+            self.text(self.x(device), _HEAD - 8, name, "n")
+        self.text(12, _HEAD - 8, "tensor", "n")
+        self.text(self.width - _SENT, _HEAD - 8, "sent", "n")
+        self.out.append(f'<path d="M8 {bottom:g}H{self.width - 8:g}" stroke="#e4e4e4"/>')
+        self.text(12, bottom + 16, _NOTE, "c")
+        bottom += 26
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {bottom:g}" '
+            f'width="{self.width:g}" height="{bottom:g}" font-family="Helvetica,Arial,sans-serif" font-size="12" '
+            f'fill="{_INK}">\n<style>.t{{font-size:15px;font-weight:bold}}.n{{font-weight:bold}}'
+            f".c{{font-size:10.5px;fill:{_DIM}}}.s{{font-size:11px}}.w{{font-size:11px;fill:{_WARN};font-weight:bold}}"
+            f".e{{fill:#fff;stroke:{_LINE}}}.o{{stroke:#fff;stroke-width:.6}}"
+            ".r{fill-opacity:.22;stroke-width:1.3;stroke-dasharray:3 2}</style>\n"
+            '<defs><pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            '<rect width="2.4" height="6" fill="#fff" fill-opacity=".6"/></pattern></defs>\n'
+            '<rect width="100%" height="100%" fill="#fff"/>'
+        )
+        return "\n".join([head, *self.out, *body, "</svg>\n"])
+
+    def legend(self, y: float) -> None:
+        """Draw what colours and strokes mean."""
+        x = 12.0
+        for device, name in enumerate(self.names):
+            self.rect((x, y - 10, 14, 11), f'class="o" fill="{COLOURS[device % len(COLOURS)]}"')
+            self.text(x + 18, y, name, "s")
+            x += 34 + 7 * len(name)
+        grey = "#6b6b6b"
+        for text, shapes in (
+            ("computed", (f'class="o" fill="{grey}"',)),
+            ("partial sum", (f'class="o" fill="{grey}"', 'fill="url(#h)"')),
+            ("received from the device of that colour", (f'class="r" fill="{grey}" stroke="{grey}"',)),
+        ):
+            for shape in shapes:
+                self.rect((x, y - 10, 14, 11), shape)
+            self.text(x + 18, y, text, "s")
+            x += 42 + 5.9 * len(text)
+
+
+def _rectangles(op: Op, region: Region, scale: _Scale) -> Iterable[tuple[float, float, float, float]]:
+    """Yield x, y, width and height of a region's ranges of rows and columns."""
+    rows, columns = region[0], region[1] if op.rank > 1 else span(0, 1)
+    width, height = scale.size(op)
+    down, right = height / _sides(op)[0], width / _sides(op)[1]
+    for (a, z), (c, e) in product(rows, columns):
+        yield c * right, a * down, (e - c) * right, (z - a) * down
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _short(name: str) -> str:
+    """Return a device's name, or the end of a long one."""
+    return name if len(name) <= 10 else f"…{name[-9:]}"
+
+
+def _kind(op: Op) -> str:
+    """Return which op a tensor is, with what is fused into it."""
+    words = [op.kind, getattr(op, "activation", None), "residual" if getattr(op, "residual", False) else None]
+    return " + ".join(w for w in words if w)
+
+
+def _space(op: Op) -> str:
+    """Return the extents of a tensor, and behind a bar of what it is summed over."""
+    result, reduced = (" × ".join(map(str, dims)) for dims in (op.space[: op.rank], op.space[op.rank :]))
+    return f"[{result} | {reduced}]" if reduced else f"[{result}]"
+
+
+def _set(s: Set) -> str:
+    return "+".join(f"{a}:{z}" for a, z in s)
+
+
+def _captions(op: Op, lane: _Lane, chars: int) -> list[str]:
+    """Return what the sheets of a device are parts of, in at most two lines."""
+    lines = []
+    own = {key: any(p.partial for p in found if not p.received) for key, found in lane.sheets.items()}
+    parts = [key for key, partial in own.items() if partial]
+    if parts:
+        what = _REDUCED.get(op.kind, "inner")
+        text = ", ".join(" × ".join(map(_set, key[op.rank - 2 :])) for key in parts)
+        many = f"{len(parts)} parts" if len(parts) > 1 else "partial"
+        lines.append(_fitting(chars, f"partial: {what} {text}", f"{many} over {what}", many))
+    others = {key[: op.rank - 2] for key, found in lane.sheets.items() if any(not p.received for p in found)}
+    if op.rank > 2 and others and others != {op.full[2 : op.rank]}:
+        text = ", ".join(" × ".join(map(_set, key)) for key in sorted(others))
+        lines.append(_fitting(chars, f"channels {text}", "some channels"))
+    if lane.relayed and parts:
+        lines.append("sum in front")
+    return lines
+
+
+def sent_lines(op: Op, tiles: Sequence[Tile], names: Sequence[str], wire: WireDtype) -> list[str]:
+    """Return one line per sender: what goes to whom, with the payload in KB and the numbers of the messages."""
+    sent: dict[int, dict[tuple[int, ...], list[tuple[int, float]]]] = {}
+    for tile in tiles:
+        if tile.device == PLANNER_PLACE:
+            continue
+        for message in tile.messages:
+            cells = op.shape(message.region, op.is_state(tile.region))
+            item = ITEMSIZE["f32" if op.exact else wire] if PLANNER_PLACE not in message.to else ITEMSIZE["f32"]
+            to = sent.setdefault(tile.device, {}).setdefault(message.to, [])
+            to.append((message.part, prod(cells) * item / 1e3))
+    lines = []
+    for device, groups in sent.items():
+        whole = " · ".join(f"{_group(to, names)} {_size(sum(kb for _, kb in found))}" for to, found in groups.items())
+        parts = [part for found in groups.values() for part, _ in found]
+        numbers = f"part {parts[0]}" if len(parts) == 1 else f"parts {min(parts)}–{max(parts)}"
+        sizes = _sizes([kb for found in groups.values() for _, kb in found])
+        count = f"{len({d for to in groups for d in to})} devices"
+        shorter = [f"{whole} ({numbers})", whole, f"{count}, {sizes} ({numbers})", f"{count}, {sizes}"]
+        lines.append(_fitting(_SENT_CHARS, *(f"{names[device]} → {words}" for words in shorter)))
+    return lines
+
+
+def _fitting(chars: int, *texts: str) -> str:
+    """Return the first text that is short enough, or what fits of the last."""
+    return next((text for text in texts if len(text) <= chars), texts[-1][:chars])
+
+
+def _group(to: Sequence[int], names: Sequence[str]) -> str:
+    return ", ".join("planner" if d == PLANNER_PLACE else names[d] for d in to)
+
+
+def _size(kb: float) -> str:
+    return f"{kb:.3g} KB" if kb < 1000 else f"{kb / 1e3:.3g} MB"
+
+
+def _sizes(kb: Sequence[float]) -> str:
+    low, high = _size(min(kb)), _size(max(kb))
+    return f"{low} each" if low == high else f"{low.removesuffix(high[-3:])}–{high}"

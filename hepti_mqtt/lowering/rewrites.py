@@ -1,0 +1,223 @@
+"""Fusion in the graph: an op joins its only reader where one kernel does both and the table does not part them.
+
+A tensor that the table does not place, and that one elementwise op reads, is computed exactly where and as that op
+needs it. So both are one op, before anything is worked out per device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import Piece
+from hepti_mqtt.lowering.ops import (
+    Activation,
+    Add,
+    Attention,
+    Conv,
+    LayerNorm,
+    Linear,
+    Normalise,
+    Op,
+    ReorderedAttention,
+)
+from hepti_mqtt.lowering.regions import Set, count
+from hepti_mqtt.plan import Storage
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+
+
+def _activation(op: Op, sources: list[Op]) -> Op | None:
+    """A product, then activation: in its epilogue; of a convolution also behind the residual that it adds to."""
+    first = sources[0]
+    if not isinstance(op, Activation) or not isinstance(first, Linear | Conv) or first.activation:
+        return None
+    if first.residual and not isinstance(first, Conv):
+        return None
+    more = {"residual_first": True} if first.residual else {}
+    return _but(first, activation=op.function, **more).renamed(inputs=first.inputs, tensors=first.tensors)
+
+
+def _residual(op: Op, sources: list[Op]) -> Op | None:
+    """x + product: the product adds to x."""
+    if isinstance(op, Add) and isinstance(second := sources[1], Linear | Conv) and not second.residual:
+        return _but(second, residual=True).renamed(inputs=(*second.inputs, op.inputs[0]), tensors=second.tensors)
+    return None
+
+
+def _norm(op: Op, sources: list[Op]) -> Op | None:
+    """moments, then normalise: a layer norm of whole rows."""
+    if isinstance(op, Normalise) and sources[1].inputs == op.inputs[:1]:
+        return _layer_norm(op).renamed(inputs=op.inputs[:1], tensors=op.tensors)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _but(op: Op, **changes: Any) -> Op:
+    return replace(op, **changes).settled()
+
+
+@lru_cache(maxsize=64)
+def _layer_norm(op: Normalise) -> LayerNorm:
+    return LayerNorm(name="", space=op.space, eps=op.eps).settled()
+
+
+# By the kind of the later op: which of its inputs joins it, and the joint op, None if there is none.
+_RULES: Final[Mapping[type[Op], tuple[int, Callable[[Op, list[Op]], Op | None]]]] = {
+    Activation: (0, _activation),
+    Add: (1, _residual),
+    Normalise: (1, _norm),
+}
+
+
+def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
+    """Return the graph with ops joined, and its pieces with the dimensions that joint ops have in addition.
+
+    A joint op has the name, role and index of the last of its parts.
+    """
+    readers = Counter(name for op in graph.ops for name in op.inputs)
+    ops: dict[str, Op] = {}
+    placed = dict(pieces)
+    gone: set[str] = set()
+    for op in graph.ops:
+        ops[op.name] = op
+        if type(op) not in _RULES:
+            continue
+        place, rule = _RULES[type(op)]
+        inner = op.inputs[place]
+        if inner in pieces or readers[inner] != 1:
+            continue
+        joint = rule(op, [ops[name] for name in op.inputs])
+        if joint is None or not _fits(joint, pieces.get(op.name, ())):
+            continue
+        kept = joint.renamed(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
+        ops[op.name] = kept
+        gone.add(inner)
+        if op.name in placed:
+            rest = kept.full[len(op.space) :]
+            placed[op.name] = tuple(p._replace(region=p.region + rest) for p in placed[op.name])
+    blocks, left = [], 0
+    starts = set(graph.blocks)
+    kept_ops = []
+    for place, op in enumerate(graph.ops):
+        if place in starts:
+            blocks.append(left)
+        if op.name not in gone:
+            kept_ops.append(ops[op.name])
+            left += 1
+    return Graph(tuple(kept_ops), tuple(blocks)), placed
+
+
+def _fits(joint: Op, pieces: tuple[Piece, ...]) -> bool:
+    """Return whether the joint op computes every piece and no more: a norm of parts of rows stays in two."""
+    return all(joint.extent(p.region) == p.region for p in pieces)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of the products around attention: a graph in which no keys and no values are computed.
+#
+# ((x_p Wq) Wk.T) x.T in place of (x_p Wq) (x Wk).T, and (A x) Wv in place of A (x Wv), as Voltage (Hu and Li, 2024)
+# has
+# it. Which multiplies less depends on how many rows of all each device has.
+
+
+Rewrite = Callable[[Graph], Graph]
+
+
+# What a multiplication takes in the other order, where one as it is takes 1: measured (docs/methods/voltage.md).
+DEARER: Final = 1.25
+
+
+def product_order(graph: Graph, order: str, rows: Sequence[Set], storage: Storage) -> Rewrite:
+    """Return what makes a request's graph, given as families state it, the one that is computed.
+
+    order: `kept`, `reordered`, or `cost` for the one that takes the busiest device less. rows: of each device. storage:
+    of the weights; the other order reads them in f32 alone, so `cost` leaves narrow ones in theirs.
+    """
+    if storage == "f32" and (order == "reordered" or (order == "cost" and saves(graph, rows))):
+        return reordered
+    return lambda graph: graph
+
+
+def reordered(graph: Graph) -> Graph:
+    """Return the graph with attention over x itself: as many tensors, of the same names and roles.
+
+    What is causal, and keys and values that others read too, stay as they are.
+    """
+    new: dict[str, Op] = {}
+    for linear, attention in _products(graph):
+        n = len(linear.widths)
+        new[linear.name] = _queries(linear).renamed(
+            name=linear.name,
+            inputs=linear.inputs,
+            role=linear.role,
+            layer=linear.layer,
+            branch=linear.branch,
+            index=linear.index,
+            tensors=linear.tensors[::n],
+        )
+        new[attention.name] = _over_x(linear, attention).renamed(
+            name=attention.name,
+            inputs=(linear.name, *linear.inputs),
+            role=attention.role,
+            layer=attention.layer,
+            branch=attention.branch,
+            index=attention.index,
+            tensors=tuple(tensor for i, tensor in enumerate(linear.tensors) if i % n),
+        )
+    return Graph(tuple(new.get(op.name, op) for op in graph.ops), graph.blocks, graph.skipped)
+
+
+def saves(graph: Graph, rows: Sequence[Set]) -> bool:
+    """Return whether the other order takes the busiest device less, by its multiplications; rows: of each device."""
+    products = tuple(_products(graph))
+    counts = [[multiplications(*pair, r) for pair in products] for r in rows]
+    usual, other = (max(sum(found[order] for found in of_device) for of_device in counts) for order in (0, 1))
+    return DEARER * other < usual
+
+
+def multiplications(linear: Linear, attention: Attention, rows: Set) -> tuple[int, int]:
+    """Return what a device with these rows multiplies for keys, values and attention: as it is, and in the other order.
+
+    Those of queries are the same in both.
+    """
+    w, h, pairs = linear.space[2], attention.space[1], attention.pairs(rows)
+    usual = w * h * count(attention.keys(rows)) + h * pairs
+    return 2 * usual, 2 * (w * h * count(rows) + h // attention.d * w * pairs)
+
+
+def _products(graph: Graph) -> Iterator[tuple[Linear, Attention]]:
+    """Yield projections to queries, keys and values, all of one width, with the attention that alone reads them."""
+    readers = Counter(name for op in graph.ops for name in op.inputs)
+    for op in graph.ops:
+        if type(op) is not Attention or op.causal or op.inputs[0] != op.inputs[1]:
+            continue
+        source, h = graph.by_name[op.inputs[0]], op.space[1]
+        if not isinstance(source, Linear) or source.activation or readers[source.name] > len(op.inputs):
+            continue
+        if source.widths == (h, h, h) and op.columns == (0, h, 2 * h):
+            yield source, op
+
+
+@lru_cache(maxsize=64)
+def _queries(linear: Linear) -> Linear:
+    m, _, w = linear.space
+    h = linear.widths[0]
+    return replace(linear, name="", tensors=(), space=(m, h, w), widths=(h,)).settled()
+
+
+@lru_cache(maxsize=64)
+def _over_x(linear: Linear, attention: Attention) -> ReorderedAttention:
+    return ReorderedAttention(
+        name="",
+        space=attention.space,
+        d=attention.d,
+        columns=(0, 0, 0),
+        lengths=attention.lengths,
+        width=linear.space[2],
+        bias=linear.bias,
+    ).settled()

@@ -1,0 +1,509 @@
+"""What a search finds: a plan, and the candidates that it was chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
+from math import inf, log2
+from typing import TYPE_CHECKING, Final
+
+from hepti_mqtt.cost.profiles import Cluster, Ways
+from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.models import storages
+from hepti_mqtt.plan import NARROW, Pair, Plan, Route, WireDtype
+from hepti_mqtt.shares import Lane, Options
+from hepti_mqtt.strategies import STRATEGIES, Method
+
+if TYPE_CHECKING:
+    from hepti_mqtt.planner.price import Played, Price, Question
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan with its price and the share weights that it came from."""
+
+    plan: Plan
+    price: Price
+    weights: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """Return strategy and variant, as people write it."""
+        return self.plan.method
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
+
+    `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
+    `digest`: `plan_programs.programs_digest` of the plan. `behind`: strategies and variants that the question did not
+    compare, each by the first price that showed it to be too slow, without its memory.
+    """
+
+    chosen: Candidate
+    ranking: tuple[Candidate, ...]
+    reason: str
+    cluster: Cluster
+    digest: bytes
+    behind: tuple[Candidate, ...] = ()
+
+    @property
+    def single(self) -> Candidate | None:
+        """Return the best device alone, whether chosen or not; None if no device holds the model."""
+        return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
+
+    def played(self, run: Plan) -> Played | None:
+        """Return the search's own simulation of the chosen plan, or of one of its replicas; None if it has none."""
+        devices = set(run.devices)
+        return next((p for p in self.chosen.price.played if p.simulation.devices.keys() == devices), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What methods that solve for shares know of devices beside their speed.
+
+
+def lanes_of(question: Question, devices: Sequence[str]) -> list[Lane]:
+    """Return the lanes of devices, in their order."""
+    found = []
+    for device in devices:
+        link, known = question.cluster.links[device], question.cluster.devices[device]
+        rate = min(link.up_bytes_per_s, link.down_bytes_per_s)
+        lane = Lane(rate, link.latency_s, known.memory_bytes, known.speed(1), known.power, question.cluster.deadline_s)
+        found.append(lane)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# By which route the exchanges of a plan can go: the same division over the broker, or over mesh.
+
+
+def relayed(question: Question, devices: Sequence[str]) -> tuple[Pair, ...]:
+    """Return the (source, target) among devices that only the broker connects."""
+    can = question.cluster.endpoints
+    return tuple(
+        pair
+        for pair in permutations(sorted(devices), 2)
+        if pair in question.relayed or pair[0] not in can or pair[1] not in can
+    )
+
+
+def routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
+    """Return the routes to price against each other, first the one that is faster nearly always.
+
+    What is pinned is alone. Mesh is one of them where all devices have an endpoint and some two can connect.
+    """
+    if len(devices) == 1:
+        return ("broker",)
+    if question.route is not None:
+        return (question.route,)
+    pairs = len(devices) * (len(devices) - 1)
+    meshed = question.cluster.endpoints.issuperset(devices) and len(relayed(question, devices)) < pairs
+    return ("mesh", "broker") if meshed else ("broker",)
+
+
+def on_route(question: Question, plan: Plan, route: Route) -> Plan:
+    """Return a plan with its exchanges on a route; those of pairs that cannot connect stay on the broker."""
+    replicas = tuple(on_route(question, replica, route) for replica in plan.replicas)
+    apart = relayed(question, plan.devices) if route == "mesh" else ()
+    return replace(plan, route=route, relayed=apart, replicas=replicas)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In which numbers the exchanges of a plan may go: what is pinned, or what keeps the answer within an accuracy budget.
+#
+# How far an answer moves depends on what is exchanged and how often: on the method, its variant and the number of
+# devices, and hardly on their shares. So an error is known by these, and is measured (`planner.accuracy`) once for
+# each
+# that the search would choose; measuring all of them at load would take a run of the model for each, most of which no
+# search ever chooses.
+
+
+EXACT: Final[WireDtype] = "f32"
+# Another input's answer may move further than those of the inputs that were measured. Over seeds and lengths of small
+# seeded models they differ by up to 1.4 times for transformers; for three logits of a convolutional network by 9 with
+# i8, and the most of eight inputs is what counts there.
+MARGIN: Final = 2.0
+# The methods of one model differ by up to 8 times, most of them by less than 3: a dtype that is further than this from
+# the budget under one is not measured under the others.
+FAR: Final = 4.0
+
+# What an error belongs to: method with its variant, number of devices, wire.
+Narrowed = tuple[str, int, WireDtype]
+
+
+def narrowed(plan: Plan, wire: WireDtype | None = None) -> Narrowed:
+    """Return what the error of a plan belongs to; wire: another one than the plan's own."""
+    return plan.method, len(plan.devices), wire or plan.wire
+
+
+def wires(question: Question, plan: Plan) -> tuple[WireDtype, ...]:
+    """Return the dtypes to price against each other for a plan, the narrowest first; what is pinned is alone."""
+    if question.accuracy is None:
+        return (question.wire,)
+    if len(plan.devices) == 1:
+        return (EXACT,)
+    return (*(wire for wire in NARROW if _may(question.accuracy, question.errors, narrowed(plan, wire))), EXACT)
+
+
+def _may(accuracy: float, errors: Mapping[Narrowed, float], key: Narrowed) -> bool:
+    """Return whether an error is within the budget, or may be as far as is known."""
+    if key in errors:
+        return errors[key] * MARGIN <= accuracy
+    elsewhere = [error for (_, _, wire), error in errors.items() if wire == key[2]]
+    return min(elsewhere, default=0.0) * MARGIN <= FAR * accuracy
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a search says: why a plan was chosen, and what is missing where none fits.
+
+
+_WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
+
+
+def _describe(c: Candidate) -> str:
+    wire = "" if c.plan.wire == "f32" else f" in {c.plan.wire}"
+    return f"{c.name} on {', '.join(c.plan.devices)}{' over mesh' if c.plan.route == 'mesh' else ''}{wire}"
+
+
+def _does(c: Candidate) -> str:
+    """Return what a plan does by the objective that it was compared by."""
+    if c.price.objective == "throughput" and c.price.load is not None:
+        return f"answer {c.price.load.requests_per_s:.3g} requests/s, each in {_time(c)} alone,"
+    if c.price.objective == "memory":
+        return f"need {c.price.share:.0%} of a device's memory at the most, and to take {_time(c)}"
+    return f"take {_time(c)}"
+
+
+def _time(c: Candidate) -> str:
+    off = "" if abs(c.price.learned - 1) < _WORTH_SAYING else f", by experience {c.price.expected_s * 1e3:.1f} ms,"
+    return f"{c.price.seconds * 1e3:.1f} ms{off}"
+
+
+def reason_of(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
+    """Return in one sentence why a plan was chosen; behind: what was found too slow before it was worked out."""
+    tokens = chosen.plan.predicted_tokens
+    parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} tokens"]
+    others = [c for c in ranking if c is not chosen]
+    fitting = [c for c in others if c.price.feasible]
+    if fitting:
+        parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
+    elif behind:
+        parts.append(f"the next one, {_describe(behind[0])}, is far behind: {_time(behind[0])}")
+    short = [c for c in others if not c.price.feasible]
+    for c in short:
+        where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())
+        parts.append(f"{c.name} does not fit ({where})")
+    return "; ".join(parts)
+
+
+def nothing_fits(question: Question, ranking: Sequence[Candidate]) -> str:
+    """Return which device lacks how much memory for which plan."""
+    lines = []
+    for c in ranking:
+        for device, missing in c.price.missing.items():
+            have = question.cluster.devices[device].memory_bytes
+            lines.append(
+                f"{_describe(c)}: {device} needs {c.price.needs[device] / 2**20:.1f} MiB and has "
+                f"{have / 2**20:.1f} MiB ({missing / 2**20:.1f} MiB missing)"
+            )
+    what = "\n  ".join(lines) or "no candidate for these devices"
+    return (
+        f"no strategy fits {question.naming.model} into the devices' memory:\n  {what}\n"
+        "Add devices, raise --memory on the agents, or choose a smaller model."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which devices of a site are tried together.
+
+
+EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
+# Up to so many devices every number of them is tried, and all but each one. The price of a set grows with the square of
+# its size, and that of all sets but one with the cube.
+THOROUGH: Final = 8
+FRAME_BYTES: Final = 1 << 15  # by which links are compared: about what a device sends to another one in a layer
+LEAST_S: Final = 1e-5  # links on which that takes less are alike
+
+
+def subsets(question: Question, by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the subsets of devices, fastest first, that are tried; of those that differ in names alone the first one.
+
+    pinned: all devices, and no other subset.
+    """
+    if pinned:
+        yield tuple(by_speed)
+        return
+    alike = kinds(question, by_speed)
+    seen = set()
+    for subset in _tried(by_speed, _by_link(question, by_speed)):
+        kind = tuple(alike[device] for device in subset)
+        if kind not in seen:
+            seen.add(kind)
+            yield subset
+
+
+def _tried(by_speed: Sequence[str], by_link: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    n = len(by_speed)
+    if n <= EXHAUSTIVE:
+        for size in range(1, n + 1):
+            yield from combinations(by_speed, size)
+        return
+    yield from ((name,) for name in by_speed)
+    for order in (by_speed, by_link):
+        for size in _sizes(n):
+            first = frozenset(order[:size])
+            yield tuple(d for d in by_speed if d in first)
+    for left_out in by_speed[:-1] if n <= THOROUGH else ():
+        yield tuple(d for d in by_speed if d != left_out)
+
+
+def _sizes(n: int) -> Iterator[int]:
+    """Yield how many of n devices are tried together: every number of few, then twelve, sixteen and so on, and all."""
+    yield from range(2, min(n, THOROUGH) + 1)
+    size = THOROUGH
+    while size < n:
+        yield from (more for more in (size * 3 // 2, size * 2) if more < n)
+        size *= 2
+    if n > THOROUGH:
+        yield n
+
+
+def _by_link(question: Question, by_speed: Sequence[str]) -> list[str]:
+    """Return devices with the best links first; of links that are about as good, the fastest device."""
+
+    def frame_s(device: str) -> float:
+        link = question.cluster.links[device]
+        return link.latency_s + FRAME_BYTES / min(link.up_bytes_per_s, link.down_bytes_per_s)
+
+    return sorted(by_speed, key=lambda device: round(log2(max(frame_s(device), LEAST_S))))
+
+
+def in_line(by_speed: Sequence[str]) -> tuple[str, ...]:
+    """Return devices with the fastest in the middle and the slowest at the ends, where they have one neighbour."""
+    return (*by_speed[1::2][::-1], *by_speed[::2])
+
+
+def kinds(question: Question, names: Sequence[str]) -> dict[str, str]:
+    """Return for each device the first one that can stand in its place."""
+    found: dict[str, str] = {}
+    for name in names:
+        found[name] = next((kind for kind in dict.fromkeys(found.values()) if _alike(question, kind, name)), name)
+    return found
+
+
+def _alike(question: Question, a: str, b: str) -> bool:
+    """Return whether nothing but names changes where two devices change places."""
+    cluster, other = question.cluster, {a: b, b: a}
+    if cluster.links[a] != cluster.links[b] or replace(cluster.devices[a], name=b) != cluster.devices[b]:
+        return False
+    if any((a in some) != (b in some) for some in (cluster.endpoints, cluster.shared)):
+        return False
+    swapped = {(other.get(s, s), other.get(t, t)): link for (s, t), link in cluster.peer_links.items()}
+    relayed = {(other.get(s, s), other.get(t, t)) for s, t in question.relayed}
+    return swapped == dict(cluster.peer_links) and relayed == question.relayed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether what a question pins can be had at all.
+
+
+_LISTED: Final = 8  # options that an error names
+_CUT: Final = 80  # characters of what was given
+_MANY: Final = 64  # devices, for which a method whose variants depend on their number has others than for one
+
+
+def check_pins(question: Question) -> None:
+    """Raise ConfigError for a method or options that there are not, PlanError for devices that are not online."""
+    if question.strategy is not None and question.strategy not in STRATEGIES:
+        raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
+    if question.options:
+        _check_options(question)
+    _check_storage(question)
+    _check_count(question)
+    unknown = set(question.devices or ()) - set(question.cluster.devices)
+    if unknown:
+        online = ", ".join(question.cluster.devices) or "none"
+        raise PlanError(f"devices {', '.join(sorted(unknown))} are not online; online: {online}")
+    if not question.cluster.devices:
+        raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
+    if question.strategy is not None and STRATEGIES[question.strategy].settles(question.options):
+        _check_watts(question)
+
+
+def _check_storage(question: Question) -> None:
+    """Raise ConfigError for weights in another storage than the model, or the pinned variant, can multiply by."""
+    able = storages(question.spec)
+    if question.storage not in able:
+        raise ConfigError(
+            f"{question.spec.architecture} can keep its weights in {' or '.join(able)} alone, and {question.storage} "
+            f"is asked for; leave out the weights, or ask for {able[0]}"
+        )
+    if question.strategy is None or not question.options:
+        return
+    able = STRATEGIES[question.strategy].storages(question.options)
+    if question.storage not in able:
+        raise ConfigError(
+            f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(able)}, and "
+            f"{question.storage} is asked for; leave out the option, or the weights"
+        )
+
+
+def _check_count(question: Question) -> None:
+    """Raise ConfigError for more devices than the method that is pinned can use."""
+    most = None if question.strategy is None else STRATEGIES[question.strategy].most_devices
+    given = question.devices or ()
+    if most is not None and len(given) > most:
+        raise ConfigError(
+            f"{question.strategy} runs on {most} device{'s' * (most > 1)} at the most, and {len(given)} are pinned: "
+            f"{', '.join(given)}; name {most}, or leave devices out for the best choice"
+        )
+
+
+def _check_watts(question: Question) -> None:
+    """Raise ConfigError if it is not known of every device what it draws."""
+    names = question.devices or tuple(question.cluster.devices)
+    dumb = ", ".join(name for name in names if question.cluster.devices[name].power is None)
+    if dumb:
+        raise ConfigError(
+            f"the least energy of {question.strategy} needs the watts of every device, and none are known of {dumb}; "
+            "give compute_watts and link_watts in a site file, for hepti simulate"
+        )
+
+
+def options_error(strategy: str | None, options: Options) -> str | None:
+    """Return what is wrong with options that a method has on no number of devices, None if nothing is.
+
+    strategy: None means that any method may have them.
+    """
+    if not options or any(m.knows(options) for m in STRATEGIES.values() if strategy in {None, m.name}):
+        return None
+    given = _words([options])[:_CUT]
+    if strategy is None:
+        return f"no strategy has the option {given}; name the strategy too, and one of its own options"
+    method = STRATEGIES[strategy]
+    known = [o for o in method.every().values() if o]
+    more = " and so on, as the number of devices allows" if _varies(method) else ""
+    return f"{strategy} has no option {given}; it has {_words(known[:_LISTED]) or 'none'}{more}"
+
+
+def _check_options(question: Question) -> None:
+    """Raise ConfigError for options that the method does not have, or not on so many devices."""
+    method = None if question.strategy is None else STRATEGIES[question.strategy]
+    if method is None or not _varies(method):
+        if (error := options_error(question.strategy, question.options)) is not None:
+            raise ConfigError(error)
+        return
+    count = len(question.devices or question.cluster.devices)
+    sizes = (count,) if question.devices else range(1, count + 1)
+    if not any(dict(question.options) == dict(o) for n in sizes for o in method.choices(n)):
+        given, here = _words([question.options]), _words(method.choices(count)) or "none"
+        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {here}")
+
+
+def _varies(method: Method) -> bool:
+    """Return whether a method's variants depend on the number of devices."""
+    return method.choices(1) != method.choices(_MANY)
+
+
+def _words(options: Iterable[Options]) -> str:
+    return ", ".join(" ".join(f"{key}={value}" for key, value in o.items()) for o in options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a plan may come down to at the best, from what devices take alone and what its method took on others of them.
+#
+# A division takes what its devices need for the work, and more: exchanges, what is computed twice, waiting. What it
+# takes
+# more differs little from one set of devices to another with links as good. Refining a plan takes away a part of it.
+
+
+# Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
+TOGETHER: Final = 0.8
+# Of what a division takes more, at least so much stays on other devices with links as good; and so much when shares,
+# route and wire are refined. Measured over random sites, not proved: docs/design.md.
+ELSEWHERE: Final = 0.6
+REFINED: Final = 0.5
+# The best price is not refined either, and with equal layers once, it may be a little less than that of the whole.
+NEARLY: Final = 1.1
+
+
+class Floor:
+    """What plans may come down to; alone: seconds of the whole model by device, of those where that is known."""
+
+    def __init__(self, question: Question, alone: Mapping[str, float]) -> None:
+        self._question, self._alone = question, alone
+        self._ways = Ways(question.cluster)
+        self._seen: dict[str, list[tuple[int, float, float, float]]] = {}  # by name: devices, seconds more, their way
+
+    def together(self, devices: Sequence[str]) -> float | None:
+        """Return the seconds of devices that divide all work by speed and exchange nothing; None if not known."""
+        if not all(d in self._alone for d in devices):
+            return None
+        return 1 / sum(1 / self._alone[d] for d in devices)
+
+    def saw(self, c: Candidate) -> None:
+        """Take the price of a plan: others of its method on as many devices, or more, take no less beside the work."""
+        together = self.together(c.plan.devices)
+        if together is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
+            more = max(c.price.seconds - together, 0.0)
+            self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._way(c.plan)))
+
+    def behind(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
+        """Return whether a plan is not expected to beat another; priced_s: its price, None if it has none."""
+        if priced_s is None:
+            return self.least(plan) >= best_s
+        return self.refined(plan, priced_s) >= NEARLY * best_s
+
+    def least(self, plan: Plan) -> float:
+        """Return what a plan that is not priced is expected to take at the least, in seconds; 0 if nothing is known."""
+        together = self.together(plan.devices)
+        if together is None or plan.replicas:
+            return 0.0
+        # Where a method chooses another graph, more devices may compute less twice than few.
+        fewest = 1 if STRATEGIES[plan.strategy].rewrite is None else len(plan.devices)
+        seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s[0] <= len(plan.devices)]
+        if not seen:
+            return TOGETHER * together * self._factor(plan)
+        ways = self._by_route(plan)
+        more = min(beside * _better(ways, latency, byte) for _, beside, latency, byte in seen)
+        return (together + ELSEWHERE * more) * self._factor(plan)
+
+    def refined(self, plan: Plan, priced_s: float) -> float:
+        """Return what a plan of a known price is expected to take at the least when it is refined, in seconds."""
+        together = self.together(plan.devices)
+        if together is None or len(plan.devices) == 1 or plan.replicas:
+            return 0.0
+        more = (priced_s - together) * _better(self._by_route(plan), *self._way(plan))
+        return (together + REFINED * more) * self._factor(plan)
+
+    def _by_route(self, plan: Plan) -> list[tuple[float, float]]:
+        """Return the way of a plan by each of its routes; it looks at every two devices."""
+        return [self._way(on_route(self._question, plan, r)) for r in routes(self._question, plan.devices)]
+
+    def _factor(self, plan: Plan) -> float:
+        """Return what runs have taught of a plan, by the route of which they have taught the best."""
+        learned = self._question.learned
+        if not learned.factors:
+            return 1.0
+        by_route = (replace(plan, route=r) for r in routes(self._question, plan.devices))
+        return min(learned.factor(routed) * learned.hoped(routed) for routed in by_route)
+
+    def _way(self, plan: Plan) -> tuple[float, float]:
+        """Return (seconds, seconds per byte) of the slowest way between devices of a plan."""
+        latency = byte = 0.0
+        links = self._question.cluster.links
+        for source, target in permutations(plan.devices, 2):
+            rates = [links[source].up_bytes_per_s, links[target].down_bytes_per_s]
+            after = links[source].latency_s + links[target].latency_s
+            if plan.route == "mesh" and (source, target) not in plan.relayed:
+                way = self._ways.way(source, target)
+                rates, after = [way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s], way.latency_s
+            latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
+        return latency, byte
+
+
+def _better(ways: Sequence[tuple[float, float]], latency_s: float, byte_s: float) -> float:
+    """Return what exchanges may take by the best of some ways, as a part (0 to 1) of what a known way takes."""
+    return min(1.0, *(min(a / max(latency_s, 1e-9), b / max(byte_s, 1e-15)) for a, b in ways))

@@ -1,0 +1,481 @@
+"""How much memory a payload holds while it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Any, Final, Literal, NamedTuple
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.errors import BadNameError, WireError
+from hepti_mqtt.ids import PLANNER, Epoch, check_name
+from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Key, SlotDtype
+from hepti_mqtt.protocol.topics import MAX_LAYER, check_source
+from hepti_mqtt.spec import PlainShape, RequestShape, Want
+
+GRAIN: Final = 16_384  # buffers of payloads are a multiple of it, so that those of nearly one size share them
+
+
+def held_bytes(nbytes: int) -> int:
+    """Return the size of the buffer that a payload of so many bytes keeps from being used again."""
+    return -(-max(nbytes, 1) // GRAIN) * GRAIN
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Frames: one publish that carries one array, as a header of fixed size and raw little-endian bytes.
+#
+#     offset 0    4 bytes   magic b"HPT3" (the last byte is the version)
+#     offset 4    2 bytes   length n of the header fields, little-endian
+#     offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without the admission number, `kind`
+# and
+#                           `dtype` as indices of KINDS and DTYPES
+#     ...         zeros to offset 248
+#     offset 248  8 bytes   the admission number, little-endian
+#     offset 256            the array, C order, little-endian; nothing after it
+#
+# The header has a fixed size so that the simulator counts bytes exactly, and a multiple of 64 so that the array is
+# aligned when the payload is. All before the admission number is the same in every request of a shape: it is written
+# once, and read and checked once, which is most of what a small frame costs. Received bodies are views of the payload;
+# nothing is allocated before every size is checked. The normative text is docs/wire.md.
+
+
+FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe"]
+Body = bytes | bytearray | memoryview
+
+# Indices of these stand in the header, so only append.
+KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile", "probe")
+DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
+WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
+
+MAGIC: Final = b"HPT3"
+HEADER_BYTES: Final = 256
+ALIGN: Final = 64
+_PREFIX_BYTES: Final = 6
+ABOUT_BYTES: Final = 248  # the header but for its admission number
+_ABOUTS: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
+
+MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
+MAX_DIMS: Final = 4
+MAX_NUMBERS: Final = 8
+U32: Final = 2**32 - 1
+U63: Final = 2**63 - 1
+MAX_SEQUENCES: Final = 65_536
+MAX_TOKENS: Final = 16_777_216
+MAX_SESSION: Final = 2**31 - 1
+
+_KIND_INDEX: Final = {name: index for index, name in enumerate(KINDS)}
+_DTYPE_INDEX: Final = {name: index for index, name in enumerate(DTYPES)}
+_FIELDS: Final = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One array on its way, and what it is.
+
+    node, part, source: which exchange of the request (epoch, admission) it is: a tensor of the model's graph by number,
+    and the number of the message among those of its source. layer: where the tensor stands, as in the topic. shape: at
+    most 4 dimensions; row_start: the first of its rows within the whole value. numbers: at most 8 counters (for
+    example microseconds of computing and waiting, bytes sent). model may be empty in probes only. body: C order,
+    little-endian, exactly as many bytes as shape and dtype say.
+    """
+
+    kind: FrameKind
+    model: str
+    epoch: Epoch
+    admission: int
+    layer: int = 0
+    node: int = 0
+    source: str = PLANNER
+    part: int = 0
+    dtype: SlotDtype = "u8"
+    shape: tuple[int, ...] = (0,)
+    row_start: int = 0
+    numbers: tuple[int, ...] = ()
+    body: Body | NDArray[Any] = b""
+
+    def array(self) -> NDArray[Any]:
+        """Return the body as a read-only array of `shape` and `dtype`: a view, no copy."""
+        out = np.frombuffer(self.body, NUMPY_DTYPE[self.dtype]).reshape(self.shape)
+        out.flags.writeable = False
+        return out
+
+    def says(self, other: Frame) -> bool:
+        """Return whether both are the same frame: header and body."""
+        return bytes(encode(self)) == bytes(encode(other))
+
+
+def frame_bytes(body_bytes: int) -> int:
+    """Return the bytes of a frame whose array has `body_bytes`."""
+    return HEADER_BYTES + body_bytes
+
+
+def encode(frame: Frame) -> bytes:
+    """Return the payload of a frame, with one copy of the body; as `encode_parts` otherwise."""
+    return b"".join(encode_parts(frame))
+
+
+def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
+    """Return the payload of a frame as its header and a view of its body, which is not copied.
+
+    The body may be an array of any layout; it is sent in C order. Raises `WireError` if a field breaks the limits
+    that `decode` checks.
+    """
+    body = _body_view(frame)
+    return head(about(frame, body.nbytes), frame.admission), body
+
+
+def about(frame: Frame, body_bytes: int) -> bytes:
+    """Return a frame's header but for its admission number; raises `WireError` as `encode_parts` does."""
+    if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
+        raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
+    _check_fields(frame)
+    _check_size(frame, body_bytes)
+    fields = msgpack.packb(
+        (
+            _KIND_INDEX[frame.kind],
+            frame.model,
+            frame.epoch[0],
+            frame.epoch[1],
+            frame.layer,
+            frame.node,
+            frame.source,
+            frame.part,
+            _DTYPE_INDEX[frame.dtype],
+            frame.shape,
+            frame.row_start,
+            frame.numbers,
+        )
+    )
+    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(ABOUT_BYTES, b"\0")
+
+
+def head(about: bytes, admission: int) -> bytes:
+    """Return the header of a frame from what `about` returned; raises `WireError` for a number out of its range."""
+    if type(admission) is not int or not 0 <= admission <= U63:
+        raise WireError(f"the frame's admission {admission!r} is not a number from 0 to {U63}")
+    return about + admission.to_bytes(8, "little")
+
+
+def decode(payload: Body) -> Frame:
+    """Return the frame of a payload; its body is a view of `payload`. Raises `WireError` on anything else."""
+    view = memoryview(payload)
+    if len(view) < HEADER_BYTES or bytes(view[:4]) != MAGIC:
+        raise WireError(
+            f"{len(view)} bytes are not a frame of this version: a frame begins with {MAGIC!r} and a header of "
+            f"{HEADER_BYTES} bytes; update the device that sent it"
+        )
+    before, after, frame = _read(bytes(view[:ABOUT_BYTES]))
+    admission = int.from_bytes(view[ABOUT_BYTES:HEADER_BYTES], "little")
+    if admission > U63:
+        raise WireError(f"the frame's admission {admission} is not a number from 0 to {U63}")
+    _check_size(frame, len(view) - HEADER_BYTES)
+    values = (*before, admission, *after, view[HEADER_BYTES:])
+    return Frame(*values)
+
+
+@lru_cache(maxsize=_ABOUTS)
+def _read(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
+    """Return a frame's values before and after its admission number, from what `about` returned, and such a frame."""
+    end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
+    if end > ABOUT_BYTES or any(about[end:]):
+        raise WireError("the frame's header is longer than its place or not padded with zeros")
+    frame = _frame(_fields(about[_PREFIX_BYTES:end]))
+    _check_fields(frame)
+    values = tuple(getattr(frame, name) for name in Frame.__slots__)
+    at = Frame.__slots__.index("admission")
+    return values[:at], values[at + 1 : -1], frame
+
+
+def _fields(data: bytes) -> list[Any]:
+    try:
+        fields = msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise WireError(f"the frame's header is not msgpack: {error!r}") from error
+    if type(fields) is not list or len(fields) != _FIELDS:
+        raise WireError(f"the frame's header is not a list of {_FIELDS} fields")
+    return fields
+
+
+def _frame(fields: list[Any]) -> Frame:
+    kind, model, boot, number, layer, node, source, part, dtype, shape, row_start, numbers = fields
+    if type(shape) is not list or type(numbers) is not list:
+        raise WireError("the frame's shape and numbers must be lists")
+    return Frame(
+        kind=KINDS[_index("kind", kind, len(KINDS))],
+        model=model,
+        epoch=Epoch(boot, number),
+        admission=0,
+        layer=layer,
+        node=node,
+        source=source,
+        part=part,
+        dtype=DTYPES[_index("dtype", dtype, len(DTYPES))],
+        shape=tuple(shape),
+        row_start=row_start,
+        numbers=tuple(numbers),
+    )
+
+
+def _index(what: str, value: object, count: int) -> int:
+    if type(value) is not int or not 0 <= value < count:
+        raise WireError(f"the frame's {what} {value!r} is unknown to this version")
+    return value
+
+
+def _check_fields(frame: Frame) -> None:
+    """Raise WireError unless every field is of its type and within its limit."""
+    for what, value, limit in (
+        ("boot", frame.epoch[0], U63),
+        ("epoch", frame.epoch[1], U63),
+        ("layer", frame.layer, MAX_LAYER),
+        ("node", frame.node, U32),
+        ("part", frame.part, U32),
+        ("first row", frame.row_start, U32),
+    ):
+        if type(value) is not int or not 0 <= value <= limit:
+            raise WireError(f"the frame's {what} {value!r} is not a number from 0 to {limit}")
+    _check_counts("shape", frame.shape, MAX_DIMS)
+    _check_counts("numbers", frame.numbers, MAX_NUMBERS)
+    if not (frame.model == "" and frame.kind == "probe"):
+        _known_name("model", frame.model)
+    _known_name("source", frame.source)
+
+
+def _check_size(frame: Frame, body_bytes: int) -> None:
+    if prod(frame.shape) * ITEMSIZE[frame.dtype] != body_bytes:
+        raise WireError(f"the frame says {frame.dtype}{list(frame.shape)} but carries {body_bytes} bytes")
+    if body_bytes > MAX_BODY_BYTES:
+        raise WireError(f"the frame carries {body_bytes} bytes; the limit is {MAX_BODY_BYTES}")
+
+
+def _check_counts(what: str, values: tuple[int, ...], limit: int) -> None:
+    if len(values) > limit:
+        raise WireError(f"the frame's {what} has {len(values)} entries; the limit is {limit}")
+    for value in values:
+        if type(value) is not int or not 0 <= value <= U32:
+            raise WireError(f"the frame's {what} holds {value!r}, which is not a number from 0 to {U32}")
+
+
+def _known_name(what: str, name: object) -> None:
+    if type(name) is not str:
+        raise WireError(f"the frame's {what} is not a text: {name!r}")
+    _check_name(what, name)
+
+
+@lru_cache(maxsize=1024)  # the same few names come with every frame
+def _check_name(what: str, name: str) -> None:
+    try:
+        _ = check_source(name) if what == "source" else check_name(what, name)
+    except BadNameError as error:
+        raise WireError(f"the frame's {what}: {error}") from error
+
+
+def _body_view(frame: Frame) -> memoryview:
+    body = frame.body
+    if not isinstance(body, np.ndarray):
+        return memoryview(body).cast("B")
+    if body.dtype != NUMPY_DTYPE.get(frame.dtype) or body.shape != tuple(frame.shape):
+        raise WireError(
+            f"the frame says {frame.dtype}{list(frame.shape)} but its array is {body.dtype}{list(body.shape)}"
+        )
+    # A view of bytes has any shape, also an empty one, which memoryview.cast refuses.
+    return np.ascontiguousarray(body).reshape(-1).view(np.uint8).data
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+#
+# The body of a work frame: int32 [want, B, n_mask, cache, session, final, lengths (B), mask rows (n_mask)], zeros to a
+# multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then their
+# dimensions.
+
+
+class Session(NamedTuple):
+    """The session that a run belongs to: its number, 0 for none, and whether this is its last run."""
+
+    number: int = 0
+    final: bool = False
+
+
+_NO_SESSION: Final = Session()
+_COUNTS: Final = 6  # numbers before the lengths
+
+
+def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
+    """Return the exact bytes of the work frame of a request whose inputs have `input_nbytes`."""
+    plain = shape.plain()
+    return frame_bytes(_block_bytes(len(plain.sizes), len(plain.marks)) + input_nbytes)
+
+
+def encode_work(
+    model: str,
+    epoch: Epoch,
+    admission: int,
+    shape: RequestShape | PlainShape,
+    inputs: NDArray[Any],
+    session: Session = _NO_SESSION,
+) -> bytes:
+    """Return the frame that hands a request to the devices.
+
+    inputs: token ids int32 [m], packed, those of a decoder [1 + m] behind the rows that its cache has already, or
+    pixels uint8 [B, channels, size, size]. Raises `WireError` if they do not fit `shape` or break a limit.
+    """
+    dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
+    if inputs.dtype != NUMPY_DTYPE[dtype]:
+        raise WireError(f"inputs are {inputs.dtype}; send token ids as int32 or pixels as uint8")
+    plain = shape.plain()
+    _check_request(plain, dtype, inputs.shape)
+    _check_session(plain, session)
+    head = np.zeros(_block_bytes(len(plain.sizes), len(plain.marks)) // 4, NUMPY_DTYPE["i32"])
+    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.marks), plain.session_rows, *session)
+    fields = (*counts, *plain.sizes, *plain.marks)
+    head[: len(fields)] = fields
+    body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
+    numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
+    return encode(Frame("work", model, epoch, admission, shape=(len(body),), numbers=numbers, body=body))
+
+
+def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
+    """Return the request's shape and its inputs (a read-only view) of a work frame.
+
+    Ids are not compared with a vocabulary here: that is the model's business. Raises `WireError` if the frame is no
+    work frame or its body contradicts itself.
+    """
+    if frame.kind != "work" or frame.dtype != "u8" or not frame.numbers:
+        raise WireError(f"a frame of kind {frame.kind!r}, {frame.dtype} is not a request")
+    dtype = DTYPES[_index("input dtype", frame.numbers[0], len(DTYPES))]
+    dims = frame.numbers[1:]
+    body = _body_view(frame)
+    if len(body) < ALIGN:
+        raise WireError(f"a request of {len(body)} bytes is truncated")
+    want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
+    if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
+        raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
+    head_bytes = _block_bytes(sequences, masks)
+    if head_bytes + prod(dims) * ITEMSIZE[dtype] != len(body):
+        raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
+    head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
+    if any(head[sequences + masks :]):
+        raise WireError("the request's lengths are not padded with zeros")
+    shape = PlainShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
+    _check_request(shape, dtype, dims)
+    _check_session(shape, decode_session(frame))
+    inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
+    inputs.flags.writeable = False
+    return shape, inputs
+
+
+def decode_session(frame: Frame) -> Session:
+    """Return the session of a work frame that `decode_work` has read."""
+    number, final = np.frombuffer(_body_view(frame)[16:24], NUMPY_DTYPE["i32"]).tolist()
+    if final not in (0, 1):
+        raise WireError(f"a run cannot be final {final}")
+    return Session(number, bool(final))
+
+
+def _check_session(shape: PlainShape, session: Session) -> None:
+    if not 0 <= session.number <= MAX_SESSION or (not shape.session_rows and session != _NO_SESSION):
+        raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
+
+
+def _block_bytes(sequences: int, masks: int) -> int:
+    return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
+
+
+def check_shape(shape: PlainShape) -> None:
+    """Raise `WireError` unless a request may have this shape; its numbers are whole numbers."""
+    sequences, tokens = len(shape.sizes), shape.size
+    if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.sizes) < 1 or tokens > MAX_TOKENS:
+        raise WireError(
+            f"a request needs 1 to {MAX_SEQUENCES} sequences of at least one token, at most {MAX_TOKENS} in all, got "
+            f"{sequences} of {tokens} tokens (want {shape.want!r})"
+        )
+    rows = shape.marks
+    if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
+        raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
+    if shape.session_rows and (sequences > 1 or not tokens <= shape.session_rows <= MAX_TOKENS):
+        raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
+
+
+def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
+    check_shape(shape)
+    sequences, tokens = len(shape.sizes), shape.size
+    ids = dtype == "i32" and dims == (tokens + bool(shape.session_rows),)
+    pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
+    if not ids and not pixels:
+        raise WireError(f"inputs {dtype}{list(dims)} fit neither {tokens} token ids nor {sequences} images")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors as they come from peers: what all frames of one exchange have in common is read and checked once.
+#
+# The same exchanges come with every request of a shape. Of a frame whose sender, topic, size and header (but for its
+# admission number) are those of one that was checked before, only the number is new: nothing else is read of it, and
+# no
+# `Frame` is made, which on a slow host took as long as the kernel did to receive it.
+
+
+REMEMBERED: Final = 2048  # exchanges, 1 KB each: those of a large model
+
+
+class Exchange(NamedTuple):
+    """What the frames of an exchange have in common. of: model and epoch. nbytes: of a whole frame."""
+
+    of: tuple[str, Epoch]
+    key: Key
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Arrival(NamedTuple):
+    """A tensor that has come over mesh, as good as checked; payload: its whole frame."""
+
+    exchange: Exchange
+    admission: int
+    payload: memoryview
+
+    def array(self) -> NDArray[Any]:
+        """Return its read-only array: a view, no copy."""
+        # An ndarray made of the payload itself would refer to the memory behind it, and not to the view by which
+        # `Buffers` knows that it is in use.
+        array = np.frombuffer(self.payload, self.exchange.dtype, -1, HEADER_BYTES).reshape(self.exchange.shape)
+        array.flags.writeable = False
+        return array
+
+    def frame(self) -> Frame:
+        """Return all that its frame says."""
+        return decode(self.payload)
+
+
+class Exchanges:
+    """The exchanges whose frames were checked, by sender, topic and header."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, bytes], Exchange] = {}
+
+    def arrival(self, peer: str, topic: str, payload: memoryview) -> Arrival | None:
+        """Return a payload as an arrival of a known exchange; None for what has to be read and checked as a whole."""
+        exchange = self._known.get((peer, topic, bytes(payload[:ABOUT_BYTES])))
+        if exchange is None or exchange.nbytes != payload.nbytes:
+            return None
+        admission = int.from_bytes(payload[ABOUT_BYTES:HEADER_BYTES], "little")
+        return Arrival(exchange, admission, payload) if admission <= U63 else None
+
+    def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame) -> None:
+        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there."""
+        if payload.nbytes == HEADER_BYTES:
+            return  # an empty array has no place in a payload
+        if len(self._known) >= REMEMBERED:
+            self._known.clear()
+        self._known[peer, topic, bytes(payload[:ABOUT_BYTES])] = Exchange(
+            (frame.model, frame.epoch),
+            (frame.node, frame.part, frame.source),
+            np.dtype(NUMPY_DTYPE[frame.dtype]),
+            frame.shape,
+            payload.nbytes,
+        )

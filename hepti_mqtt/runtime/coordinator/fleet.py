@@ -1,0 +1,687 @@
+"""What the planner believes of the numbers that devices tell of themselves: those that a device can have."""
+
+from __future__ import annotations
+
+import hmac
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, log
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from hepti_mqtt.cost.profiles import (
+    FAST_BYTES_PER_S,
+    Cluster,
+    DeviceProfile,
+    FrameCost,
+    Link,
+    PeerLink,
+    cluster_of,
+    frame_cost,
+    frames_foreseen,
+    peer_links_of,
+    plausible,
+    profile_from_caps,
+    unseen,
+)
+from hepti_mqtt.errors import WireError
+from hepti_mqtt.plan import Pair, Plan
+from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, LinkReport, Peer, Status
+from hepti_mqtt.runtime.coordinator.interface import (
+    Connection,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    DeviceStatus,
+    Note,
+    Tick,
+)
+from hepti_mqtt.runtime.coordinator.requests import Run
+
+if TYPE_CHECKING:
+    from hepti_mqtt.runtime.coordinator.models import ModelState, Slots
+    from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+    from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+
+
+# A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
+PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
+    "slowdown": (0.0, 1e4, 1.0),
+    "peer_frame_s": (0.0, 10.0, None),
+    "peer_byte_s": (0.0, 1e-3, None),
+    "round_trip_s": (0.0, 3600.0, None),
+    "bandwidth_bytes_per_s": (1.0, 1e15, None),
+}
+MEMORY_BYTES: Final = 1 << 50  # no device has more
+
+
+def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
+    """Return a heartbeat without the numbers that no device can have, and what was wrong with the first of them."""
+    wrong: str | None = None
+    instead: dict[str, Any] = {}
+    for key, (low, high, taken) in PLAUSIBLE.items():
+        value = getattr(heartbeat, key)
+        if value is None:
+            continue
+        try:
+            plausible(key, value, low, high)
+        except ValueError as error:
+            wrong, instead[key] = wrong or str(error), taken
+    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    if len(peers) < len(heartbeat.peers):
+        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
+    return replace(heartbeat, **instead), wrong
+
+
+def caps_refused(device: str, curves: Mapping[str, Any], memory_budget_bytes: int) -> str | None:
+    """Return what of a device's capabilities cannot be right, None if plans can be made with them."""
+    try:
+        plausible("memory_budget_bytes", memory_budget_bytes, 0, MEMORY_BYTES)
+        profile_from_caps(device, curves, memory_budget_bytes, 1.0)
+    except KeyError as error:
+        return f"{error.args[0]} is missing"
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _link_believed(report: LinkReport) -> bool:
+    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who is there: devices from their retained status and caps and their heartbeats.
+
+
+TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
+CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
+SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
+NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
+# Nor is one believed to be faster than this part of what it measured: a host that was stopped or cooled down while it
+# waited is, for a short op, and all wait for it where it then gets more. One that always is measures itself again.
+FASTEST: Final = 0.9
+RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
+ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
+ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
+MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
+SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
+STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
+MIDDLING_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
+RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
+MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
+
+
+@dataclass(slots=True)
+class Member:
+    """One device as it has described itself; `seen_s` is when its last heartbeat came.
+
+    calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
+    loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
+    until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s: when it was
+    last lost. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
+    aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
+    part. boot_before: of the start that plans used, once a new one has shown itself before the end of the old.
+    """
+
+    name: str
+    boot: int = 0
+    boot_before: int = 0
+    online: bool = False
+    caps: Caps | None = None
+    calm: Heartbeat | None = None
+    slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
+    heartbeat: Heartbeat | None = None
+    seen_s: float = 0.0
+    starting_s: float | None = None
+    left_s: float = -inf
+    refused: str = ""
+    spoke_s: float = -inf
+    aside_until_s: float | None = None
+    asides: int = 0
+    mute: bool = False
+    unheard: dict[str, float] = field(
+        default_factory=dict
+    )  # peers that it could not connect to, until when that counts
+    doubted: bool = False  # somebody was told of what it says that cannot be
+
+    @property
+    def usable(self) -> bool:
+        """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
+        there = self.online and not self.refused and self.aside_until_s is None
+        return there and self.caps is not None and self.caps.boot == self.boot
+
+    def coming(self, now: float) -> bool:
+        """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
+        if self.starting_s is not None:
+            return now - self.starting_s <= STARTING_S and now - self.seen_s <= SILENT_S
+        return not self.usable and not self.refused and now - self.left_s < RETURN_S
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Return where peers read from it directly, None where they cannot."""
+        return None if self.caps is None else self.caps.endpoint
+
+    def hears(self, source: Member, now: float) -> bool:
+        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+            return False
+        if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
+            return False  # one speaks TLS, the other does not
+        return self.endpoint.loopback or not source.endpoint.loopback
+
+    def profile(self, memory_bytes: float, usual: float = 1.0) -> DeviceProfile:
+        """Return the device's measured profile; usual: of `slowdown`. Raises WireError if its caps cannot be read."""
+        assert self.caps is not None
+        try:
+            return profile_from_caps(
+                self.name, self.caps.curves, memory_bytes, self.slowdown(usual), self._frame_cost()
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
+
+    def link(self) -> Link:
+        """Return the device's measured link to the broker, with defaults until it has measured one."""
+        base = Link()
+        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
+        # that has only just started, which may be the last calm for a long time.
+        told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
+        round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
+        rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
+        rate = max(rates, default=base.up_bytes_per_s)
+        return Link(round_trip_s / 2, rate, rate)
+
+    def peer_links(self) -> dict[str, PeerLink]:
+        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        found = {}
+        for peer in {name for peers in told for name in peers}:
+            reports = [peers[peer] for peers in told if peer in peers]
+            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
+            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
+        return found
+
+    def slowdown(self, usual: float = 1.0) -> float:
+        """Return the median of late: a second of somebody else's load is none to divide a model by.
+
+        Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
+        devices would get unequal shares.
+        """
+        found = max(median(self.slowdowns), FASTEST) if self.slowdowns else 1.0
+        return found if abs(log(found / usual)) > NOISE else usual
+
+    def _frame_cost(self) -> FrameCost | None:
+        """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
+        told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
+        return next((cost for cost in told if cost is not None), None)
+
+    def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
+
+        planned: the values of a plan; what is worse than these is told as they are.
+        """
+        then = planned or {}
+        name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": self.slowdown(usual)}
+        if self.endpoint is not None and not self.endpoint.loopback:
+            profile = self.profile(0)
+            cost = profile.seen or unseen(profile)
+            found[f"cost of frames of {self.name}"] = cost.frame_s + MIDDLING_BYTES * cost.byte_s
+        rate = min(self.link().up_bytes_per_s, FAST_BYTES_PER_S)
+        return {name: max(rate, then.get(name, rate)), **{k: min(v, then.get(k, v)) for k, v in found.items()}}
+
+
+class Membership:
+    """All devices of the site; a boot counter orders what was retained against what is new.
+
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
+    introduced to each other.
+    """
+
+    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
+        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
+        self.members: dict[str, Member] = {}
+        self._calm_from_s = -inf
+        self._met_s = -inf
+        self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
+
+    def room(self, name: str) -> bool:
+        """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
+        if name in self.members or len(self.members) < MEMBERS:
+            return True
+        absent = [m for m in self.members.values() if not m.usable]
+        if absent:
+            del self.members[min(absent, key=lambda m: m.seen_s).name]
+        return bool(absent)
+
+    def member(self, name: str) -> Member:
+        """Return a device; one that is new is remembered."""
+        return self.members.setdefault(name, Member(name))
+
+    def status(self, name: str, status: Status, now: float) -> str | None:
+        """Take a status; return "joined", "left", "starting" or None.
+
+        A late will of an earlier boot changes nothing.
+        """
+        member = self.member(name)
+        if status.boot < member.boot:
+            return None
+        was, again = member.usable, status.boot > member.boot
+        if was and again:
+            member.boot_before = member.boot
+        member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        if again or not member.online:
+            member.aside_until_s = None
+        since = None if again else member.starting_s
+        member.starting_s = None if status.state != "starting" else now if since is None else since
+        if again:  # it may have another endpoint, and another way to those of others
+            self._forget_unheard(member)
+        if was and (again or not member.online):
+            return "left"
+        if member.starting_s is not None and since is None:
+            return "starting"
+        return "joined" if member.usable and not was else None
+
+    def caps(self, name: str, caps: Caps) -> str | None:
+        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start."""
+        member = self.member(name)
+        if caps.boot < member.boot:
+            return None
+        if member.caps is not None and member.caps.boot != caps.boot:
+            member.refused = ""
+        was, member.caps = member.usable, caps
+        if was and not member.usable:
+            member.online = False  # its status of the same boot follows
+            return "left"
+        return "joined" if member.usable and not was else None
+
+    def heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
+        """Take a heartbeat; a device that was only believed lost is back."""
+        member = self.member(name)
+        if heartbeat.boot < member.boot:
+            return None
+        if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
+            member.calm = None
+            member.slowdowns.clear()
+        if now >= self._calm_from_s:
+            member.calm = heartbeat
+            member.slowdowns.append(heartbeat.slowdown)
+        member.heartbeat, member.seen_s = heartbeat, now
+        self._silent.discard(name)
+        if member.aside_until_s is not None and now > member.aside_until_s:
+            member.aside_until_s = None
+            return "joined" if member.usable else None
+        if heartbeat.boot == member.boot and not member.online and member.caps is not None:
+            member.online = True
+            return "joined" if member.usable else None
+        return None
+
+    def spoke(self, name: str, now: float, *, served: bool = False) -> str | None:
+        """A device said something of a run or a plan; return "joined" if it had been put aside. served: its part."""
+        member = self.members.get(name)
+        if member is None:
+            return None
+        member.spoke_s = now
+        if served:
+            member.asides = 0
+        was = member.usable
+        if member.mute:
+            member.aside_until_s = None
+        return "joined" if member.usable and not was else None
+
+    def put_aside(self, name: str, now: float, mute: bool) -> None:
+        """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
+        member = self.members[name]
+        member.mute = mute
+        member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
+        member.asides += 1
+
+    def left(self, name: str, now: float) -> int | None:
+        """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
+        member = self.members[name]
+        member.left_s = now
+        boot, member.boot_before = member.boot_before or member.boot, 0
+        return boot if member.aside_until_s is None else None
+
+    def loading(self, now: float) -> None:
+        """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
+        self._calm_from_s = now + CALM_S
+
+    def seen(self, now: float) -> None:
+        """Give every device the whole time to be heard again."""
+        self._silent, self._met_s = set(self.members), now
+        for member in self.members.values():
+            member.seen_s = now
+
+    def back(self, names: Collection[str]) -> bool:
+        """Return whether a heartbeat of each of these devices has come since the broker was met again."""
+        return not self._silent.intersection(names)
+
+    def overdue(self, now: float) -> list[str]:
+        """Return the usable devices whose heartbeats have stopped, and mark them offline."""
+        lost = [m for m in self.members.values() if m.usable and now - m.seen_s > MISSED_S]
+        for member in lost:
+            member.online = False
+        return [m.name for m in lost]
+
+    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        known = [source for source in sources if source in self.members]
+        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
+
+    def relayed(self, now: float) -> frozenset[Pair]:
+        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        usable = self.usable().values()
+        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+
+    def _forget_unheard(self, member: Member) -> None:
+        member.unheard.clear()
+        for other in self.members.values():
+            other.unheard.pop(member.name, None)
+
+    def refuse(self, name: str) -> str:
+        """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
+        member = self.member(name)
+        version = member.caps.version if member.caps is not None else "unknown"
+        member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
+        return member.refused
+
+    def unused(self) -> dict[str, str]:
+        """Return why plans do not use devices that are online, as far as it was the planner that decided so."""
+        why = {}
+        for member in self.members.values():
+            if member.refused:
+                why[member.name] = f"{member.refused}; install the planner's version there"
+            elif member.aside_until_s is not None:
+                silent = "said nothing" if member.mute else "got no further"
+                times = f", for the {member.asides}. time" if member.asides > 1 else ""
+                why[member.name] = f"it {silent} while others waited for it{times}; it is tried again later"
+        return {name: words for name, words in why.items() if self.members[name].online}
+
+    def coming(self, now: float) -> set[str]:
+        """Return the devices that are starting, or were there a moment ago and may be about to."""
+        return {m.name for m in self.members.values() if m.coming(now)}
+
+    def may_come(self, now: float) -> str:
+        """Return in words whom requests may wait for, "" if for nobody."""
+        unmet = "devices that have not met the broker again yet" if now - self._met_s < MET_S else ""
+        return ", ".join(sorted(self.coming(now))) or unmet
+
+    def awaited(self, names: Collection[str], now: float) -> bool:
+        """Return whether there is no plan before others come: all of these devices, of none named the first one."""
+        usable = set(self.usable())
+        if now - self._met_s < MET_S:
+            return not usable or not usable.issuperset(names)
+        coming = self.coming(now)
+        return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
+
+    def refused(self) -> list[str]:
+        """Return why devices that are there are not used."""
+        return [m.refused for m in self.members.values() if m.refused and m.online]
+
+    def usable(self) -> dict[str, Member]:
+        """Return the devices that plans may use."""
+        return {m.name: m for m in self.members.values() if m.usable}
+
+    def observed(self) -> dict[str, float]:
+        """Return what drift is watched on, of every usable device."""
+        usable, usual = self.usable().values(), self._usual_slowdown()
+        return {key: value for member in usable for key, value in member.observed(usual).items()}
+
+    def telling(self, used: Collection[str], planned: Mapping[str, float]) -> dict[str, float]:
+        """Return what is observed, but nothing worse than planned of devices that a plan does not use: it stays."""
+        usable, usual = self.usable().values(), self._usual_slowdown()
+        seen = (member.observed(usual, None if member.name in used else planned) for member in usable)
+        return {key: value for of_one in seen for key, value in of_one.items()}
+
+    def _usual_slowdown(self) -> float:
+        return median([m.slowdown() for m in self.usable().values()] or [1.0])
+
+    def packet_bytes(self) -> int | None:
+        """Return the largest packet that gets through to every usable device, None if no limit was met."""
+        limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
+        met = [limit for limit in limits if 0 < limit < TRIED_BYTES]
+        return min(met, default=None)
+
+    def cluster(self, reserved: Mapping[str, int]) -> Cluster:
+        """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
+        usable, usual = self.usable(), self._usual_slowdown()
+        devices = {
+            n: m.profile(max(m.caps.memory_budget_bytes - reserved.get(n, 0), 0), usual)
+            for n, m in usable.items()
+            if m.caps is not None
+        }
+        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        if not self._mesh:
+            return cluster
+        endpoints = {n: m.endpoint for n, m in usable.items() if m.endpoint is not None}
+        return replace(
+            cluster,
+            devices=frames_foreseen(devices, [n for n, endpoint in endpoints.items() if not endpoint.loopback]),
+            endpoints=frozenset(endpoints),
+            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who may read from whom directly under a plan, and the tokens by which each lets the other in.
+
+
+class Introductions:
+    """Tokens for every (source, target) of a plan that are no secret of anybody else's.
+
+    They follow from the planner's secret, so that a Prepare which is repeated says the same, and end with their epoch.
+    """
+
+    def __init__(self, secret: bytes | None, membership: Membership) -> None:
+        self._secret, self._membership = secret, membership
+
+    def of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
+        """Return what a device is to know of its peers under a plan."""
+        if plan.route != "mesh":
+            return ()
+        found = []
+        for other in plan.devices:
+            endpoint = self._membership.member(other).endpoint
+            if other == device or endpoint is None:
+                continue
+            peer = Peer(other, endpoint, self._token(plan, other, device), self._token(plan, device, other))
+            if peer.token_in or peer.token_out:
+                found.append(peer)
+        return tuple(found)
+
+    def _token(self, plan: Plan, source: str, target: str) -> str:
+        """Return with what `target` comes to `source`, "" where the broker carries what goes that way."""
+        if self._secret is None or (source, target) in plan.relayed:
+            return ""
+        said = "\0".join(map(str, (plan.model, *plan.epoch, source, target)))
+        return hmac.digest(self._secret, said.encode(), "sha256").hex()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Devices that died twice soon after they were given a plan: most likely of it, so they do not get it a third time.
+#
+# A control group that has less memory than the device says kills the agent as often as the same plan comes. Once is no
+# sign: a device that somebody restarts, alone at its site, must serve again at once. One that comes back with the boot
+# counter it had was only away, for want of a connection or of a core, and has not died of anything.
+
+
+YOUNG_S: Final = 30.0  # a device that dies so long after a plan came may have died of it
+AGAIN_S: Final = 300.0  # the second time counts so long after the first
+REST_S: Final = 60.0  # it gets less for so long, and for twice as long after each further time
+MOST_S: Final = 3600.0
+PART: Final = 0.75  # of the memory that the plan needed
+
+
+@dataclass(slots=True)
+class _Fall:
+    most_bytes: int
+    rest_s: float
+    until_s: float
+    forgotten_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    boot: int
+    needed_bytes: int
+
+
+class Falls:
+    """The devices that died under young plans of one model; time is an argument."""
+
+    def __init__(self) -> None:
+        self._gone: dict[str, _Gone] = {}
+        self._falls: dict[str, _Fall] = {}
+
+    def gone(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
+        """Take it that a device is gone that was given a plan at `given_s`, for which it needed so many bytes."""
+        if now - given_s <= YOUNG_S:
+            self._gone[device] = _Gone(boot, needed_bytes)
+
+    def back(self, device: str, boot: int, now: float) -> None:
+        """Take it that a device is here: it died if this is another start of it."""
+        gone = self._gone.pop(device, None)
+        if gone is not None and gone.boot != boot:
+            self._died(device, gone.needed_bytes, now)
+
+    def _died(self, device: str, needed_bytes: int, now: float) -> None:
+        before = self._falls.get(device)
+        if before is None:
+            self._falls[device] = _Fall(0, REST_S / 2, now, now + AGAIN_S)
+            return
+        rest_s = min(2 * before.rest_s, MOST_S)
+        self._falls[device] = _Fall(int(PART * needed_bytes), rest_s, now + rest_s, now + rest_s + AGAIN_S)
+
+    def most_bytes(self, now: float) -> dict[str, int]:
+        """Return the memory that plans may need now, of the devices that get less."""
+        return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
+
+    def rested(self, now: float) -> list[str]:
+        """Return the devices that may get everything again, once; who stays up for long is as good as new."""
+        over = [device for device, fall in self._falls.items() if now >= fall.forgotten_s]
+        for device in over:
+            del self._falls[device]
+        out = [device for device, fall in self._falls.items() if now >= fall.until_s and fall.most_bytes]
+        for device in out:
+            self._falls[device].most_bytes = 0
+        return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who hangs: devices that are asked for a word when something is overdue, and put aside if none comes.
+#
+# A device may send heartbeats and compute nothing, or be stopped and send nothing for a while: neither is a reason to
+# wait for it where somebody else can serve. What it says itself about a run or a plan comes from the thread that
+# computes, so silence there is what counts. A lost exchange leaves everybody talking; such a run is issued again
+# later.
+
+
+WORD_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
+WORD_MOST_S: Final = 5.0
+PREPARES_S: Final = 6.0  # without a word, though asked for it twice
+PROGRESS_S: Final = 20.0  # with words, and without progress
+STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
+
+Probe = Callable[["ModelState", Plan, list[str]], list[CoordinatorCommand]]
+
+
+class Silent(NamedTuple):
+    """A device to be put aside, and what it did not do; mute: it says nothing, so that a word brings it back."""
+
+    device: str
+    how: str
+    mute: bool = True
+
+
+class Suspicion:
+    """Watches the runs and preparations of all slots. probe: returns what makes devices say that they have a plan."""
+
+    def __init__(self, slots: Slots, membership: Membership, probe: Probe) -> None:
+        self._slots, self._membership, self._probe = slots, membership, probe
+        self._ticked_s = float("inf")
+
+    def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[Silent]]:
+        """Return what asks devices for a word, and those that have not said one though somebody else can serve."""
+        stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
+        out: list[CoordinatorCommand] = []
+        silent: dict[str, Silent] = {}
+        for model in self._slots:
+            late: dict[str, Silent] = {}
+            for run in model.runs.values():
+                if now <= run.doubt_s:
+                    continue
+                if run.probed_s is None or stalled:
+                    out += self._ask(model, run, now)
+                elif now > run.probed_s + min(max(run.expected_s, WORD_S), WORD_MOST_S):
+                    how = "does not answer while a run is overdue"
+                    late |= {device: Silent(device, how) for device in self._mute(run)}
+            record = model.plans.preparing
+            if record is not None and record.state == "preparing":
+                late |= self._unprepared(record, now)
+            # Nobody else can serve where pins name the devices.
+            named = model.plans.pins.devices or ()
+            silent |= {device: word for device, word in late.items() if device not in named}
+        can_serve = set(self._membership.usable()) - set(silent)
+        return out, list(silent.values()) if can_serve else []
+
+    def _ask(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
+        run.probed_s = now
+        late = [d for d in run.plan.devices if d not in run.done]
+        text = f"a run of {run.plan.model} takes longer than predicted; asking {', '.join(late)}"
+        return [Note("doubt", text), *self._probe(model, run.plan, late)]
+
+    def _mute(self, run: Run) -> list[str]:
+        assert run.probed_s is not None
+        usable = self._membership.usable()
+        late = [usable[d] for d in run.plan.devices if d not in run.done and d in usable]
+        return [m.name for m in late if m.spoke_s < run.probed_s]
+
+    def _unprepared(self, record: PlanRecord, now: float) -> dict[str, Silent]:
+        usable = self._membership.usable()
+        late = {}
+        for device in record.waiting & set(usable):
+            begun_s = record.moved_s.get(device, record.begun_s)
+            if now - max(usable[device].spoke_s, record.begun_s) > PREPARES_S:
+                late[device] = Silent(device, "does not answer while it prepares a plan")
+            elif now - begun_s > PROGRESS_S:
+                late[device] = Silent(device, "prepares a plan without progress", mute=False)
+        return late
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Devices' last words, held back for a moment: a broker that ends says them of everybody, and nobody is gone.
+
+
+HELD_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
+BACK_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone
+
+
+class Wills:
+    """Hands events to a session, last words of devices a little later.
+
+    A device that says meanwhile that it is online was never away. What the broker said before our own connection ended
+    is forgotten: it says it again when it is back, if it holds.
+    """
+
+    def __init__(self, session: CoordinatorSession) -> None:
+        self._session = session
+        self._held: dict[str, tuple[float, DeviceStatus]] = {}
+        self._back_by_s = float("-inf")
+
+    def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
+        """Take one event and return the commands that follow from it, and from what was held back long enough."""
+        out: list[CoordinatorCommand] = []
+        if isinstance(event, DeviceStatus):
+            self._held.pop(event.device, None)
+            if event.status.state == "offline":
+                self._held[event.device] = (max(now + HELD_S, self._back_by_s), event)
+                return []
+        elif isinstance(event, Connection):
+            self._held.clear()
+            self._back_by_s = now + BACK_S if event.online else self._back_by_s
+        elif isinstance(event, Tick):
+            for will in [will for due_s, will in self._held.values() if due_s <= now]:
+                del self._held[will.device]
+                out += self._session.handle(will, now)
+        return out + self._session.handle(event, now)

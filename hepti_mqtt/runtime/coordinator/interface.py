@@ -1,0 +1,243 @@
+"""What the coordinator is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision, Question
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame
+from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
+from hepti_mqtt.runtime.coordinator.requests import Job, Pins, RunStats
+from hepti_mqtt.runtime.machinery import Publish, Transition
+
+WORTH: Final = 0.93  # a new plan must cost less than this part of the running one, by the objective
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """A device's retained status, or its will."""
+
+    device: str
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCaps:
+    """A device's retained caps."""
+
+    device: str
+    caps: Caps
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHeartbeat:
+    """A device's heartbeat."""
+
+    device: str
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class UpMessage:
+    """A control message from a device."""
+
+    device: str
+    message: messages.Message
+
+
+@dataclass(frozen=True, slots=True)
+class UpFrame:
+    """An output, or the report that a device has finished a run."""
+
+    device: str
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A user's request, already tokenised and cut into chunks."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The search is over: a decision with the running plan's price under the same measurements, or an error.
+
+    hurried: it was not the whole search.
+    """
+
+    model: str
+    ticket: int
+    decision: Decision | None
+    running_s: float | None
+    error: HeptiError | None = None
+    hurried: bool = False
+
+    def worth_it(self, part: float = WORTH) -> bool:
+        """Return whether the plan that was found costs no more than this part of the running one."""
+        if self.running_s is None or self.decision is None:
+            return True
+        return self.decision.chosen.price.cost[0] <= part * self.running_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The planner's user pins a model's plans, or frees them with pins that say nothing."""
+
+    model: str
+    pins: Pins
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A device has asked for weights that the planner cannot read any more."""
+
+    model: str
+    device: str
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The planner's own connection to the broker was lost, or stands (again).
+
+    While it is lost, silence says nothing of a device; afterwards the broker may have forgotten what it retained.
+    """
+
+    online: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; behind: what has come still waits to be read, so nobody can be called silent."""
+
+    behind: bool = False
+
+
+CoordinatorEvent = (
+    DeviceStatus
+    | DeviceCaps
+    | DeviceHeartbeat
+    | UpMessage
+    | UpFrame
+    | Submit
+    | Solved
+    | Pin
+    | Unreadable
+    | Connection
+    | Tick
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the coordinator asks its shell to do.
+
+
+SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Search for a plan, and price the running one under the same measurements; report `Solved`.
+
+    hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
+    last: the one that was found before; it may have lost devices. kept: the decision for the running plan, which stands
+    unless its prices of now tell of a better one: nothing but measurements has changed. trial: the question is for one
+    way that is to be tried, and `kept` what that is compared with afterwards.
+    """
+
+    model: str
+    ticket: int
+    question: Question
+    running: Plan | None
+    hurried: bool = False
+    last: Plan | None = None
+    kept: Decision | None = None
+    trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendTiles:
+    """Publish the asked tiles to the device."""
+
+    model: str
+    device: str
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a user's request."""
+
+    job: Job
+    plan: Plan
+    stats: tuple[RunStats, ...]
+
+    @property
+    def small(self) -> bool:
+        """Return whether its JSON takes no longer to write than another thread takes to wake."""
+        return sum(output.nbytes for output in self.job.outputs.values()) <= SMALL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a job that generates: its place among `tokens`, all that there are so far."""
+
+    job: Job
+    index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End a user's request with an error."""
+
+    job: Job
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class ShowPlan:
+    """Publish the retained record of a model's plans.
+
+    active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
+    (bytes there, bytes in all) of the weights that devices load for `preparing`. story: the last transitions of the
+    model's plans. pinned: the active plans of what requests have pinned; pinned_preparing: those on their way there.
+    in_flight: runs at once.
+    """
+
+    model: str
+    active: Plan | None
+    preparing: Plan | None
+    decision: Decision | None
+    error: HeptiError | None = None
+    progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    story: tuple[Transition, ...] = ()
+    pinned: tuple[Plan, ...] = ()
+    pinned_preparing: tuple[Plan, ...] = ()
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Publish and log that something happened: joined, left, re-planned, overloaded ..."""
+
+    kind: str
+    text: str
+
+
+CoordinatorCommand = Publish | Solve | SendTiles | Answer | Token | Refuse | ShowPlan | Note
+
+
+def users_last(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
+    """Return commands with what users are told behind all else, in the same order otherwise.
+
+    Devices wait for their next run, and writing an answer takes longer than to send it to them.
+    """
+    return sorted(commands, key=lambda command: isinstance(command, Answer | Token | Refuse))

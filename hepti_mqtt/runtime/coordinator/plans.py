@@ -1,0 +1,482 @@
+"""The states of a model's plans, from the wish for a search to the release of what it found.
+
+    wanted -> searching -> preparing -> active -> retiring -> gone
+
+A plan that does not fit beside the old one is `swapping` until that one is gone. A plan under which a run never ended
+is `suspect`: it gets no more requests, but its weights stay until another plan takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, get_args
+
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision, Played
+from hepti_mqtt.protocol.messages import Ready
+from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.machinery import Machine, Story, Table
+from hepti_mqtt.spec import Spec
+
+PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
+# What a search is for: something has changed, or no more than measurements, or there is a way that was never tried.
+Cause = Literal["change", "drift", "trial"]
+PlanEvent = Literal[
+    "want",  # a device came or went, a measurement drifted, somebody pinned something, ...
+    "search",
+    "found",
+    "kept",  # what runs is as good
+    "no plan",
+    "outdated",  # something changed while the search ran
+    "ready",  # on every device
+    "lacks memory",  # beside the old plan
+    "room",  # the old plan is gone
+    "refused",
+    "silent",
+    "lost",  # one of its devices
+    "overdue",
+    "replaced",
+    "make room",  # for a plan that does not fit beside it
+    "idle",  # its last run has ended
+    "unused",  # nobody asks for its pins, and others need the place
+]
+
+PLANS: Final[Table[PlanState, PlanEvent]] = Table(
+    name="plan",
+    states=get_args(PlanState),
+    first=("want", "wanted"),
+    steps={
+        "wanted": {"want": "wanted", "search": "searching", "unused": "gone"},
+        "searching": {
+            "found": "preparing",
+            "kept": "gone",
+            "no plan": "gone",
+            "outdated": "gone",
+            "make room": "gone",
+            "unused": "gone",
+        },
+        "preparing": {
+            "ready": "active",
+            "lacks memory": "swapping",
+            "refused": "gone",
+            "silent": "gone",
+            "lost": "gone",
+            "make room": "gone",
+            "unused": "gone",
+        },
+        "swapping": {"room": "preparing", "lost": "gone", "make room": "gone", "unused": "gone"},
+        "active": {
+            "overdue": "suspect",
+            "replaced": "retiring",
+            "make room": "retiring",
+            "lost": "retiring",
+            "unused": "retiring",
+        },
+        "suspect": {
+            "no plan": "retiring",
+            "replaced": "retiring",
+            "make room": "retiring",
+            "lost": "retiring",
+            "unused": "retiring",
+        },
+        "retiring": {"idle": "gone"},
+        "gone": {},
+    },
+    safe={
+        "wanted": "gone",
+        "searching": "gone",
+        "preparing": "retiring",  # devices may hold something of it, so it is released
+        "swapping": "retiring",
+        "active": "retiring",
+        "suspect": "retiring",
+        "retiring": "retiring",
+        "gone": "gone",
+    },
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models that the planner serves, and plans that stand, as values for other threads.
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that the planner serves.
+
+    manifest: hash of the manifest of its weights. tokens: the length that plans are optimised for at first. pins:
+    what the planner's user fixed; a request may carry others, which hold for that request alone. batching: which
+    requests run together.
+    """
+
+    name: str
+    spec: Spec
+    manifest: bytes
+    tokens: int = 128
+    pins: Pins = field(default_factory=Pins)
+    batching: Batching = field(default_factory=Batching)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A plan that is active or being prepared, with the measurements it was chosen by.
+
+    played: the search's own simulation of this very plan by these measurements, None if it simulated another one.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    played: Played | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When two plans divide a model alike, and what one takes from the other then.
+
+
+_VARYING: Final[dict[str, Any]] = {
+    "epoch": Epoch(0, 0),
+    "weights": {},
+    "predicted_s": 0.0,
+    "predicted_bytes": 0,
+    "predicted_tokens": 0,
+    "wire_error": None,
+    "reason": "",
+    "replicas": (),
+}
+
+
+def same_division(a: Plan, b: Plan) -> bool:
+    """Return whether two plans divide the work alike; weights may differ by rounding."""
+    if len(a.replicas) != len(b.replicas) or not all(map(same_division, a.replicas, b.replicas)):
+        return False
+    if replace(a, **_VARYING) != replace(b, **_VARYING):
+        return False
+    for kind, weights in a.weights.items():
+        whole_a, whole_b = sum(weights), sum(b.weights[kind])
+        if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.weights[kind], strict=True)):
+            return False
+    return True
+
+
+def priced_as(plan: Plan, other: Plan) -> Plan:
+    """Return a plan with the predictions of another one of the same division; its own ranges may differ by rounding."""
+    replicas = tuple(map(priced_as, plan.replicas, other.replicas))
+    told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
+    return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
+
+
+def same_shares(a: Plan, b: Plan) -> bool:
+    """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
+    return (a.devices, a.weights, a.ranges) == (b.devices, b.weights, b.ranges)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model's plans: their states change here alone, by one table (`plan_states.py`).
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A search that is wanted or runs.
+
+    due_s: when it may begin; soon_s: when instead, if requests wait that no plan serves. forced: what it finds is taken
+    even if it is no faster than what runs. ticket: of the running search.
+    """
+
+    due_s: float
+    soon_s: float
+    forced: bool
+    state: PlanState
+    cause: Cause = "change"
+    ticket: int = 0
+    epoch: Epoch | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PlanRecord:
+    """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
+
+    begun_s: when it began to be prepared. moved_s: when each device last got further. decision: the search's, from
+    which it came. txn: of its Prepare. waiting: devices that are not ready. progress: (bytes there, bytes in all) of
+    weights by device; shown_s: when that was last published. behind: of a plan that is swapping, the epochs that make
+    room for it. doubted: replicas under which a run never ended; nothing else runs there.
+    """
+
+    plan: Plan
+    decision: Decision
+    txn: int
+    progress_s: float
+    state: PlanState
+    waiting: set[str] = field(default_factory=set)
+    asked_s: float = float("-inf")
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shown_s: float = float("-inf")
+    behind: frozenset[Epoch] = frozenset()
+    begun_s: float = 0.0
+    moved_s: dict[str, float] = field(default_factory=dict)
+    doubted: set[Epoch] = field(default_factory=set)
+
+    @property
+    def epoch(self) -> Epoch:
+        """Return the epoch under which its requests run."""
+        return self.plan.epoch
+
+    @property
+    def epochs(self) -> set[Epoch]:
+        """Return the epochs that devices may hold of it."""
+        return {self.plan.epoch, *(run.epoch for run in self.plan.runs)}
+
+    def heard_s(self) -> float:
+        """Return when there was last an exchange with the devices."""
+        return max(self.asked_s, self.progress_s)
+
+    def standing(self) -> Iterator[Standing]:
+        """Yield what its requests run under, by replica."""
+        return (Standing(run, self.decision.cluster, self.decision.played(run)) for run in self.plan.runs)
+
+    def price_anew(self, decision: Decision) -> None:
+        """Take a later search's price of this plan, which it has found again, and what it was priced by."""
+        found = decision.chosen
+        self.plan = priced_as(self.plan, found.plan)
+        played = found.price.played if all(map(same_shares, self.plan.runs, found.plan.runs)) else ()
+        chosen = replace(found, plan=self.plan, price=replace(found.price, played=played))
+        self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
+
+    def derived_by(self, device: str, ready: Ready) -> bool:
+        """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
+        asked = self.state == "preparing" and ready.txn == self.txn
+        digests, runs = self.decision.digest, self.plan.runs
+        if not asked or self.plan.of(device) not in runs:
+            return True
+        each, place = len(digests) // len(runs), runs.index(self.plan.of(device))
+        return ready.digest == digests[place * each : (place + 1) * each]
+
+
+class Plans:
+    """All plans of one model under one set of pins, and the only place where their states change.
+
+    pins: what searches keep to. story: of all plans of the model; label: what these are called there, by default the
+    model. At most one plan each is wanted, searching, on its way (preparing or swapping), and in use (active or
+    suspect).
+    """
+
+    def __init__(self, model: str, pins: Pins, counters: Counter[str], story: Story, label: str = "") -> None:
+        self.model, self.pins, self._label = model, pins, label or model
+        self.story = story
+        self._machine = Machine(PLANS, self.story, counters)
+        self._searches: list[Search] = []
+        self._records: list[PlanRecord] = []
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> Search | None:
+        """Return the search that has not begun."""
+        return next((s for s in self._searches if s.state == "wanted"), None)
+
+    @property
+    def searching(self) -> Search | None:
+        """Return the search that runs."""
+        return next((s for s in self._searches if s.state == "searching"), None)
+
+    @property
+    def preparing(self) -> PlanRecord | None:
+        """Return the plan on its way, also one that waits until the old plan is gone."""
+        return self._first("preparing", "swapping")
+
+    @property
+    def active(self) -> PlanRecord | None:
+        """Return the plan that requests are dispatched under."""
+        return self._first("active")
+
+    @property
+    def standing(self) -> PlanRecord | None:
+        """Return the plan that the next one takes the place of: active or suspect."""
+        return self._first("active", "suspect")
+
+    @property
+    def retiring(self) -> list[PlanRecord]:
+        """Return the plans that end with their last run, in the order of their epochs."""
+        return [r for r in self._records if r.state == "retiring"]
+
+    @property
+    def serving(self) -> list[PlanRecord]:
+        """Return the plans that may have runs: the standing one, then those that end with their last run."""
+        standing = self.standing
+        return [*([] if standing is None else [standing]), *self.retiring]
+
+    def epochs(self) -> set[Epoch]:
+        """Return the epochs of all plans that were found and are not gone."""
+        return {epoch for record in self._records for epoch in record.epochs}
+
+    def whole(self, run: Plan) -> Plan:
+        """Return the plan of which a run's own is a replica, or that itself."""
+        return next((r.plan for r in self._records if run.epoch in r.epochs), run)
+
+    def on(self, device: str) -> bool:
+        """Return whether a device holds, or is to hold, something of a plan."""
+        return any(device in record.plan.devices for record in self._records)
+
+    def busy(self) -> bool:
+        """Return whether a plan is wanted, searched for or on its way."""
+        return bool(self._searches) or self.preparing is not None
+
+    def hopeful(self) -> bool:
+        """Return whether there is a plan, or will be an answer whether there is one."""
+        return self.busy() or self.active is not None
+
+    # -- searches -------------------------------------------------------------------------------------------------
+
+    def pin(self, pins: Pins, now: float) -> None:
+        """Take other pins, under which the next plan is to be."""
+        self.pins = pins
+        self.want(now, now, "the planner's user has pinned it", forced=True)
+
+    def want(
+        self,
+        due_s: float,
+        now: float,
+        why: str,
+        *,
+        forced: bool = False,
+        soon_s: float | None = None,
+        cause: Cause = "change",
+    ) -> None:
+        """Want a search from a time on; one that runs already is outdated by it.
+
+        soon_s: when instead, if requests wait without a plan, now or later. Several causes together are a change.
+        """
+        soon_s = due_s if soon_s is None else soon_s
+        wanted, running = self.wanted, self.searching
+        if wanted is None:
+            state = self._machine.begin(self._label, now, why)
+            wanted = Search(
+                due_s, soon_s, running is not None and running.forced, state, cause if running is None else "change"
+            )
+            self._searches.append(wanted)
+        else:
+            self._step_search(wanted, "want", now, why)
+            wanted.cause = cause if cause == wanted.cause else "change"
+        wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
+
+    def search(self, ticket: int, epoch: Epoch, now: float) -> None:
+        """The wanted search begins, for a plan of this epoch."""
+        search = self.wanted
+        assert search is not None
+        search.ticket, search.epoch = ticket, epoch
+        self._step_search(search, "search", now, "")
+
+    def ended(self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = "") -> None:
+        """A search ends without a new plan."""
+        self._step_search(search, event, now, why)
+
+    def found(self, search: Search, decision: Decision, txn: int, now: float) -> None:
+        """A search has found a plan, which is to be prepared under this transaction."""
+        plan = decision.chosen.plan
+        self._step_search(search, "found", now, plan.reason)
+        if search.state != "preparing":
+            return
+        self._searches.remove(search)
+        waiting = set(plan.devices)
+        self._records.append(PlanRecord(plan, decision, txn, now, search.state, waiting, begun_s=now))
+
+    # -- plans ----------------------------------------------------------------------------------------------------
+
+    def ready(self, record: PlanRecord, now: float) -> None:
+        """Every device is ready: the plan becomes active and takes the place of the one before."""
+        old = self.standing
+        self._step(record, "ready", now)
+        if old is not None and record.state == "active":
+            self._step(old, "replaced", now, f"by {record.epoch}")
+
+    def lacks_memory(self, record: PlanRecord, plan: Plan, txn: int, now: float, why: str) -> None:
+        """A plan does not fit beside others; it is prepared again, as a new epoch, when those `behind` are gone."""
+        self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.epoch}")
+        if record.state != "swapping":
+            return
+        record.plan, record.txn, record.waiting, record.progress_s = plan, txn, set(plan.devices), now
+        record.progress, record.asked_s = {}, float("-inf")
+
+    def make_room(self, now: float, why: str) -> None:
+        """The plan in use ends with its last run, for one that does not fit beside it."""
+        if (old := self.standing) is not None:
+            self._step(old, "make room", now, why)
+
+    def put_off(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
+        """A search that runs and a plan on its way are given up; return that plan."""
+        if (search := self.searching) is not None:
+            self._step_search(search, event, now, why)
+        if (record := self.preparing) is not None:
+            self._step(record, event, now, why)
+        return record
+
+    def close(self, now: float, why: str) -> None:
+        """All of them end, the plan in use with its last run."""
+        if (wanted := self.wanted) is not None:
+            self._step_search(wanted, "unused", now, why)
+        if (standing := self.standing) is not None:
+            self._step(standing, "unused", now, why)
+
+    def room(self, record: PlanRecord, now: float) -> None:
+        """Those that made room are gone, so a plan that was swapping may be prepared."""
+        self._step(record, "room", now)
+        record.behind = frozenset()
+        record.progress_s = record.begun_s = now
+        record.moved_s = {}
+
+    def give_up(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
+        """A plan on its way will not come."""
+        self._step(record, event, now, why)
+
+    def suspect(self, record: PlanRecord, now: float, why: str) -> None:
+        """A run under the active plan never ended."""
+        self._step(record, "overdue", now, why)
+
+    def retire(self, record: PlanRecord, event: Literal["lost", "no plan"], now: float, why: str) -> None:
+        """A plan ends as soon as its runs have; one that is retiring already goes on with that."""
+        if record.state != "retiring":
+            self._step(record, event, now, why)
+
+    def lessen(self, record: PlanRecord, left: Plan) -> None:
+        """A replica is gone and the others go on; the state stays what it is."""
+        record.plan = left
+
+    def idle(self, record: PlanRecord, now: float) -> None:
+        """The last run of a retiring plan has ended."""
+        self._step(record, "idle", now)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        states = Counter[str](s.state for s in self._searches) + Counter[str](r.state for r in self._records)
+        assert states["wanted"] <= 1
+        assert states["searching"] + states["preparing"] + states["swapping"] <= 1
+        assert states["active"] + states["suspect"] <= 1
+        assert not states["gone"]
+        assert len({r.epoch for r in self._records}) == len(self._records)
+        assert all(r.state != "preparing" or r.waiting for r in self._records)
+
+    def _first(self, *states: PlanState) -> PlanRecord | None:
+        return next((r for r in self._records if r.state in states), None)
+
+    def _step_search(self, search: Search, event: PlanEvent, now: float, why: str) -> None:
+        subject = self._label if search.epoch is None else f"{self._label} {search.epoch}"
+        legal = PLANS.after(search.state, event) is not None
+        search.state = self._machine.step(subject, search.state, event, now, why)
+        if search.state == "gone":
+            self._searches.remove(search)
+        if not legal:
+            self._recover(now)
+
+    def _step(self, record: PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
+        legal = PLANS.after(record.state, event) is not None
+        record.state = self._machine.step(f"{self._label} {record.epoch}", record.state, event, now, why)
+        if record.state == "gone":
+            self._records.remove(record)
+        if not legal:
+            self._recover(now)
+
+    def _recover(self, now: float) -> None:
+        """Look for a new plan after an illegal step, which has put one aside that may have been the only one."""
+        self.want(now, now, "after an illegal step", forced=True)

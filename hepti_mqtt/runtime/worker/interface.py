@@ -1,0 +1,269 @@
+"""What a device's session asks its shell to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.kernels import Weight
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Arrival, Frame
+from hepti_mqtt.protocol.messages import Peer, Prepare
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker.executor import Bound
+from hepti_mqtt.runtime.worker.residents import Resident
+from hepti_mqtt.spec import RequestShape, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Subscribe the data plane to filters and the control plane to the topic `work`.
+
+    Every SUBACK in, the shell reports `Subscribed(model, epoch)`.
+    """
+
+    model: str
+    epoch: Epoch
+    filters: tuple[str, ...]
+    work: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """Leave filters and topics of requests that no resident plan needs any more."""
+
+    filters: tuple[str, ...]
+    works: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
+
+    spare_bytes: as of `Unload`.
+    """
+
+    txn: int
+    model: str
+    epoch: Epoch
+    manifest: bytes
+    refs: tuple[WeightRef, ...]
+    spare_bytes: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Give up the weights of one epoch (those that another resident epoch uses stay).
+
+    spare_bytes: of weights that no epoch uses and that may be kept all the same, because a plan may come back.
+    """
+
+    model: str
+    epoch: Epoch
+    spare_bytes: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Complain:
+    """Count and log trouble that is survived; `kind` is the counter's name."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Find out what a Prepare needs here (it lowers the longest requests), beside the session's thread: `Studied`."""
+
+    prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build a device's Program for a request shape beside the session's thread; the shell reports `Built`.
+
+    number: of the order, which `Built` carries. weights: of the epoch, to which the kernels are bound.
+    """
+
+    number: int
+    spec: Spec
+    plan: Plan
+    shape: RequestShape
+    weights: Mapping[WeightRef, Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Let peers read at this device's endpoint what it sends them under an epoch, each with its own token."""
+
+    model: str
+    epoch: Epoch
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Read at the endpoints of peers what they send under an epoch; the shell reports `PeerJoined` for each of them."""
+
+    model: str
+    epoch: Epoch
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an epoch was admitted and joined for is over."""
+
+    model: str
+    epoch: Epoch
+
+
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | Study | Build | Complain | Admit | Join | Part
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a device's session is told.
+
+
+@dataclass(frozen=True, slots=True)
+class MessageIn:
+    """A control message from the planner."""
+
+    message: messages.Message
+
+
+@dataclass(frozen=True, slots=True)
+class FrameIn:
+    """A frame: a request from the planner, or activations from a peer."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The shell has made the weights of an epoch resident."""
+
+    model: str
+    epoch: Epoch
+    weights: Mapping[WeightRef, Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """The shell has some of the tiles."""
+
+    model: str
+    epoch: Epoch
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The shell could not make the weights resident."""
+
+    model: str
+    epoch: Epoch
+    error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    """Every SUBACK of an epoch's filters is in."""
+
+    model: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Studied:
+    """What a Prepare needs here, or why it cannot be had."""
+
+    prepare: messages.Prepare
+    found: Resident | HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The shell has built what the order of this number asked for, or could not."""
+
+    number: int
+    made: Bound | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLost:
+    """The planner restarted: its boot counter changed, so everything of the earlier boot is void."""
+
+    boot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What the planner said may have passed us by: the connection was away, or the broker has published our will."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """What a peer sends under an epoch comes directly from now on (again)."""
+
+    peer: str
+    model: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRefused:
+    """A peer is there, but does not let this device in; it may not have heard of the epoch yet."""
+
+    peer: str
+    model: str
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to a peer's endpoint is gone, and what was on it; the shell makes it again."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBehind:
+    """A frame for a peer was dropped, since it does not take what waits for it already."""
+
+    peer: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The session's deadline has come."""
+
+
+WorkerEvent = (
+    MessageIn
+    | FrameIn
+    | Arrival
+    | Loaded
+    | LoadProgress
+    | LoadFailed
+    | Subscribed
+    | Studied
+    | Built
+    | PlannerLost
+    | Doubt
+    | PeerJoined
+    | PeerRefused
+    | PeerLost
+    | PeerBehind
+    | Tick
+)

@@ -1,0 +1,138 @@
+"""The Programs of a device's plans: which is built next, and the runs that wait for theirs.
+
+Building one takes as long as many ops, so no run waits for another's. The session only decides what comes next, one
+Program at a time, and the shell calls `build` on a thread of its own: first what a run waits for, then what was wanted
+before a plan is ready or what a session goes on with, and while no request runs, what else was foreseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan_programs import program
+from hepti_mqtt.protocol.frames import Frame, Session
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.worker.executor import bind
+from hepti_mqtt.runtime.worker.interface import Build, Built, Studied, Study
+from hepti_mqtt.runtime.worker.residents import Key, Resident, resident_of
+from hepti_mqtt.spec import RequestShape
+
+
+def build(order: Build, device: str, workers: Workers) -> Built:
+    """Return a device's Program bound to its weights, or why there is none.
+
+    Safe beside the session's thread: of what they share, `lowered`'s cache may be used from any thread, and the weights
+    and the number of `workers` never change.
+    """
+    try:
+        return Built(order.number, bind(program(order.spec, order.plan, order.shape, device), order.weights, workers))
+    except Exception as error:  # its requests hear of it, or the session complains
+        return Built(order.number, error)
+
+
+def study(order: Study, device: str, topics: Topics) -> Studied:
+    """Return what a Prepare needs on a device, or why it cannot be had; safe beside the session's thread as `build`."""
+    try:
+        return Studied(order.prepare, resident_of(order.prepare, device, topics))
+    except HeptiError as error:
+        return Studied(order.prepare, error)
+    except Exception as error:  # the planner hears of it
+        return Studied(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
+
+
+def next_step(shape: RequestShape, session: Session) -> RequestShape | None:
+    """Return the shape of the run that follows in a session, None after the last one and without a session."""
+    return None if session.final or not session.number else shape.step(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    number: int
+    resident: Resident
+    shape: RequestShape
+
+
+class Building:
+    """The order that is being built, and the frames of runs that wait for their Programs, by admission.
+
+    counters: `programs_built_ahead` and `programs_built_late`, for which a run waited.
+    """
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._order: _Order | None = None
+        self._number = 0
+        self._waiting: dict[int, tuple[Frame, RequestShape]] = {}
+
+    def frame(self, admission: int) -> Frame | None:
+        """Return the frame of a request that waits, None if there is none of that number."""
+        frame, _ = self._waiting.get(admission, (None, None))
+        return frame
+
+    def wait(self, frame: Frame, shape: RequestShape) -> None:
+        """Keep a request until its Program is there."""
+        self._waiting[frame.admission] = (frame, shape)
+
+    def waiting(self) -> list[tuple[int, Key]]:
+        """Return the requests that wait, and their epochs."""
+        return [(admission, (frame.model, frame.epoch)) for admission, (frame, _) in self._waiting.items()]
+
+    def drop(self, admission: int) -> Frame | None:
+        """Forget a request that waits, and return it."""
+        frame, _ = self._waiting.pop(admission, (None, None))
+        return frame
+
+    def forget(self, key: Key) -> None:
+        """Forget the requests of an epoch and what is being built for it."""
+        for admission in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.epoch) == key]:
+            del self._waiting[admission]
+        if self._order is not None and self._order.resident.key == key:
+            self._order = None
+
+    def next(self, residents: Iterable[Resident], idle: bool) -> Build | None:
+        """Return what to build now, None if something is being built or nothing is to be. idle: no request runs."""
+        if self._order is not None:
+            return None
+        loaded = [r for r in residents if r.weights is not None]
+        found = self._awaited(loaded)
+        found = found or next(((r, r.urgent[0]) for r in loaded if r.urgent), None)
+        if found is None and idle:
+            found = next(((r, r.foreseen[0]) for r in loaded if r.foreseen and r.ready), None)
+        if found is None:
+            return None
+        resident, shape = found
+        assert resident.weights is not None
+        self._number += 1
+        self._order = _Order(self._number, resident, shape)
+        return Build(self._number, resident.spec, resident.plan, shape, resident.weights)
+
+    def built(self, event: Built) -> tuple[Resident, RequestShape, list[Frame]] | None:
+        """Keep what was built; return its plan, its shape and the requests that waited, None if nobody wants it."""
+        order = self._order
+        if order is None or order.number != event.number:
+            return None
+        self._order = None
+        resident, shape = order.resident, order.shape
+        for shapes in (resident.urgent, resident.foreseen):
+            if shape in shapes:
+                shapes.remove(shape)
+        late = [f for f, s in self._waiting.values() if s == shape and (f.model, f.epoch) == resident.key]
+        for frame in late:
+            del self._waiting[frame.admission]
+        if not isinstance(event.made, Exception):
+            self._counters["programs_built_late" if late else "programs_built_ahead"] += 1
+            resident.keep(shape, event.made)
+        return resident, shape, late
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert self._order is not None or not self._waiting
+
+    def _awaited(self, loaded: Iterable[Resident]) -> tuple[Resident, RequestShape] | None:
+        by_key = {r.key: r for r in loaded}
+        found = ((by_key.get((f.model, f.epoch)), shape) for f, shape in self._waiting.values())
+        return next(((resident, shape) for resident, shape in found if resident is not None), None)

@@ -1,0 +1,416 @@
+"""What a plan may ask for: every number of it is looked at before anything is built whose size follows from it.
+
+A Prepare comes from whoever may publish to the device's topic. Programs are worked out from it beside other plans, and
+their memory is known only then; so what their number of ops or regions grows with is bounded here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Final, Literal, get_args
+
+from hepti_mqtt.cost.memory import (
+    PROGRAMS,
+    SESSIONS_BESIDE,
+    loading_total,
+    most_live_bytes,
+    programs_bytes,
+    weight_total,
+)
+from hepti_mqtt.errors import BadNameError, PlanError, WireError
+from hepti_mqtt.ids import Epoch, check_name
+from hepti_mqtt.kernels import Weight
+from hepti_mqtt.models import largest_shape, spec_from_dict
+from hepti_mqtt.plan import Plan, Storage, WireDtype
+from hepti_mqtt.plan_programs import peers, programs_digest, resident_weights
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.protocol.messages import Peer, Prepare
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import Machine, Story, Table
+from hepti_mqtt.runtime.worker.executor import Bound
+from hepti_mqtt.spec import PlainShape, RequestShape, Spec
+from hepti_mqtt.strategies import STRATEGIES
+
+MAX_DEVICES: Final = 64
+MAX_IN_FLIGHT: Final = 64
+MAX_SIZE: Final = 1 << 24  # rows or columns of any matrix
+MAX_WEIGHT: Final = 1e18  # the search may double a speed in FLOP/s a few times, where little is computed
+MAX_REASON: Final = 4096
+MAX_LABELS: Final = 65_536
+# Of a spec's numbers those that say how many ops or regions there are; the others are sides of matrices.
+_COUNTS: Final[Mapping[str, int]] = {
+    "layers": 1024,
+    "groups": 1024,
+    "parts": 64,
+    "heads": 4096,
+    "max_tokens": 65_536,
+    "positions": 1 << 20,
+    "size": 4096,
+}
+
+
+def check_prepare(
+    device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
+) -> list[RequestShape]:
+    """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
+    _check_plan(device, plan)
+    _check_spec("spec", spec.to_dict())
+    if not 0 <= in_flight <= MAX_IN_FLIGHT:
+        raise _wrong("in_flight", in_flight, f"is not within 0 to {MAX_IN_FLIGHT}")
+    return [shape_of(spec, plain) for plain in shapes]
+
+
+def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
+    """Return a request's shape; raises PlanError for none of the family's, or larger than the plan was made for."""
+    largest = largest_shape(spec)
+    if plain.size > largest.size:
+        raise _wrong("shape", plain.size, f"tokens or rows are more than the {largest.size} that a run has at the most")
+    if plain.session_rows > largest.session_rows:
+        raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
+    try:
+        return spec.reads.shape_of(plain)
+    except ValueError as error:
+        raise _wrong("shape", plain.size, f"is none of {spec.architecture}: {error}") from error
+
+
+def _check_plan(device: str, plan: Plan) -> None:
+    devices = plan.devices
+    if not 0 < len(devices) <= MAX_DEVICES or len(set(devices)) < len(devices):
+        raise _wrong("devices", len(devices), f"are not 1 to {MAX_DEVICES} different ones")
+    try:
+        for name in devices:
+            check_name("device", name)
+    except BadNameError as error:
+        raise PlanError(f"the plan cannot be right: {error}") from error
+    if device not in devices or plan.head not in devices:
+        raise _wrong("devices", list(devices), f"are without {device if device not in devices else plan.head}")
+    if plan.strategy not in STRATEGIES or not STRATEGIES[plan.strategy].knows(plan.options):
+        raise _wrong(
+            "strategy", plan.strategy, f"with options {plan.options} is not known here; update agent or planner"
+        )
+    if STRATEGIES[plan.strategy].groups is not None or plan.replicas:
+        raise _wrong("strategy", plan.strategy, "is of several plans side by side; a device is told its own alone")
+    if plan.wire not in get_args(WireDtype) or plan.storage not in get_args(Storage):
+        raise _wrong("wire and storage", (plan.wire, plan.storage), "are not known here; update agent or planner")
+    for kind, weights in plan.weights.items():
+        if len(weights) != len(devices) or not all(0 <= w <= MAX_WEIGHT for w in weights):
+            raise _wrong(f"weights {kind}", weights, f"are not one number from 0 to {MAX_WEIGHT:g} for each device")
+    for kind, ranges in plan.ranges.items():
+        if len(ranges) != len(devices) or not all(0 <= start <= stop <= MAX_SIZE for start, stop in ranges):
+            raise _wrong(f"ranges {kind}", ranges, f"are not one range within 0 to {MAX_SIZE} for each device")
+    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, plan.wire_error or 0.0)
+    if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
+        raise _wrong("prediction", numbers, "is not of numbers")
+    if not isinstance(plan.reason, str) or len(plan.reason) > MAX_REASON:
+        raise _wrong("reason", plan.reason, f"is not a text of at most {MAX_REASON} characters")
+
+
+def _check_spec(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            most = _COUNTS.get(key, MAX_SIZE)
+            if isinstance(part, int) and not 0 <= part <= most:
+                raise _wrong(f"{name}.{key}", part, f"is not within 0 to {most}")
+            _check_spec(f"{name}.{key}", part)
+    elif isinstance(value, str):
+        if len(value) > MAX_REASON:
+            raise _wrong(name, value, "is too long a text")
+    elif isinstance(value, Sequence):
+        if len(value) > MAX_LABELS:
+            raise _wrong(name, len(value), f"entries are more than {MAX_LABELS}")
+        for part in value:
+            _check_spec(name, part)
+    elif isinstance(value, float) and not isfinite(value):
+        raise _wrong(name, value, "is not finite")
+
+
+def _wrong(name: str, value: object, why: str) -> PlanError:
+    return PlanError(f"the plan cannot be right: {name} {str(value)[:80]} {why}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one device keeps for one plan: read from its Prepare, and what several plans need side by side.
+
+
+EpochState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
+
+
+@dataclass(slots=True)
+class Resident:
+    """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
+
+    txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
+    of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of the bound Programs
+    that are kept. work: the topic of its requests. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are
+    to be built, `urgent` whatever runs meanwhile. heard: peers whose frames come directly; the broker's filters are of
+    the others. loaded: weights are there, and the Programs that the planner wanted before. acknowledged: the broker's
+    filters are; subscribed: and the peers that are heard are joined, all at one time at least. bound: Programs by
+    request shape, the last used last. state: changed by `runtime.epochs` alone.
+    """
+
+    plan: Plan
+    spec: Spec
+    txn: int
+    refs: tuple[WeightRef, ...]
+    live_bytes: int
+    sessions: int
+    loading_bytes: int
+    programs_bytes: int
+    filters: tuple[str, ...]
+    work: str
+    digest: bytes
+    urgent: deque[RequestShape]
+    foreseen: deque[RequestShape]
+    heard: tuple[Peer, ...] = ()
+    weights: Mapping[WeightRef, Weight] | None = None
+    loaded: bool = False
+    acknowledged: bool = False
+    subscribed: bool = False
+    bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
+    state: EpochState = "asked"
+
+    @property
+    def key(self) -> tuple[str, Epoch]:
+        """Return the model and the epoch."""
+        return (self.plan.model, self.plan.epoch)
+
+    @property
+    def ready(self) -> bool:
+        """Return whether requests can run under the plan."""
+        return self.loaded and self.subscribed and self.state != "released"
+
+    def keep(self, shape: RequestShape, bound: Bound) -> None:
+        """Keep a Program for the next request of its shape, in place of the one used longest ago."""
+        self.bound[shape] = bound
+        while len(self.bound) > PROGRAMS:
+            self.bound.popitem(last=False)
+
+    def foresee(self, shape: RequestShape | None) -> None:
+        """A run of this shape comes soon, so its Program is built if it is not there."""
+        if shape is not None and shape not in self.bound and shape not in self.urgent:
+            self.urgent.append(shape)
+
+
+def plan_key(message: Prepare) -> tuple[str, Epoch]:
+    """Return the model and the epoch of a Prepare; raises WireError for a plan that cannot be read."""
+    try:
+        plan, _ = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _unreadable(message, exc) from exc
+    return plan.model, plan.epoch
+
+
+def _unreadable(message: Prepare, error: Exception) -> WireError:
+    return WireError(f"prepare {message.txn}: the plan cannot be read ({error!r}); update agent or planner")
+
+
+def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
+    """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
+    try:
+        plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+        shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
+        refs = resident_weights(spec, plan, device)
+        live = most_live_bytes(spec, plan, device, message.in_flight)
+        programs = programs_bytes(spec, plan, device)
+        sources, digest = sorted(peers(spec, plan, device)), programs_digest(spec, plan)
+        told = {peer.device: peer for peer in message.peers if peer.token_out}
+        heard = tuple(
+            told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _unreadable(message, exc) from exc
+    relayed = [source for source in sources if source not in {peer.device for peer in heard}]
+    filters = tuple(sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device)))
+    sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
+    different = list(dict.fromkeys(shapes))
+    return Resident(
+        plan=plan,
+        spec=spec,
+        txn=message.txn,
+        refs=refs,
+        live_bytes=live,
+        sessions=sessions,
+        loading_bytes=loading_total(refs),
+        programs_bytes=programs,
+        filters=filters,
+        work=topics.work(plan.model, plan.devices[0]),
+        digest=digest,
+        urgent=deque(different[: message.needed]),
+        foreseen=deque(different[message.needed :]),
+        heard=heard,
+    )
+
+
+def resident_bytes(residents: Iterable[Resident]) -> int:
+    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
+
+    Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
+    """
+    refs: dict[str, set[WeightRef]] = {}
+    live: dict[str, int] = {}
+    running: dict[str, int] = {}
+    loading, programs = 0, 0
+    for r in residents:
+        programs += r.programs_bytes
+        model = r.plan.model
+        refs.setdefault(model, set()).update(r.refs)
+        live[model] = max(live.get(model, 0), r.live_bytes)
+        if r.weights is None:
+            loading = max(loading, r.loading_bytes)
+        else:
+            running[model] = max(running.get(model, 0), r.live_bytes)
+    beside = max(sum(live.values()), sum(running.values()) + loading)
+    return sum(weight_total(held) for held in refs.values()) + programs + beside
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The epochs on a device: one table of states, from the planner's Prepare to their release.
+#
+#     asked -> loading or subscribing -> ready -> active -> released
+#
+# An epoch is `loading` when only its weights are missing or the Programs that are built with them before the first
+# request, `subscribing` when only acknowledgements of its filters are.
+#
+# While the control connection is away the planner may hear our will and release our epochs, which we then never hear;
+# or
+# it may hear nothing (a broker that was killed, a switch that was turned off and on) and go on with them. So an epoch
+# from before a reconnection stays, `doubted`, until a request or its activation says that it lives, or a newer plan of
+# its model is activated, or its memory is needed. The planner is told of one that goes so, since it may count on it.
+
+
+Key = tuple[str, Epoch]
+EndEvent = Literal[
+    "release",
+    "drain",
+    "failed",  # to load or to subscribe
+    "planner lost",  # another one has taken its place
+    "outlived",  # in doubt, and a newer plan of the model is active
+    "memory",  # in doubt, and another plan needs its memory
+]
+EpochEvent = Literal["prepare", "loaded", "subscribed", "activate", "request", "doubt"] | EndEvent
+
+_END: Final[dict[EpochEvent, EpochState]] = {
+    "release": "released",
+    "drain": "released",
+    "failed": "released",
+    "planner lost": "released",
+}
+# A load that was given up may end after all when its epoch is here again, so weights may come more than once.
+EPOCHS: Final[Table[EpochState, EpochEvent]] = Table(
+    name="plan on a device",
+    states=get_args(EpochState),
+    first=("prepare", "asked"),
+    steps={
+        "asked": {"loaded": "subscribing", "subscribed": "loading", "doubt": "doubted", **_END},
+        "loading": {"loaded": "ready", "doubt": "doubted", **_END},
+        "subscribing": {"subscribed": "ready", "loaded": "subscribing", "doubt": "doubted", **_END},
+        "ready": {"activate": "active", "request": "active", "loaded": "ready", "doubt": "doubted", **_END},
+        "active": {"activate": "active", "loaded": "active", "doubt": "doubted", **_END},
+        "doubted": {
+            "loaded": "doubted",
+            "subscribed": "doubted",
+            "doubt": "doubted",
+            "activate": "active",
+            "request": "active",
+            "outlived": "released",
+            "memory": "released",
+            **_END,
+        },
+        "released": {},
+    },
+    safe=dict.fromkeys(get_args(EpochState), "released"),  # the planner asks again, or issues its runs again
+)
+
+
+class Epochs:
+    """The epochs of every model on this device, and the only place where their states change."""
+
+    def __init__(self, device: str, counters: Counter[str]) -> None:
+        self.story = Story(f"epochs of {device}")
+        self._machine = Machine(EPOCHS, self.story, counters)
+        self._residents: dict[Key, Resident] = {}
+        self._released: list[Resident] = []
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._residents)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._residents
+
+    def get(self, model: str, epoch: Epoch) -> Resident | None:
+        """Return an epoch that is here."""
+        return self._residents.get((model, epoch))
+
+    def enter(self, resident: Resident, now: float) -> None:
+        """An epoch is here from now on."""
+        resident.state = self._machine.begin(_subject(resident), now)
+        self._residents[resident.key] = resident
+
+    def step(self, resident: Resident, event: EpochEvent, now: float, why: str = "") -> None:
+        """Something has happened to an epoch."""
+        resident.state = self._machine.step(_subject(resident), resident.state, event, now, why)
+        if resident.state == "released" and self._residents.pop(resident.key, None) is not None:
+            self._released.append(resident)
+
+    def end(self, keys: Iterable[Key], event: EndEvent, now: float, why: str = "") -> None:
+        """Give up those of these epochs that are here."""
+        for key in list(keys):
+            if key in self._residents:
+                self.step(self._residents[key], event, now, why)
+
+    def doubt(self, now: float, why: str) -> None:
+        """The planner may have given up any epoch without our hearing it."""
+        for resident in list(self._residents.values()):
+            self.step(resident, "doubt", now, why)
+
+    def doubted(self, model: str | None = None, before: Epoch | None = None) -> list[Key]:
+        """Return the epochs in doubt, oldest first; only those of a model, only those before an epoch."""
+        found = (k for k, r in self._residents.items() if r.state == "doubted" and model in (None, k[0]))
+        return sorted((k for k in found if before is None or k[1] < before), key=lambda k: k[1])
+
+    def take_released(self) -> list[Resident]:
+        """Return the epochs that were given up since this was last called."""
+        released, self._released = self._released, []
+        return released
+
+    def needed_bytes(self, *more: Resident) -> int:
+        """Return what all epochs need side by side, and these with them."""
+        return resident_bytes([*self._residents.values(), *more])
+
+    def residents(self) -> list[Resident]:
+        """Return the epochs that are here, in the order in which they came."""
+        return list(self._residents.values())
+
+    def filters(self) -> set[str]:
+        """Return the filters that some epoch needs."""
+        return {f for r in self._residents.values() for f in r.filters}
+
+    def works(self) -> set[str]:
+        """Return the topics of requests that some epoch needs."""
+        return {r.work for r in self._residents.values()}
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert not self._released
+        for resident in self._residents.values():
+            here = (resident.loaded, resident.subscribed)
+            assert resident.state == "doubted" or here == _HERE[resident.state]
+
+
+_HERE: Final[dict[EpochState, tuple[bool, bool]]] = {
+    "asked": (False, False),
+    "loading": (False, True),
+    "subscribing": (True, False),
+    "ready": (True, True),
+    "active": (True, True),
+}
+
+
+def _subject(resident: Resident) -> str:
+    return f"{resident.plan.model} {resident.plan.epoch}"

@@ -1,0 +1,132 @@
+"""The planner's boot counter: it grows with every start, whatever the clock says."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from platformdirs import user_state_path
+
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config import Settings, state
+from hepti_mqtt.config.options import PlannerOptions, RequestPins
+from hepti_mqtt.errors import ConfigError, ModelError, RequestError
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.models import storages
+from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.service.handler import Model
+from hepti_mqtt.service.requests import checked_pins
+from hepti_mqtt.spec import Spec
+from hepti_mqtt.transport import BrokerUrl
+
+
+def state_of(site: str, directory: Path | None = None) -> Path:
+    """Return where the planner of a site keeps what must outlive it; directory: instead of the user's."""
+    return (directory or user_state_path("hepti")) / "planner" / site
+
+
+def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
+    """Return max(stored + 1, unix_s) for the planner of `site`, and store it; two starts never get the same.
+
+    directory: instead of the user's state directory. Raises ConfigError if nothing can be stored there.
+    """
+    place = state_of(site, directory)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = (place / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"the planner's state cannot be kept in {place}: {error.strerror or error}; make it writable, or set "
+            "XDG_STATE_HOME"
+        ) from error
+    with lock:  # two planners may start at the same moment; the one that comes later must be the newer
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return state.next_boot(place, lambda: unix_s)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a planner runs, from the options it was started with.
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """One site's planner.
+
+    models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: which
+    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's.
+    request_pins: "none" refuses what requests pin for themselves. state_dir: where the boot counter is kept, by default
+    the user's state directory.
+    """
+
+    url: BrokerUrl
+    site: str
+    models: Mapping[str, str | Path]
+    pins: Mapping[str, Pins] = field(default_factory=dict)
+    in_flight: int = 2
+    batching: Batching = field(default_factory=Batching)
+    broker_mbit: float | None = None
+    request_pins: RequestPins = "any"
+    state_dir: Path | None = None
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
+
+    @classmethod
+    def of(cls, settings: Settings, options: PlannerOptions) -> PlannerConfig:
+        """Return what a command line asks for; raises ConfigError for a missing broker, a bad URL or site."""
+        return cls(
+            url=BrokerUrl.parse(settings.require_broker()),
+            site=check_name("site", settings.site),
+            models=options.models,
+            pins=dict.fromkeys(options.models, options.pins.pins()),
+            in_flight=options.in_flight,
+            batching=Batching(options.batch, options.batch_delay_ms / 1e3),
+            broker_mbit=options.broker_mbit,
+            request_pins=options.request_pins,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The models that a planner serves: opened, and their pins checked.
+
+
+def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, Model]:
+    """Return the models that can be used, and name the others; raises the first one's ModelError if there is none.
+
+    Weights that a model cannot have are a ConfigError where it is the only one; of several it keeps f32.
+    """
+    models: dict[str, Model] = {}
+    bad: list[ModelError] = []
+    for name, directory in config.models.items():
+        p = config.pins.get(name, Pins())
+        try:
+            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage, p.route, p.accuracy)
+            pins = replace(pins, objective=p.objective)
+        except RequestError as error:
+            raise ConfigError(f"model {name}: {error}") from error
+        try:
+            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
+            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
+        except ModelError as error:
+            bad.append(error)
+            if len(config.models) > 1:
+                config.log.warning("model %s is not served: %s", name, error)
+            continue
+        models[name] = Model(name, checkpoint, _able(config, name, checkpoint.spec, pins))
+    if not models:
+        raise bad[0]
+    return models
+
+
+def _able(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:
+    """Return a model's pins with f32 for weights that its family cannot have."""
+    able = storages(spec)
+    if pins.storage in able:
+        return pins
+    why = f"{spec.architecture} can keep its weights in {' or '.join(able)} alone, and {pins.storage} is asked for"
+    if len(config.models) == 1:
+        raise ConfigError(f"model {name}: {why}; leave out --weights, or ask for {able[0]}")
+    config.log.warning("model %s: %s; it keeps f32", name, why)
+    return replace(pins, storage="f32")

@@ -1,0 +1,653 @@
+"""Execution units of a convolutional net: what can be shared out, what it requires of others, where one goes on alone.
+
+Feature maps are [y, x, channels]; methods place maps and dense layers, and what lies between is computed with what
+reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, product
+from math import ceil, inf, prod
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hepti_mqtt.cost.profiles import Power
+from hepti_mqtt.lowering import Graph, Piece, Rule, Set, Table, box, roles, span
+from hepti_mqtt.lowering.ops import GlobalAverage, Op
+from hepti_mqtt.lowering.regions import Region, count, union
+from hepti_mqtt.plan import Range, apportion
+from hepti_mqtt.shares.share import Array, Lane, Options, Shares, Weights, consecutive
+
+PLACED: Final = (roles.MAP, roles.DENSE)
+
+
+class Reads(NamedTuple):
+    """What a unit requires of another one: for each index of the unit, which indices; bytes of one of those."""
+
+    name: str
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    nbytes: int
+
+
+class Unit(NamedTuple):
+    """A placed tensor with all that is computed for it alone, cut along one dimension: rows of a map, columns.
+
+    flops: of one index, at the middle.
+    """
+
+    op: Op
+    dim: int
+    flops: float
+    reads: tuple[Reads, ...]
+
+    @property
+    def size(self) -> int:
+        """Return how many indices can be shared out."""
+        return self.op.space[self.dim]
+
+
+@lru_cache(maxsize=8)
+def units(graph: Graph) -> tuple[Unit, ...]:
+    """Return the execution units of a graph in the order in which they are computed."""
+    return tuple([_unit(graph, op) for op in graph.ops if op.role in PLACED])
+
+
+def _unit(graph: Graph, op: Op) -> Unit:
+    dim = dimension(op)
+    seen = [_seen(graph, op, box(op, {dim: span(i, i + 1)})) for i in range(op.space[dim])]
+    reads = []
+    for name in dict.fromkeys(name for one in seen for name in one):
+        source = graph.by_name[name]
+        ends = [one.get(name, (0, 0)) for one in seen]
+        row = prod(source.space[: source.rank]) // source.space[dimension(source)]
+        reads.append(Reads(name, tuple(a for a, _ in ends), tuple(z for _, z in ends), 4 * row))
+    return Unit(op, dim, _flops(graph, op, op.full) / op.space[dim], tuple(reads))
+
+
+def dimension(op: Op) -> int:
+    """Return the dimension along which a unit is cut."""
+    return 0 if op.rank == 3 else 1
+
+
+def _seen(graph: Graph, op: Op, region: Region) -> Mapping[str, Range]:
+    """Return the ranges of placed tensors that a region is computed from."""
+    found: dict[str, Range] = {}
+    for name, part in zip(op.inputs, op.need(region), strict=True):
+        source = graph.by_name[name]
+        if source.role in (roles.INPUT, roles.STEM) or not all(part):
+            continue
+        if source.role in PLACED:
+            more = {name: _hull(part[dimension(source)])}
+        else:
+            inner = source.of(part)
+            more = dict(_seen(graph, source, inner)) if inner else {}
+        for key, (a, z) in more.items():
+            low, high = found.get(key, (a, z))
+            found[key] = (min(a, low), max(z, high))
+    return found
+
+
+def _hull(s: Set) -> Range:
+    return s[0][0], s[-1][1]
+
+
+def _flops(graph: Graph, op: Op, region: Region) -> float:
+    """Return the FLOPs of a region with all that is computed for it alone."""
+    places = prod(map(count, region[: op.rank - 1]))
+    matrices = sum((r.rows[1] - r.rows[0]) * (r.columns[1] - r.columns[0]) for r in op.refs(region))
+    total = 2.0 * places * matrices if matrices else float(prod(map(count, region[: op.rank])))
+    for name, part in zip(op.inputs, op.need(region), strict=True):
+        source = graph.by_name[name]
+        if source.role not in (*PLACED, roles.INPUT, roles.STEM) and not source.is_view:
+            inner = source.of(part)
+            total += _flops(graph, source, inner) if inner else 0.0
+    return total
+
+
+def pixels(graph: Graph) -> int:
+    """Return the pixels of the map behind which half of a net's work is done, 0 if it has no maps."""
+    found = sorted(
+        (unit.op.space[0] * unit.op.space[1], unit.flops * unit.size) for unit in units(graph) if unit.op.rank == 3
+    )
+    done = list(accumulate(flops for _, flops in found))
+    return next((size for (size, _), flops in zip(found, done, strict=True) if 2 * flops >= done[-1]), 0)
+
+
+# -- where one device goes on alone ---------------------------------------------------------------------------------
+
+
+def sizes(graph: Graph) -> list[int]:
+    """Return how many rows the maps of a graph have, the most first, each number once; one row is nobody's share."""
+    return sorted({op.space[0] for op in graph.ops if op.role == roles.MAP and op.space[0] > 1}, reverse=True)
+
+
+@lru_cache(maxsize=64)
+def alone(graph: Graph, cut: int) -> frozenset[str]:
+    """Return all that stands behind a cut, and maps of one row; cut 0: nothing else.
+
+    Cut n is behind the first map of the n-th smaller size, and not behind the first one that is smaller again: of the
+    places between, that at which the fewest bytes come together on one device.
+    """
+    found = units(graph)
+    start = len(found)
+    if 0 < cut < len(sizes(graph)):
+        rest = [*sizes(graph)[cut : cut + 2], 1][:2]
+        first, stop = (next((i for i, u in enumerate(found) if _within(u, rows)), len(found)) for rows in rest)
+        stop = max(stop, first + 1)  # where maps grow, the first of one size can be the first of the next smaller too
+        start = min(range(first + 1, stop + 1), key=lambda i: crossing(graph, i))
+    small = {unit.op.name for unit in found if unit.op.role == roles.MAP and unit.size == 1}
+    return frozenset(unit.op.name for unit in found[start:]) | small
+
+
+def _within(unit: Unit, rows: int) -> bool:
+    """Return whether a unit is a map of at most so many rows, or stands behind the maps."""
+    return unit.op.role != roles.MAP or unit.size <= rows
+
+
+def crossing(graph: Graph, start: int) -> int:
+    """Return the bytes of maps that are computed before a unit and read by it, or by those behind it."""
+    found = units(graph)
+    before = {unit.op.name: unit for unit in found[:start]}
+    read = {reads.name: reads.nbytes for unit in found[start:] for reads in unit.reads if reads.name in before}
+    return sum(nbytes * before[name].size for name, nbytes in read.items())
+
+
+def border(graph: Graph, cut: int) -> frozenset[str]:
+    """Return the divided maps that are read by what is not (dense layers, maps behind the cut), and the last one."""
+    behind = alone(graph, cut)
+    readers = [unit for unit in units(graph) if unit.op.name in behind or unit.op.role == roles.DENSE]
+    read = {reads.name for unit in readers for reads in unit.reads}
+    divided = [op.name for op in graph.ops if op.role == roles.MAP and op.name not in behind]
+    return frozenset(read & set(divided)) | frozenset(divided[-1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of maps by one weight per device, or by their size, and columns of the dense layers behind them.
+
+
+# Divides so many units by the devices' weights.
+Divide = Callable[[int, Weights], tuple[Range, ...]]
+
+
+def dense_kind(columns: int) -> str:
+    """Return the kind of share of dense layers that have so many columns."""
+    return f"dense {columns}"
+
+
+def dense_ranges(graph: Graph, divide: Callable[[int], tuple[Range, ...]]) -> dict[str, tuple[Range, ...]]:
+    """Return the columns of dense layers for each device, by the layers' size; divide: so many whole units."""
+    found = {}
+    for op in graph.ops:
+        if op.role == roles.DENSE:
+            total, unit = op.space[1], min(op.unit(1), op.space[1])
+            parts = divide(ceil(total / unit))
+            found[dense_kind(total)] = tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
+    return found
+
+
+def rows_kind(rows: int) -> str:
+    """Return the kind of share of maps that have so many rows."""
+    return f"rows {rows}"
+
+
+def ranges_by_size(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+    """Return rows of the maps of each size by the devices' speeds, and columns of the dense layers."""
+    rows = {rows_kind(n): apportion(n, weights) for n in sizes(graph)}
+    speeds = row_speeds(weights, lanes)
+    return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
+
+
+def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:
+    """Return what finds the shares of such a table: the devices' speeds, and the columns of the dense layers."""
+
+    def solve(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+        speeds = row_speeds(weights, lanes)
+        whole = sum(weights) or 1.0  # parts of it: however often shares are changed, a plan has no numbers without end
+        return {kind: tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
+
+    return solve
+
+
+def row_speeds(weights: Weights, lanes: Sequence[Lane]) -> Weights:
+    """Return how fast devices are at dense layers, which have one row: they follow memory, not arithmetic."""
+    return [
+        w if lane.row_flops_per_s is None or w <= 0 else lane.row_flops_per_s
+        for w, lane in zip(weights, lanes, strict=True)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of maps in several pieces, so that the halo travels while a device computes the rows that nobody waits for.
+#
+# The rows that others wait for, at both ends of a share, are one piece: computed first and sent. Those that need no
+# halo
+# are computed while it is on its way, since whatever is ready runs.
+
+
+LEAST_PIXELS: Final = 14  # of a middle: for fewer a convolution does little but read its weights from memory
+
+Rows = Mapping[int, Range]  # by device
+
+
+def ahead(graph: Graph, placed: Table) -> Table:
+    """Return a table of rows of maps with those at both ends of a share in pieces of their own, which come first.
+
+    placed: layouts of one piece for each device. Means over maps are added up by everyone who has some of the rows.
+    """
+    lines = {**placed.where_present, roles.FLAT: _means(graph, placed.lines[roles.MAP])}
+    return Table({roles.MAP: _ends_first(graph, {**placed.lines, **placed.where_present})}, lines, uniform=False)
+
+
+def _ends_first(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
+    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in units(graph)}
+    top, bottom = _waiting(graph, ranges)
+
+    def rule(op: Op) -> list[Piece]:
+        least = ceil(LEAST_PIXELS / op.space[1])
+        found = []
+        for i, (start, stop) in ranges[op.name].items():
+            low, high = _middle((start, stop), top[op.name, i], bottom[op.name, i])
+            ends = union(span(start, low), span(high, stop))
+            parts = [ends, span(low, high)] if ends and high - low >= least else [span(start, stop)]
+            found += [Piece(i, box(op, {0: rows})) for rows in parts]
+        return found
+
+    return rule
+
+
+def _middle(rows: Range, first: int, last: int) -> Range:
+    """Return the rows between the first and the last ones, which begin and end where tiles of 2 x 2 outputs do."""
+    low, high = rows[0] + first, rows[1] - last
+    return low + (low % 2 if first else 0), high - (high % 2 if last else 0)
+
+
+def _means(graph: Graph, rows: Rule) -> Rule:
+    """Return the layout of means over maps: everyone adds up own rows, instead of sending them to be added."""
+
+    def rule(op: Op) -> list[Piece] | None:
+        if not isinstance(op, GlobalAverage):
+            return None
+        found = rows(graph.by_name[op.inputs[0]]) or []
+        return [Piece(piece.device, box(op, {2: piece.region[0]})) for piece in found]
+
+    return rule
+
+
+def _ranges(unit: Unit, rule: Rule) -> Rows:
+    """Return the indices of a unit that each device has, without those that have none."""
+    pieces = [(piece.device, piece.region[unit.dim]) for piece in rule(unit.op) or () if all(piece.region)]
+    return {device: (part[0][0], part[-1][1]) for device, part in pieces}
+
+
+def _waiting(graph: Graph, ranges: Mapping[str, Rows]) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
+    """Return how many of a device's first rows, and last rows, wait for others or are waited for, by (map, device)."""
+    top: dict[tuple[str, int], int] = defaultdict(int)
+    bottom: dict[tuple[str, int], int] = defaultdict(int)
+    for unit in units(graph):
+        for reads in unit.reads:
+            held = ranges[reads.name]
+            for i, (start, stop) in ranges[unit.op.name].items():
+                own = held.get(i, (0, 0))
+                early = sum(low < own[0] for low in reads.low[start:stop])
+                late = sum(high > own[1] for high in reads.high[start:stop])
+                top[unit.op.name, i] = max(top[unit.op.name, i], early)
+                bottom[unit.op.name, i] = max(bottom[unit.op.name, i], late)
+                low, high = reads.low[start], reads.high[stop - 1]
+                for j, rows in _others(held, i, low, high):
+                    if j > i:
+                        top[reads.name, j] = max(top[reads.name, j], rows[1] - held[j][0])
+                    else:
+                        bottom[reads.name, j] = max(bottom[reads.name, j], held[j][1] - rows[0])
+    return top, bottom
+
+
+def _others(held: Rows, device: int, low: int, high: int) -> Iterator[tuple[int, Range]]:
+    """Yield the other devices that have some of low..high, and which rows."""
+    for other, (start, stop) in held.items():
+        a, z = max(start, low), min(stop, high)
+        if other != device and a < z:
+            yield other, (a, z)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of a feature map in two dimensions, and who owns them.
+
+
+GRID: Final = (4, 2)  # rows and columns of tiles
+TILES: Final = GRID[0] * GRID[1]
+
+
+def tiles(op: Op) -> list[Mapping[int, Set]]:
+    """Return what each tile has of a map's rows and columns, row by row; a small map has fewer of them."""
+    sides = [[span(*r) for r in apportion(op.space[dim], [1.0] * parts)] for dim, parts in enumerate(GRID)]
+    return [{0: y, 1: x} for y, x in product(*sides) if y and x]
+
+
+def owned(op: Op, weights: Weights) -> list[tuple[int, Mapping[int, Set]]]:
+    """Return the tiles of a map, each with its device: by shares, in order."""
+    found = tiles(op)
+    return [(i, at) for i, (first, stop) in enumerate(apportion(len(found), weights)) for at in found[first:stop]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A linear programme by the dual simplex method: a few dozen rows, exact up to rounding, the same on every machine.
+
+
+SMALL: Final = 1e-10
+FAST: Final = 5  # steps for each row
+
+
+def least(costs: Array, rows: Array, bounds: Array) -> Array | None:
+    """Return the x >= 0 with rows x >= bounds for which costs x is least, None if there is none.
+
+    costs [n], none below 0; rows [m, n], bounds [m]. With such costs x = 0 is optimal, if not feasible, and each step
+    of the dual method repairs one row (Lemke, 1954). What takes too long goes on by number (Bland, 1977), and so
+    ends.
+    """
+    m, n = rows.shape
+    # A tableau row: -rows x + slack = -bounds; the last one holds the reduced costs, the last column the values.
+    tableau = np.zeros((m + 1, n + m + 1))
+    tableau[:m, :n], tableau[:m, n : n + m], tableau[:m, -1] = -rows, np.eye(m), -bounds
+    tableau[m, :n] = costs
+    basis = np.arange(n, n + m)
+    for step in itertools.count():
+        below = np.flatnonzero(tableau[:m, -1] < -SMALL)
+        if not len(below):
+            break
+        # The row that is furthest off needs the fewest steps, but only the first one is sure to end.
+        row = below[np.argmin(tableau[below, -1] if step < FAST * m else basis[below])]
+        able = np.flatnonzero(tableau[row, :-1] < -SMALL)
+        if not len(able):
+            return None
+        ratios = tableau[m, able] / -tableau[row, able]
+        column = able[np.flatnonzero(ratios <= ratios.min() + SMALL)[0]]
+        tableau[row] /= tableau[row, column]
+        others = np.arange(m + 1) != row
+        tableau[others] -= np.outer(tableau[others, column], tableau[row])
+        basis[row] = column
+    x = np.zeros(n + m)
+    x[basis] = tableau[:m, -1]
+    return x[:n]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shares of maps by CoEdge's linear programme over computation, links and memory (Zeng et al., 2021).
+#
+# Its solution takes the least time, or the least energy under a deadline. The first device is taken to be the head.
+
+
+class Costs(NamedTuple):
+    """What a request costs N devices in L layers, for the whole of each layer or for a share.
+
+    compute_s [L, N]: all of a layer on that device alone. halo_s [L, N]: the halo of a device that has a share.
+    gather_s [N]: bringing all of the last map from that device to the head, none for the head itself. most [N]: the
+    largest share that fits into memory. least: the smallest share that a device may have if it has any. rest_s: what no
+    share changes: bringing the picture to all, and the dense layers of the head.
+    """
+
+    compute_s: Array
+    halo_s: Array
+    gather_s: Array
+    most: Array
+    least: float
+    rest_s: float = 0.0
+
+
+def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
+    """Return what the maps of a graph cost on devices of given speeds, in FLOP/s, and links; the first is the head."""
+    found = [unit for unit in units(graph) if unit.op.role == roles.MAP and unit.size > 1]
+    rates = np.array([lane.bytes_per_s for lane in lanes])
+    late = np.array([lane.latency_s for lane in lanes])
+    compute = np.array([[u.flops * u.size / s if s > 0 else inf for s in speeds] for u in found])
+    halo = [_halo(graph, unit) for unit in found]
+    exchange = np.array([(late if rows else 0 * late) + nbytes / rates for rows, nbytes in halo])
+    last = found[-1].op
+    gather = late + 4.0 * last.space[0] * last.space[1] * last.space[2] / rates
+    gather[0] = 0.0
+    # Maps are the part of memory that shares decide over: what a layer reads and what it makes.
+    peak = max(4.0 * u.op.space[0] * u.op.space[1] * u.op.space[2] for u in found) * 2
+    most = np.array([min(lane.memory_bytes / peak, 1.0) for lane in lanes])
+    smallest = max((rows / unit.size for unit, (rows, _) in zip(found, halo, strict=True)), default=0.0)
+    return Costs(compute, exchange, gather, most, min(smallest, 1.0), _rest(graph, speeds, lanes))
+
+
+def _rest(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> float:
+    """Return the seconds that no share changes: the picture over the broker's link to each, the head's dense layers."""
+    dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
+    picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
+    brought = sum(picture / lane.bytes_per_s for lane, speed in zip(lanes, speeds, strict=True) if speed > 0)
+    at_head = row_speeds(speeds, lanes)[0]
+    return brought + (dense / at_head if at_head > 0 else 0.0)
+
+
+def _halo(graph: Graph, unit: Unit) -> tuple[float, float]:
+    """Return (rows on one side, bytes in all) that a share in the middle of a map needs of others."""
+    rows = nbytes = 0.0
+    middle = unit.size // 2
+    for reads in unit.reads:
+        source = graph.by_name[reads.name]
+        if source.rank == 3:
+            beyond = max(reads.high[middle] - reads.low[middle] - source.space[0] / unit.size, 0.0)
+            rows, nbytes = max(rows, beyond / 2), nbytes + beyond * reads.nbytes
+    return rows, nbytes
+
+
+def shares_of(costs: Costs, power: Sequence[Power] = (), deadline_s: float = inf) -> Array | None:
+    """Return the share of each device, None if no shares meet deadline and memory.
+
+    Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
+    under the deadline. A share is nothing or at least as large as the halo of every layer: whoever has less after a
+    solution is left out of the next one, the smallest share first, as in CoEdge, and gets that much if nothing else is
+    in time.
+    """
+    used = [i for i in range(costs.compute_s.shape[1]) if np.isfinite(costs.compute_s[:, i]).all()]
+    return _of_some_size(costs, used, frozenset(), power, deadline_s)
+
+
+def _of_some_size(
+    costs: Costs, used: Sequence[int], kept: frozenset[int], power: Sequence[Power], deadline_s: float
+) -> Array | None:
+    """Return the shares of all devices, of which only `used` have any; kept: who gets at least the halo."""
+    found = _solved(costs, used, kept, power, deadline_s) if used else None
+    if found is None:
+        return None
+    small = [i for i, d in enumerate(used) if found[i] < _smallest(costs, used) and d not in kept]
+    if not small or len(used) == 1:
+        shares = np.zeros(costs.compute_s.shape[1])
+        shares[list(used)] = found
+        return shares
+    at = used[min(small, key=lambda i: found[i])]
+    without = _of_some_size(costs, [d for d in used if d != at], kept, power, deadline_s)
+    return _of_some_size(costs, used, kept | {at}, power, deadline_s) if without is None else without
+
+
+def _smallest(costs: Costs, used: Sequence[int]) -> float:
+    return min(costs.least, 1 / len(used))
+
+
+def _solved(
+    costs: Costs, used: Sequence[int], kept: frozenset[int], power: Sequence[Power], deadline_s: float
+) -> Array | None:
+    """Return the shares of the devices that are used: variables are those, then the time of each layer, and of the end.
+
+    Layer l, device i: T_l - compute_s[l, i] x_i >= halo_s[l, i]. The end: T - sum of gather_s[i] x_i >= 0.
+    """
+    compute, halo = costs.compute_s[:, used], costs.halo_s[:, used] * (len(used) > 1)
+    layers, n = compute.shape
+    width = n + layers + 1
+    rows, bounds = [], []
+    for layer in range(layers):
+        for i in range(n):
+            row = np.zeros(width)
+            row[i], row[n + layer] = -compute[layer, i], 1.0
+            rows.append(row)
+            bounds.append(halo[layer, i])
+    end, total, in_time = np.zeros(width), np.zeros(width), np.zeros(width)
+    end[:n], end[-1] = -costs.gather_s[used], 1.0
+    total[:n], in_time[n:] = 1.0, -1.0
+    rows, bounds = [*rows, end, total], [*bounds, 0.0, 1.0]
+    for i, device in enumerate(used):
+        if costs.most[device] < 1:
+            rows.append(-np.eye(width)[i])
+            bounds.append(-costs.most[device])
+        if device in kept:
+            rows.append(np.eye(width)[i])
+            bounds.append(_smallest(costs, used))
+    if deadline_s < inf:
+        rows.append(in_time)
+        bounds.append(costs.rest_s - deadline_s)
+    prices = np.zeros(width)
+    if power:
+        prices[:n] = [
+            power[d].compute_w * compute[:, i].sum() + power[d].link_w * costs.gather_s[d] for i, d in enumerate(used)
+        ]
+    else:
+        prices[n:] = 1.0
+    # Seconds in units of the whole, so that rounding is small beside every number.
+    unit = max(float(compute.sum(axis=0).max()), 1e-300)
+    found = least(prices, *_scaled(np.array(rows), np.array(bounds), n, unit))
+    if found is None:
+        return None
+    shares: Array = found[:n] / found[:n].sum()
+    return shares
+
+
+def _scaled(rows: Array, bounds: Array, n: int, unit: float) -> tuple[Array, Array]:
+    """Return the rows with times in `unit`; a row of seconds is one that has a time in it."""
+    seconds = np.any(rows[:, n:] != 0, axis=1)
+    rows, bounds = rows.copy(), bounds.copy()
+    rows[seconds, :n] /= unit
+    bounds[seconds] /= unit
+    return rows, bounds
+
+
+def coedge_shares(graph: Graph, weights: Weights, lanes: Sequence[Lane], energy: bool = False) -> tuple[float, ...]:
+    """Return the shares that take the least time, or energy; by speed if none fit into memory, or no map has rows.
+
+    Without the watts of all devices it is the time. Raises ValueError if no shares meet the deadline.
+    """
+    if not sizes(graph):
+        return tuple(weights)
+    costs = costs_of(graph, weights, lanes)
+    shares = shares_of(costs)
+    if energy and all(lane.power is not None for lane in lanes):
+        shares = _least_energy(costs, lanes, shares)
+    return tuple(map(float, weights if shares is None else shares))
+
+
+def _least_energy(costs: Costs, lanes: Sequence[Lane], fastest: Array | None) -> Array:
+    """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
+    power, deadline_s = [lane.power for lane in lanes if lane.power is not None], lanes[0].deadline_s
+    shares = shares_of(costs, power, deadline_s)
+    if shares is None:
+        least = (
+            "none fit into memory" if fastest is None else f"the fastest take {seconds_of(costs, fastest) * 1e3:.0f} ms"
+        )
+        raise ValueError(f"no shares meet the deadline of {deadline_s * 1e3:g} ms: {least} by the programme's estimate")
+    return shares
+
+
+def seconds_of(costs: Costs, shares: Array) -> float:
+    """Return how long shares take by the programme's estimate: layers are barriers, then all comes to the head."""
+    used = shares > 0
+    halo = costs.halo_s[:, used] * (used.sum() > 1)
+    layers = (costs.compute_s[:, used] * shares[used] + halo).max(axis=1)
+    return float(layers.sum() + (costs.gather_s * shares).sum() + costs.rest_s)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shares of each layer of a convolutional net, solved one behind the other as EdgeFlow does (Hu and Li, 2022).
+
+
+MOST_UNITS: Final = 56  # in which a layer is cut
+
+
+class _Site(NamedTuple):
+    """Devices: FLOP/s on maps and on dense layers, bytes/s and seconds of latency."""
+
+    speeds: Array
+    row_speeds: Array
+    rates: Array
+    late: Array
+
+
+class _Held(NamedTuple):
+    """Who has which range of a tensor, and when it is there."""
+
+    ranges: tuple[Range, ...]
+    ready_s: Array
+
+
+def edgeflow_ranges(graph: Graph, weights: Weights, lanes: Sequence[Lane]) -> dict[str, tuple[Range, ...]]:
+    """Return the ranges of every layer: of each in turn those with which its last part is done first."""
+    site = _Site(
+        np.array(weights, float),
+        np.array(row_speeds(weights, lanes), float),
+        np.array([x.bytes_per_s for x in lanes]),
+        np.array([x.latency_s for x in lanes]),
+    )
+    held: dict[str, _Held] = {}
+    free = np.zeros(len(weights))
+    for unit in units(graph):
+        done = _done(unit, site, held, free)
+        ranges, free = _divided(unit, done, free)
+        held[unit.op.name] = _Held(ranges, free)
+    return {name: found.ranges for name, found in held.items()}
+
+
+def _grain(unit: Unit) -> int:
+    """Return in how many indices a layer is cut at once."""
+    least = min(unit.op.unit(unit.dim), unit.size)
+    return ceil(unit.size / MOST_UNITS / least) * least
+
+
+def _ends(unit: Unit) -> list[int]:
+    """Return where a layer may be cut."""
+    return [*range(0, unit.size, _grain(unit)), unit.size]
+
+
+def _done(unit: Unit, site: _Site, held: Mapping[str, _Held], free: Array) -> Array:
+    """Return when each device has done each range [device, start, stop], inf for one that ends before it starts.
+
+    It begins when it is free and what it requires has arrived: latency after the last one who has some of that, and the
+    bytes one behind the other over its link.
+    """
+    ends = np.array(_ends(unit))
+    start, stop = ends[:, None], ends[None, :]
+    devices, speeds = len(free), site.speeds if unit.op.rank == 3 else site.row_speeds
+    done = np.full((devices, len(ends), len(ends)), np.inf)
+    wanted = [(_required(reads, ends), reads.nbytes, held[reads.name]) for reads in unit.reads]
+    for i in np.flatnonzero(site.speeds > 0):
+        begin, nbytes = np.full((len(ends), len(ends)), free[i]), np.zeros((len(ends), len(ends)))
+        for (low, high), size, source in wanted:
+            for j, (a, z) in enumerate(source.ranges):
+                there = np.maximum(np.minimum(high, z) - np.maximum(low, a), 0)
+                if i != j:
+                    nbytes += there * float(size)
+                    came = np.where(there > 0, source.ready_s[j] + site.late[i] + site.late[j], 0.0)
+                    begin = np.maximum(begin, came)
+        # Nothing of its own, or all: what costs nothing then costs nothing.
+        took = nbytes / site.rates[i] + unit.flops * (stop - start) / speeds[i]
+        done[i] = np.where(stop > start, begin + took, np.where(stop == start, 0.0, np.inf))
+    for i in np.flatnonzero(site.speeds <= 0):
+        done[i][np.arange(len(ends)), np.arange(len(ends))] = 0.0
+    return done
+
+
+def _required(reads: Reads, ends: Array) -> tuple[Array, Array]:
+    """Return the (first, behind the last) indices that each range [start, stop] of a layer requires of another."""
+    low, high = np.array([*reads.low, 0]), np.array([0, *reads.high])
+    return low[ends][:, None], high[ends][None, :]
+
+
+def _divided(unit: Unit, done: Array, free: Array) -> tuple[tuple[Range, ...], Array]:
+    """Return each device's range, in their order, with the least time of the last one done, and when all are free."""
+    ends, parts = _ends(unit), consecutive(done)
+    after = [done[i, a, z] if a < z else free[i] for i, (a, z) in enumerate(parts)]
+    return tuple((ends[a], ends[z]) for a, z in parts), np.array(after)
