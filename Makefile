@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
+.PHONY: demo test test-site test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
 	test-soak test-outside test-hostile bench-overhead bench-building bench-split bench-prices bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -14,9 +14,13 @@ demo: $(VENV)/.run
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-# What a change needs: everything once. Minutes.
+# What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
 test: check kernels
 	$(PYTEST) -m "not wide"
+
+# What starts processes or a broker.
+test-site: kernels
+	$(PYTEST) -m "(broker or processes) and not wide"
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
 test-all: check kernels

@@ -190,6 +190,7 @@ def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
 
 
 @pytest.mark.broker
+@needs_mosquitto
 def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
     """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
     ear = listen("deaf")
