@@ -63,9 +63,9 @@ SOAK ?=
 test-soak: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
 
-# The layouts in docs/methods; a test compares them with what the methods do.
+# The layouts in docs/methods.
 pictures: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python tests/strategies/draw_methods.py
+	PYTHONPATH=tests $(BIN)/python docs/methods/draw.py
 
 # Nets of convolutions of full size, divided by every method on 1 to 5 devices, against one device: docs/convnets.md.
 test-nets: $(VENV)/.dev
@@ -104,7 +104,7 @@ bench-bars: $(VENV)/.dev
 
 # Tiles with fixed owners and leased, where a device becomes slower while a request runs, simulated.
 bench-leasing: $(VENV)/.dev
-	PYTHONPATH=.:tests $(BIN)/python tests/strategies/leasing.py
+	PYTHONPATH=.:tests $(BIN)/python docs/methods/leasing.py
 
 # A sample of the experiments that come with Hepti, on emulated hosts: Linux, root. Starting a lab takes most of it, so
 # what another one's cells stand for has no lab of its own: `methods` for strategies, wire, scaling and ablation,

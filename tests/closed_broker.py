@@ -13,7 +13,8 @@ from typing import Any
 
 from broker_kinds import mosquitto_or_skip
 
-from hepti_mqtt.closed_site.folder import Role, SiteFolder
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.closed_site.roles import Role
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State, Subscribed
 

@@ -11,7 +11,7 @@ from scripted_site import ROW, SPEC, Site
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Chunk, Generation, Job, RequestKey
 
@@ -78,7 +78,7 @@ class Decoders(Site):
                 continue  # again it would cut what a later run of the session has added to the cache
             cache = self.cache(device, admission)
             if len(cache) < at:
-                self.failed(admission, device, "session")
+                self.run_failed(device, admission, "session")
             else:
                 cache[at:] = ids
                 self.computed[admission].add(device)
@@ -100,10 +100,6 @@ class Decoders(Site):
             numbers = (2000, 500, 100, int(device == of.head))
             done = replace(self.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
             self.event(interface.UpFrame(device, replace(done, body=b"")))
-
-    def failed(self, admission: int, device: str, code: str) -> None:
-        epoch = self.work[admission].epoch
-        self.event(interface.UpMessage(device, messages.RequestFailed("m", epoch, admission, code, "no")))
 
     def step(self, reported: bool = True) -> None:
         """Let the last run that was asked for be computed and answered."""

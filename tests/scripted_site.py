@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.ids import Epoch
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
@@ -220,6 +222,33 @@ class Site:
         assert plan is not None
         return plan
 
+    @property
+    def plan(self) -> Plan | None:
+        """Return the active plan of the model `m`."""
+        return self.session.plan("m")
+
+    def pass_by(self, times: int, seconds: float = 1.0) -> None:
+        """Let time pass in steps, in which devices go on to beat."""
+        for _ in range(times):
+            self.tick(seconds)
+
+    def failed(self, device: str, code: str = "memory", missing: int = 10) -> messages.Prepare:
+        """Let a device refuse the plan that it was asked to prepare last, which is returned."""
+        asked = self.prepares()[device]
+        plan = Plan.from_dict(asked.plan)
+        self.event(interface.UpMessage(device, messages.Failed(asked.txn, plan.model, plan.epoch, code, "no", missing)))
+        return asked
+
+    def run_failed(self, device: str, admission: int, code: str) -> None:
+        """Let a device say that a run has failed."""
+        frame = self.work[admission]
+        failed = messages.RequestFailed(frame.model, frame.epoch, admission, code, "no")
+        self.event(interface.UpMessage(device, failed))
+
+    def released(self) -> list[tuple[str, Epoch]]:
+        """Return which devices were told to release which plans."""
+        return [(device, m.epoch) for device, m in self.told if isinstance(m, messages.Release)]
+
     def submit(
         self,
         name: str,
@@ -256,3 +285,11 @@ class Site:
 
     def notes(self) -> Counter[str]:
         return Counter(c.kind for c in self.seen if isinstance(c, interface.Note))
+
+
+def settled(*devices: str, models: Sequence[str] = (), **options: Any) -> Site:
+    """Return a site whose devices have joined and prepared its first plan."""
+    site = Site(*models, **options)
+    site.join(*devices)
+    site.settle()
+    return site

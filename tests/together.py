@@ -11,17 +11,22 @@ from collections.abc import Mapping
 import numpy as np
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.kernels import Workers
-from hepti_mqtt.program import Program
+from hepti_mqtt.kernels import Weight, Workers
+from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.runtime.worker.executor import Bound, Executor, bind, pack
 
 REQUEST = 1
 
 
 def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> dict[str, Bound]:
-    """Bind the Program of each device to the weights that it names, and no others."""
+    """Bind the Program of each device to the weights that it names, and no others; what several name is packed once."""
     workers = Workers(1)
-    return {name: bind(program, pack(tensors, program.weights()), workers) for name, program in parts.items()}
+    packed: dict[WeightRef, Weight] = {}
+    out = {}
+    for name, program in parts.items():
+        packed |= pack(tensors, [ref for ref in program.weights() if ref not in packed])
+        out[name] = bind(program, {ref: packed[ref] for ref in program.weights()}, workers)
+    return out
 
 
 def run_together(

@@ -25,7 +25,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import max_abs_err
-from hepti_mqtt.cli.processes import LoadView
+from hepti_mqtt.cli.progress import LoadView
 from hepti_mqtt.cli.shared import Processes, processes
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.client import Hepti

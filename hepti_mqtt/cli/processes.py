@@ -1,94 +1,17 @@
-"""How far the weights are: bars on a terminal, elsewhere a line every few seconds; and lines about other progress."""
+"""`hepti agent`, `hepti planner`, `hepti broker`: commands that run until they are told to stop."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Final, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
 from hepti_mqtt.config.process import stop_event
 
-EVERY_S: Final = 3.0  # between two lines about the same load
-
-
-class LoadView:
-    """Shows loads by name, on `console`; a context manager that leaves no bar behind.
-
-    clock: seconds that only grow. Any one thread at a time may call it.
-    """
-
-    def __init__(self, console: Console = output.err, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._bars: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._told_s: dict[str, float] = {}
-        self._said: dict[str, str] = {}
-
-    def show(self, name: str, done_bytes: int, total_bytes: int) -> None:
-        """Show that `done_bytes` of `total_bytes` are there."""
-        if self._console.is_terminal:
-            self._draw(name, done_bytes, total_bytes)
-            return
-        now = self._clock()
-        if now - self._told_s.get(name, float("-inf")) >= EVERY_S:
-            self._told_s[name] = now
-            self._console.print(
-                f"loading {name}: {done_bytes / output.MIB:.1f} of {total_bytes / output.MIB:.1f} MiB", markup=False
-            )
-
-    def say(self, name: str, words: str) -> None:
-        """Print what is done now, if that has changed; not more often than every few seconds."""
-        now = self._clock()
-        if words and words != self._said.get(name) and now - self._told_s.get(name, float("-inf")) >= EVERY_S:
-            self._told_s[name], self._said[name] = now, words
-            self._console.print(words, markup=False)
-
-    def end(self, name: str, said: str | None = None) -> None:
-        """Take the load away; `said` is the last word about it."""
-        self._told_s.pop(name, None)
-        task = self._tasks.pop(name, None)
-        if self._bars is not None and task is not None:
-            self._bars.remove_task(task)
-        if not self._tasks:  # a display that nothing moves on must not redraw itself for hours
-            self._close()
-        if said is not None:
-            self._console.print(said, markup=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def _draw(self, name: str, done_bytes: int, total_bytes: int) -> None:
-        if self._bars is None:
-            columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-            self._bars = Progress(*columns, console=self._console, transient=True)
-            self._bars.start()
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total_bytes)
-        self._bars.update(self._tasks[name], completed=done_bytes, total=total_bytes)
-
-    def _close(self) -> None:
-        bars, self._bars = self._bars, None
-        self._tasks.clear()
-        if bars is not None:
-            bars.stop()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `hepti agent`, `hepti planner`, `hepti broker`: commands that run until they are told to stop.
-
+if TYPE_CHECKING:
+    from hepti_mqtt.cli.progress import LoadView
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
@@ -101,8 +24,7 @@ _KEEPS_NOTHING: Final = (
 def agent(args: argparse.Namespace) -> int:
     """Run this device's agent."""
     from device_agent import AgentConfig, run_agent
-
-    pass
+    from hepti_mqtt.cli.progress import LoadView
 
     view = LoadView()
     config = AgentConfig.of(settings_of(args), AgentOptions.of(args), watch=partial(_show_load, view))

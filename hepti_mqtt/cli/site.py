@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.closed_site.folder import AddedRole
+from hepti_mqtt.closed_site.roles import AddedRole
 from hepti_mqtt.config.options import port
 from hepti_mqtt.config.settings import DEFAULT_SITE
 

@@ -1,93 +1,23 @@
-"""Roles, and Mosquitto's access list for users who each have one: every topic names its sender."""
+"""The directory of a closed site: what the broker needs, one login file for each user, and the authority's key."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_own_certificate
+from hepti_mqtt.closed_site.roles import ROLES, Role, access_list
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.embedded_broker.settings import closed_configuration, password_lines
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PLANNER, check_name
-from hepti_mqtt.protocol.topics import VERSION
 from hepti_mqtt.transport.url import BrokerUrl
-
-Role = Literal["planner", "device", "client", "viewer"]
-AddedRole = Literal["device", "client", "viewer"]  # a site has one planner
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
-
-
-class Right(NamedTuple):
-    """What a role may do with topics below its site; `{me}` is the user's name."""
-
-    access: Literal["read", "write", "readwrite"]
-    topic: str
-
-
-def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iterable[str] = ()) -> tuple[Right, ...]:
-    return (
-        *(Right("read", topic) for topic in read),
-        *(Right("write", topic) for topic in write),
-        *(Right("readwrite", topic) for topic in readwrite),
-    )
-
-
-# What `hepti devices` and `hepti plan` show, and where a user measures its own way through the broker.
-_EVERYBODY: Final = _rights(
-    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status", "plan/+", "evt/+"),
-    readwrite=("dev/{me}/probe",),
-)
-
-_RIGHTS: Final[Mapping[Role, tuple[Right, ...]]] = {
-    "planner": _rights(
-        read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
-        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
-        # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
-        # cannot stand in a device's topic.
-        readwrite=("planner/status", "plan/+", "evt/+", "dev/doctor/probe"),
-    ),
-    "device": (
-        *_rights(
-            read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "weights/all", "x/+/+/+/{me}", "x/+/+/+/all"),
-            write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+", "evt/+"),
-        ),
-        *_EVERYBODY,
-    ),
-    "client": (*_rights(read=("infer/+/res/{me}/#",), write=("infer/+/req/{me}",)), *_EVERYBODY),
-    "viewer": _EVERYBODY,
-}
-
-
-def rights(role: Role, user: str) -> tuple[Right, ...]:
-    """Return what a user of a role may do below its site."""
-    return tuple(Right(right.access, right.topic.replace("{me}", user)) for right in _RIGHTS[role])
-
-
-def access_list(site: str, users: Mapping[str, Role]) -> str:
-    """Return Mosquitto's access list for the users of a site; who is not in it may do nothing.
-
-    site: its name, or + for every site of the broker.
-    """
-    lines = [
-        "# Who may publish and read what. A device's user name is its id, a client's user name is its client name, so",
-        "# that every topic names its sender and nobody can speak for another. `hepti site` writes this file.",
-    ]
-    for user, role in users.items():
-        lines += ["", f"# {role}", f"user {user}"]
-        lines += [f"topic {right.access} {VERSION}/{site}/{right.topic}" for right in rights(role, user)]
-    return "\n".join(lines) + "\n"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The directory of a closed site: what the broker needs, one login file for each user, and the authority's key.
-
 
 INSTALLED: Final = "/etc/mosquitto"  # where the broker's files lie once they are copied
 _SERVICE: Final = {PLANNER: "/etc/hepti/planner.login", "device": "/etc/hepti/login"}  # as in configs/systemd

@@ -1,3 +1,5 @@
+"""Seeded checkpoints: weights depend on seed and name alone."""
+
 from __future__ import annotations
 
 import json
@@ -74,28 +76,21 @@ def test_chunks_do_not_change_the_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"kind": "gpt"}, "known are bert-base"),
-        ({"seed": -1}, "negative"),
-        ({"layers": 0}, "layers 0"),
-        ({"layers": 1001}, "layers 1001"),
-        ({"kind": "tiny-resnet", "layers": 2}, "no number of layers"),
-    ],
+    "changes", [{"kind": "gpt"}, {"seed": -1}, {"layers": 0}, {"layers": 1001}, {"kind": "tiny-resnet", "layers": 2}]
 )
-def test_wrong_orders_are_config_errors(tmp_path, changes, says):
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_orders_are_config_errors(tmp_path, changes):
+    with pytest.raises(ConfigError):
         make_model(**{"kind": "tiny-bert", "out": tmp_path / "m", **changes})
     assert not (tmp_path / "m").exists()
 
 
 def test_nothing_is_overwritten(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
-    with pytest.raises(ConfigError, match="not an empty directory"):
+    with pytest.raises(ConfigError):
         make_model("tiny-vit", path)
     assert json.loads((path / "config.json").read_text())["model_type"] == "bert"
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not an empty directory"):
+    with pytest.raises(ConfigError):
         make_model("tiny-vit", tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert make_model("tiny-vit", tmp_path / "empty") == tmp_path / "empty"
@@ -103,7 +98,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_a_model_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot be written"):
+    with pytest.raises(ModelError):
         make_model("tiny-bert", tmp_path / "file" / "below")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +13,17 @@ import pytest
 import yaml
 
 from hepti_mqtt.cli.main import build
+from hepti_mqtt.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).parents[2]
+
+
 HEALTHY = {"condition": "service_healthy"}
+
+
 MODEL = ["--model", "m=/d"]
+
+
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 
@@ -63,12 +72,6 @@ def test_services_start_when_what_they_need_is_healthy():
             assert name == "planner" or asked.id == command.device
 
 
-def test_one_service_builds_the_image_of_all():
-    services = COMPOSE["services"]
-    assert [name for name, service in services.items() if service.get("build") == "."] == ["planner"]
-    assert {service["image"] for name, service in services.items() if name != "broker"} == {"hepti"}
-
-
 def test_containers_get_little_of_the_system_and_bounds():
     for name, service in COMPOSE["services"].items():
         assert service["read_only"], name
@@ -86,22 +89,11 @@ def test_the_service_that_is_scaled_shares_no_state():
     assert "hostname" not in service
 
 
-def test_the_port_is_open_to_this_machine_only():
-    assert COMPOSE["services"]["broker"]["ports"] == ["127.0.0.1:${HEPTI_PORT:-1883}:1883"]
-
-
 def test_docker_compose_takes_it():
     command = [shutil.which("docker-compose") or "docker", *([] if shutil.which("docker-compose") else ["compose"])]
     if shutil.which(command[0]) is None or subprocess.call([*command, "version"], stdout=subprocess.DEVNULL):
         pytest.skip("docker compose is not installed")
     subprocess.run([*command, "-f", str(ROOT / "docker-compose.yml"), "config", "-q"], check=True)
-
-
-def test_the_image_needs_no_compiler():
-    text = (ROOT / "Dockerfile").read_text()
-    assert "--only-binary :all:" in text
-    assert not any(word in text for word in ("gcc", "build-essential"))
-    assert "apt-get" not in text.rpartition("FROM ")[2], "what packages are made smaller with stays behind"
 
 
 def test_the_image_is_given_every_file_that_it_copies():
@@ -164,3 +156,56 @@ def test_no_example_has_a_password_among_its_arguments():
     for place in places:
         for line in place.read_text().splitlines():
             assert not (line.startswith("    ") and re.search(r"mqtts?://[^/\s]+:[^/\s]+@", line)), f"{place}: {line}"
+
+
+UNITS = sorted((ROOT / "configs" / "systemd").glob("*.service"))
+
+
+GUIDE = (ROOT / "docs" / "install.md").read_text()
+
+
+def unit(path):
+    parser = configparser.ConfigParser(interpolation=None, strict=False)  # some keys stand there twice
+    parser.optionxform = str
+    parser.read_string(path.read_text())
+    return parser
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_runs_a_command_that_exists(path):
+    program, *arguments = shlex.split(unit(path)["Service"]["ExecStart"])
+    name = Path(program).name
+    words = {"%l": "pi-1", "${HEPTI_MODEL}": "m=/d"}
+    command = [words.get(word, word) for word in arguments]
+    build().parse_args([*(["agent"] if name == "hepti-agent" else []), *command, "--broker", "mqtt://broker"])
+    assert name in {"hepti", "hepti-agent"}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
+    service = unit(path)["Service"]
+    assert f"HOME=/var/lib/{service['StateDirectory']}" in service["Environment"].split()
+    assert service["DynamicUser"] == "yes"
+    assert service["LoadCredential"].removeprefix("login:") in GUIDE
+    assert "HEPTI_BROKER=%d/login" in service["Environment"].split()
+    assert service.get("EnvironmentFile", "") in GUIDE
+    assert path.name in GUIDE
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_leaves_a_service_little_of_the_system(path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_lets_kernels_be_compiled_and_gives_up_where_only_people_can_help(path):
+    text = path.read_text()
+    assert not re.search(r"^MemoryDenyWriteExecute", text, re.MULTILINE)
+    assert re.search(r"^MemoryMax=", text, re.MULTILINE)
+    codes = re.search(r"^RestartPreventExitStatus=(.*)$", text, re.MULTILINE)
+    assert codes is not None
+    assert codes[1].split() == [str(ConfigError.exit_code), str(RefusedError.exit_code)]

@@ -1,7 +1,8 @@
-""".ci/setup.sh says what is missing before it leaves anything behind."""
+"""Setting up: `.ci/setup.sh` says what is missing first, and the wheel is all that Hepti needs."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
 
 # Stand-ins for a system's python3: the arguments of every call are kept in $CALLS.
 OLD = """#!/bin/sh
@@ -32,6 +34,8 @@ pip) echo "No module named pip" >&2; exit 1;;
 *) exec "{sys.executable}" "$@";;
 esac
 """
+
+
 WITH_SYSTEM_PIP = f"""#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$2" in
@@ -115,3 +119,53 @@ def test_the_systems_pip_fills_an_environment_without_one(setup):
     installed = [line for line in calls if line.startswith("in venv: -m pip install")]
     assert [line.rsplit(" ", 2)[1:] for line in installed] == [["-r", "a.lock"], ["-r", "b.lock"], ["--editable", "."]]
     assert all("--no-deps" in line for line in installed)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return the `hepti` of an environment that has the wheel, and the packages of this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("hepti-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    packages = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
+    ours = next(path for path in map(Path, sys.path) if (path / "numba").is_dir())
+    (packages / "ours.pth").write_text(f"{ours}\n")
+    return folder / "venv" / "bin" / "hepti"
+
+
+def hepti(program, directory, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(program), *arguments], cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.wide
+def test_what_comes_with_hepti_is_found_without_a_checkout(installed, tmp_path):
+    where = hepti(installed, tmp_path, "simulate", "bert-base", "--devices-file", "four-pi4", "--json")
+    assert json.loads(where)
+    assert "strategies-once" in hepti(installed, tmp_path, "bench", "--list")
+    python = installed.parent / "python"
+    code = (
+        "import hepti_mqtt; from hepti_mqtt.config import examples; print(hepti_mqtt.__file__);"
+        "print(*(name for kind in ('experiments', 'lab', 'sites') for name in examples.names(kind)));"
+        "print(*sorted(path.name for path in (examples.FOLDER / 'systemd').iterdir()))"
+    )
+    place, names, units = subprocess.run(
+        [str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert Path(place).is_relative_to(installed.parents[1])
+    expected = [
+        path.stem
+        for kind in ("experiments", "lab", "sites")
+        for path in sorted((ROOT / "configs" / kind).glob("*.yaml"))
+    ]
+    assert names.split() == expected
+    assert units.split() == ["hepti-agent.service", "hepti-planner.service"]
+    assert not list(tmp_path.iterdir())

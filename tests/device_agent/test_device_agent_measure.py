@@ -1,14 +1,24 @@
+"""A device measures itself: at its start, again when runs contradict it, and within what a quota really gives."""
+
+from __future__ import annotations
+
 import json
+import logging
+from itertools import pairwise
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
 
+from device_agent import background
 from device_agent import measure as measuring
+from device_agent import measure as module
+from device_agent.background import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
 from device_agent.machine import UNKNOWN_BYTES, Allowed, last_level_bytes
-from device_agent.measure import cpu_model, measure, never_falling, self_measurement, written
+from device_agent.measure import busy, given, measure, never_falling, self_measurement, written
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.kernels import Workers, warm_up, weight_bytes
+from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.program import Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.transport.mesh import mesh_possible
@@ -58,19 +68,6 @@ def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
     assert shapes(10 << 20) == [(384, 384), (384, 1536)]
     assert shapes(1) == [(384, 384)]
     assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
-
-
-def test_no_matrix_is_made_that_the_memory_does_not_allow(workers, monkeypatch):
-    made, allocate, twin = [], measuring.allocate, measuring.twin
-    monkeypatch.setattr(measuring, "REPEATS", 1)
-    monkeypatch.setattr(measuring, "allocate", lambda ref: made.append(weight_bytes(ref)) or allocate(ref))
-    monkeypatch.setattr(
-        measuring, "twin", lambda w: made.append(4 * w.rows * w.columns if hasattr(w, "panels") else 0) or twin(w)
-    )
-    measure(workers, 10 << 20, narrow=False)
-    matrices = [nbytes for nbytes in made if nbytes > 1 << 14]
-    assert set(matrices) == {4 * 384 * 384, 4 * 384 * 1536}
-    assert matrices.count(4 * 384 * 384) == 4, "as many as fit into a quarter of the memory"
 
 
 def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
@@ -123,14 +120,6 @@ def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
     monkeypatch.setattr(measuring, "REPEATS", 1)
     monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
     assert {(c["k"], c["n"]) for c in measure(workers, 1 << 30)["linear"]} == {(384, 384)}
-
-
-def test_what_a_shape_will_take_is_foretold_by_another(monkeypatch):
-    monkeypatch.setattr(measuring, "WINDOW_S", 0.1)
-    monkeypatch.setattr(measuring, "REPEATS", 3)
-    quick = {"k": 100, "n": 100, "points": [[1, 1e-5], [128, 1e-3]]}
-    assert measuring._expected(quick, 200, 200) == pytest.approx(0.2), "windows, not runs, take the time"
-    assert measuring._expected(quick, 1000, 1000) == pytest.approx(0.1 + 4 * 0.1)
 
 
 class Cached:
@@ -189,14 +178,6 @@ def test_what_a_neighbour_has_just_measured_counts_without_a_look(cached):
     assert cached()[1] is False, "at the next start it is an old one"
 
 
-def test_a_neighbours_measurement_from_before_this_start_is_looked_at(cached):
-    cached.neighbour()
-    before = written([cached.directory / "shared.json"])
-    cached.quick(9.0)
-    assert cached(before=before)[1] is False
-    assert cached.measured == 2
-
-
 @pytest.mark.parametrize(("name", "value"), [("cores", 0.4), ("capacities", [446]), ("cpu_model", "another")])
 def test_a_neighbour_with_another_share_of_the_cores_measures_for_itself(cached, monkeypatch, name, value):
     before = cached.neighbour()
@@ -230,10 +211,6 @@ def test_a_directory_that_cannot_be_written_only_costs_time(cached):
         (cached.directory / name).mkdir()
     assert cached()[1] is False
     assert cached()[1] is False
-
-
-def test_the_cpu_has_a_name():
-    assert cpu_model().strip()
 
 
 def test_what_others_did_while_a_curve_was_measured_is_taken_out():
@@ -331,5 +308,133 @@ def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, 
     told = iter([3.0, 1e-5, 3.0, 3.0])
     monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))
     assert measure(workers, 1, narrow=False)["op_overhead_s"] == 1e-5
-    with pytest.raises(HeptiError, match="cannot measure itself: op_overhead_s"):
+    with pytest.raises(HeptiError):
         measure(workers, 1, narrow=False)
+
+
+# -- again ------------------------------------------------------------------------------------------------------------
+
+
+def looks(doubts, slowdown, start, seconds):
+    """Look every second; return the times at which the device is to be measured again."""
+    return [now for now in range(start, start + seconds) if doubts.look(slowdown, now)]
+
+
+def test_requests_that_tell_otherwise_for_long_are_believed():
+    for slowdown in (WRONG * 1.1, 1 / WRONG / 1.1):
+        assert looks(Doubts(), slowdown, 0, 60)[0] == WRONG_FOR_S
+
+
+def test_what_is_nearly_right_or_short_is_no_reason():
+    doubts = Doubts()
+    assert not looks(doubts, WRONG * 0.9, 0, 200)
+    assert not looks(doubts, 2.0, 200, int(WRONG_FOR_S) - 5)
+    doubts.look(1.1, 300)
+    assert not looks(doubts, 2.0, 301, int(WRONG_FOR_S) - 5)
+
+
+def test_pauses_between_requests_do_not_make_it_right():
+    doubts = Doubts()
+    looks(doubts, 2.0, 0, 20)
+    assert not looks(doubts, 1.0, 20, 100), "nothing runs"
+    assert looks(doubts, 2.0, 120, 20)
+
+
+def test_what_stays_wrong_is_measured_more_and_more_rarely():
+    doubts = Doubts()
+    times = []
+    for now in range(4000):
+        if doubts.look(2.0, now):
+            doubts.measured(now)
+            times.append(now)
+    assert [b - a for a, b in pairwise(times)] == [AGAIN_S, 2 * AGAIN_S]
+
+
+@pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])
+def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back(monkeypatch, free, takes):
+    told, curves = [], {"linear": []}
+    monkeypatch.setattr(background, "free_memory", lambda: free)
+    monkeypatch.setattr(background, "return_memory", lambda: told.append("given back"))
+    monkeypatch.setattr(background, "cache_directory", lambda: None)
+
+    def measured(places, workers, memory_bytes, **_):
+        told.append(memory_bytes)
+        return curves, False
+
+    monkeypatch.setattr(background, "self_measurement", measured)
+    meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
+    log = logging.getLogger("test")
+    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), steady=False, log=log)
+    after._measure(anew=True)
+    assert told == [takes, "given back", True, "told"]
+
+
+# -- quotas -----------------------------------------------------------------------------------------------------------
+
+SHORT_S = 0.002
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Make `busy` say a figure; what it was asked is kept."""
+    given.cache_clear()
+    asked = []
+
+    def say(cores):
+        monkeypatch.setattr(module, "busy", lambda *question: asked.append(question) or cores)
+        return asked
+
+    yield say
+    given.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "threads"),
+    [(Allowed(2.0, None), 1), (Allowed(2.0, None), 4), (Allowed(0.5, 0.1), 1), (Allowed(1.0, SHORT_S), 1)],
+)
+def test_without_a_quota_of_short_periods_nothing_is_tried(told, allowed, threads):
+    asked = told(0.1)
+    assert given(allowed, threads) == allowed.cores
+    assert not asked
+
+
+@pytest.mark.parametrize(("found", "cores"), [(0.45, 0.45), (0.6, 0.54)])
+def test_a_quota_of_short_periods_gives_what_is_found_and_no_more_than_it_says(told, found, cores):
+    asked = told(found)
+    assert given(Allowed(0.54, SHORT_S), 1) == cores
+    assert given(Allowed(0.54, SHORT_S), 1) == cores
+    assert asked == [(1, pytest.approx(module.PERIODS * SHORT_S))], "tried once"
+
+
+def test_a_measurement_that_is_made_again_tries_the_quota_again(told, monkeypatch):
+    def disturbed(*_):
+        raise ValueError
+
+    asked = told(0.45)
+    monkeypatch.setattr(measuring, "_Cold", disturbed)
+    given(Allowed(0.54, SHORT_S), 1)
+    with pytest.raises(HeptiError):
+        measuring.measure(Workers(1), 1 << 30)
+    given(Allowed(0.54, SHORT_S), 1)
+    assert len(asked) == 2
+
+
+def test_the_best_window_counts_since_others_take_of_the_machine_too(monkeypatch):
+    now = {"wall": 0.0, "cpu": 0.0}
+    shares = iter([0.2, 0.45, 0.3])
+
+    def spin(enough):
+        share = next(shares)
+        while not enough():
+            now["wall"] += 0.01
+            now["cpu"] += 0.01 * share
+
+    monkeypatch.setattr(module, "_spin", spin)
+    assert busy(1, 0.1, lambda: now["wall"], lambda: now["cpu"]) == pytest.approx(0.45, rel=0.02)
+
+
+def test_several_threads_are_all_kept_busy_and_ended(monkeypatch):
+    spun = []
+    monkeypatch.setattr(module, "_spin", spun.append)
+    busy(3, 0.0)
+    assert len(spun) == 2 + module.WINDOWS

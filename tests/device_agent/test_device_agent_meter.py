@@ -1,15 +1,35 @@
+"""What a device reports of itself while it works: its slowdown, what frames cost, its health, and the beat."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import SimpleNamespace
+
 import pytest
+import swarm
+from device_agent_support import ListTransport
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from device_agent.heartbeat import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, Meter
+from device_agent import machine as monitoring
+from device_agent.heartbeat import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, HeartbeatThread, Meter
+from device_agent.machine import WINDOW_S, CpuTimes, Health, HealthMonitor, cpu_other, is_local, local_brokers
+from device_agent.network import Complaints, Network
+from device_agent.probes import LARGE_BYTES, Prober
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.kernels import works
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs
 from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, Inbox
 
 ROWS, K, N = 8, 64, 64
 SECONDS = 1e-3
@@ -36,10 +56,6 @@ OP, SLOTS = linear()
 @pytest.fixture
 def meter():
     return Meter(CURVES)
-
-
-def test_idle_is_one(meter):
-    assert meter.slowdown(0.0) == 1.0
 
 
 @given(factor=st.floats(0.1, 20), counts=st.lists(st.integers(1, 20), min_size=1, max_size=5))
@@ -160,13 +176,6 @@ def test_what_is_told_is_never_negative_and_explains_what_was_seen(windows):
     assert of_bytes > 0
 
 
-def test_a_few_frames_say_nothing_until_there_are_more():
-    meter = frame_meter()
-    meter.frames_s = 5.0
-    assert meter.frame_cost(FRAMES - 1, 0) is None
-    assert meter.frame_cost(FRAMES, 0) is not None
-
-
 def test_what_probes_cost_between_two_looks_is_not_what_tensors_cost():
     meter, other = frame_meter(), frame_meter()
     other.frames_s += 3 * FRAMES * FRAME_S
@@ -181,3 +190,184 @@ def test_what_probes_cost_between_two_looks_is_not_what_tensors_cost():
     assert meter.frame_cost(FRAMES, 0) == pytest.approx(expected)
     meter.frames_s += 7.0
     assert meter.frame_cost(FRAMES, 0) == pytest.approx(expected)
+
+
+# -- the beat ---------------------------------------------------------------------------------------------------------
+
+TOPICS = Topics("home")
+
+
+class Machine:
+    def look(self):
+        return Health(0.25, 1000, 45.5, 2000)
+
+
+class Device:
+    def __init__(self):
+        self.planes = {}
+        self.complaints = Complaints(logging.getLogger("test"))
+        self.prober = Prober("d1", 9)
+        self.network = Network(TOPICS, "d1", Inbox(), self.prober, None, self.complaints, self.make)
+        self.stepped_s, self.counts = float("-inf"), {"late": 3}
+        self.thread = HeartbeatThread(
+            TOPICS,
+            "d1",
+            9,
+            self.network,
+            Machine(),
+            self.prober,
+            Meter(swarm.curves(1e9)),
+            lambda: self.stepped_s,
+            lambda: self.counts,
+            None,
+            self.complaints,
+        )
+
+    def make(self, plane, on_message, on_state):
+        self.planes[plane] = ListTransport(on_message, on_state)
+        return self.planes[plane]
+
+    def beats(self):
+        return [messages.decode_heartbeat(p) for _, p, _, _ in self.planes["control"].published]
+
+    def probes(self):
+        return [frames.decode(p) for _, p, _, _ in self.planes["data"].published]
+
+    def echo(self, now):
+        for frame in self.probes():
+            self.prober.received(frame, now)
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+def test_a_beat_says_how_the_device_is(device):
+    device.thread.beat(10.0)
+    device.echo(10.25)
+    device.thread.beat(11.0)
+    assert device.beats() == [
+        protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
+        protocol_messages.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
+    ]
+    topic, _, qos, retain = device.planes["control"].published[0]
+    assert (topic, qos, retain) == (TOPICS.heartbeat("d1"), 0, False)
+    assert {topic for topic, _, _, _ in device.planes["data"].published} == {TOPICS.probe("d1")}
+
+
+def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(device):
+    meter = device.thread._meter
+    op = Compute("linear", (0,), (1,), (WeightRef("w", (0, 64), (0, 64)),), {"bias": False})
+    meter.samples.append((op, (SlotSpec((128, 64)), SlotSpec((128, 64))), 1.0))
+    device.thread.beat(10.0)
+    assert meter.slowdown_now > 2
+    device.planes["data"].connected = False
+    device.thread.beat(10.0 + 2 * IDLE_S)
+    assert meter.slowdown_now == 1.0
+    assert len(device.beats()) == 1
+
+
+def test_no_large_probe_while_ops_run(device):
+    device.thread.beat(10.0)
+    device.echo(10.01)
+    device.stepped_s = 10.9
+    device.thread.beat(11.0)
+    assert max(len(f.body) for f in device.probes()) < LARGE_BYTES
+    device.thread.beat(12.0)
+    assert max(len(f.body) for f in device.probes()) == LARGE_BYTES
+
+
+def test_the_thread_beats_at_once_survives_a_mistake_and_ends(device):
+    seen = threading.Event()
+
+    def mistaken():
+        seen.set()
+        raise RuntimeError("a mistake")
+
+    device.thread._counters = mistaken
+    device.thread.start()
+    device.thread.start()  # announced again
+    assert seen.wait(30)
+    device.thread.close()
+    assert device.complaints.counters["heartbeat_errors"] >= 1
+
+
+# -- health -----------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(0, 100)
+
+
+def test_others_are_what_is_busy_without_us_and_a_local_broker():
+    before = CpuTimes(10.0, 100.0, 50.0, 5.0)
+    after = CpuTimes(12.0, 103.0, 51.5, 5.5)
+    assert cpu_other(before, after, 4) == pytest.approx((3.0 - 1.5 - 0.5) / (2 * 4))
+
+
+@given(st.builds(CpuTimes, seconds, seconds, seconds, seconds), st.builds(CpuTimes, seconds, seconds, seconds, seconds))
+def test_a_share_is_a_share(before, after):
+    assert 0.0 <= cpu_other(before, after, 4) <= 1.0
+
+
+def test_a_restarted_broker_counts_as_nothing_once():
+    before, after = CpuTimes(0.0, 0.0, 0.0, 50.0), CpuTimes(1.0, 0.5, 0.0, 0.1)
+    assert cpu_other(before, after, 1) == 0.5
+
+
+class Clock:
+    """The system's counters, as the test sets them."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.busy = 100.0, 0.0
+        times = lambda: SimpleNamespace(user=self.busy, nice=0.0, system=0.0)  # noqa: E731
+        monkeypatch.setattr(monitoring.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(monitoring.psutil, "cpu_times", times)
+        monkeypatch.setattr(monitoring.psutil, "cpu_count", lambda: 2)
+        monkeypatch.setattr(monitoring, "_spent", lambda process: 0.0)
+
+    def pass_by(self, seconds, cores):
+        self.now += seconds
+        self.busy += seconds * cores
+
+
+def test_a_look_just_after_another_repeats_it(monkeypatch):
+    clock = Clock(monkeypatch)
+    monitor = HealthMonitor(BrokerUrl.parse("mqtt://192.0.2.1"))
+    clock.pass_by(WINDOW_S / 10, 2)
+    assert monitor.look().cpu_other == 0.0
+    clock.pass_by(1.0, 1)
+    share = monitor.look().cpu_other
+    assert 0.5 <= share < 0.6
+    clock.pass_by(WINDOW_S / 10, 2)
+    assert monitor.look().cpu_other == share
+    clock.pass_by(1.0, 0)
+    assert monitor.look().cpu_other < 0.1
+
+
+def test_a_look_at_this_machine():
+    monitor = HealthMonitor(BrokerUrl.parse("mqtt://127.0.0.1"))
+    health = monitor.look()
+    assert 0.0 <= health.cpu_other <= 1.0
+    assert health.free_bytes > 0
+    assert health.rss_bytes > 1 << 20
+    assert health.temperature_c is None or -50 < health.temperature_c < 150
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("192.0.2.1", False)]
+)
+def test_where_a_broker_is(host, local):
+    assert is_local(host) is local
+
+
+def test_an_unknown_host_is_not_here():
+    assert is_local("no such host") is False
+
+
+@pytest.mark.broker
+def test_a_broker_of_this_machine_is_found():
+    before = {p.pid for p in local_brokers()}
+    with start_broker():
+        found = {p.pid for p in local_brokers()} - before
+    assert found
+    assert os.getpid() not in found

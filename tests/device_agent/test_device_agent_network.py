@@ -1,3 +1,7 @@
+"""Both connections: what comes becomes an event, a tile or an echo, and what is not valid is counted and dropped."""
+
+from __future__ import annotations
+
 import logging
 
 import numpy as np
@@ -79,15 +83,6 @@ def test_base_subscriptions_of_both_planes(wired):
     assert wired.network.base_tokens == {("control", 1), ("data", 1)}
 
 
-def test_commands_and_statuses_become_events(wired):
-    release = messages.Release(1, MODEL, EPOCH)
-    status = protocol_messages.Status("online", 8)
-    wired.hear(TOPICS.command("d1"), messages.encode(release))
-    wired.hear(TOPICS.planner_status(), messages.encode_status(status))
-    wired.hear(TOPICS.status("d1"), messages.encode_status(status))
-    assert wired.events() == [MessageIn(release), PlannerStatus(status), OwnStatus(status)]
-
-
 def test_requests_and_activations_become_frames(wired):
     wired.hear(TOPICS.work(MODEL, "d0"), work())
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
@@ -154,14 +149,6 @@ def test_what_is_not_valid_is_counted_and_dropped(wired, topic, payload):
 def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
     wired.hear(topic, payload)
     wired.events()
-
-
-def test_a_full_inbox_drops_and_counts():
-    wired = Wired(limit=2)
-    for _ in range(5):
-        wired.hear(TOPICS.work(MODEL, "d0"), work())
-    assert len(wired.events()) == 2
-    assert wired.complaints.counters["inbox_overflow"] == 3
 
 
 def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():

@@ -1,3 +1,7 @@
+"""Tiles on disk: what is there is whole, bounded and the last used; a bad disk only costs asking again."""
+
+from __future__ import annotations
+
 import hashlib
 import os
 import shutil
@@ -101,17 +105,6 @@ def test_a_file_that_somebody_removed_is_missing(tmp_path, counters):
     assert cache.bytes == 0
 
 
-def test_a_file_whose_time_cannot_be_set_is_a_tile_all_the_same(tmp_path, counters, monkeypatch):
-    def refused(path, ns):
-        raise PermissionError
-
-    cache = TileCache(tmp_path, 1000, counters)
-    cache.put(sha(b"tile"), b"tile")
-    monkeypatch.setattr("device_agent.loader.os.utime", refused)
-    assert cache.get(sha(b"tile")) == b"tile"
-    assert sha(b"tile") in cache
-
-
 def test_least_recently_used_goes_first(tmp_path, counters):
     cache = TileCache(tmp_path, 300, counters)
     tiles = [blob(i) for i in range(4)]
@@ -132,22 +125,6 @@ def test_what_is_kept_is_never_evicted(tmp_path, counters):
     assert [sha(t) in cache for t in tiles] == [True, True, True, False]
     cache.put(sha(tiles[3]), tiles[3], keep={sha(t) for t in tiles[:2]})
     assert [sha(t) in cache for t in tiles] == [True, True, False, True]
-
-
-def test_limit_zero_turns_it_off(tmp_path, counters):
-    cache = TileCache(tmp_path / "none", 0, counters)
-    cache.put(sha(b"tile"), b"tile")
-    cache.put(sha(b""), b"")
-    assert cache.get(sha(b"tile")) is None
-    assert not (tmp_path / "none").exists() or files(tmp_path / "none") <= {sha(b"").hex()}
-
-
-def test_a_smaller_limit_shrinks_what_is_there(tmp_path, counters):
-    cache = TileCache(tmp_path, 1000, counters)
-    for i in range(10):
-        cache.put(sha(blob(i)), blob(i))
-    assert TileCache(tmp_path, 350, counters).bytes == 300
-    assert len(files(tmp_path)) == 3
 
 
 def test_left_over_temporary_files_are_cleared(tmp_path, counters):
@@ -178,7 +155,7 @@ def test_it_is_said_once_that_the_disk_has_no_room(tmp_path, counters, caplog):
     left[0] = 10
     for number in range(3, 6):
         cache.put(sha(blob(number)), blob(number), keep=[sha(blob(0))])
-    assert [record.getMessage().count("--cache") for record in caplog.records] == [1]
+    assert len(caplog.records) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=60), st.integers(0, 900))

@@ -24,6 +24,7 @@ from hepti_mqtt.transport import BrokerUrl
 BEFORE_S = 0.3  # of a silence that is shown too
 AFTER_S = 0.1
 LINES = 120  # of one silence, at most
+LETTERS = 160  # of one message
 RECONNECT_S = (0.05, 0.2)
 FILTERS = ("dev/+/status", "dev/+/cmd", "dev/+/up", "planner/status", "plan/+", "work/#", "infer/#")
 
@@ -101,29 +102,14 @@ class Listener:
 
 def told(kind: str, payload: bytes) -> str:
     """Return in words what a message says, "" if its topic says enough; raises WireError if it cannot be read."""
-    if kind == "status" or kind == "planner_status":
-        status = messages.decode_status(payload)
-        return f"{status.state}, boot {status.boot}"
+    if kind in ("status", "planner_status"):
+        return str(messages.decode_status(payload))
     if kind not in ("command", "up"):
         return ""
     message = messages.decode_up(payload) if kind == "up" else messages.decode(payload)
     if isinstance(message, Frame):
         return f"{message.kind} of run {message.admission} under {message.epoch}"
-    name = type(message).__name__
-    match message:
-        case messages.Prepare():
-            plan = message.plan
-            return f"{name} {message.txn}: {plan['strategy']} on {' '.join(plan['devices'])}, epoch {plan['epoch']}"
-        case messages.Progress():
-            return f"{name} of {message.epoch}: {message.done_bytes} of {message.total_bytes} bytes"
-        case messages.Failed() | messages.RequestFailed():
-            return f"{name} of {message.epoch}: {message.code}: {message.text}"
-        case messages.TileAsk():
-            return "asks for weights"
-        case messages.Drain():
-            return name
-        case _:
-            return f"{name} of {message.epoch}"
+    return str(message)[:LETTERS]
 
 
 def together(lines: Iterable[Line]) -> Iterator[Line]:

@@ -105,8 +105,6 @@ def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, comman
     assert got == code, out + err
     assert "Traceback" not in err
     assert (BrokerUrl.parse(str(site.folder.login(user))).password or "?") not in out + err
-    if code == 6:
-        assert "name" in err or "acl" in err, "what is wrong with the login"
 
 
 def test_everything_is_online(run: Any) -> None:
@@ -133,7 +131,7 @@ def test_python_asks_as_its_user(site: ClosedSite) -> None:
                 assert len(hepti.infer("tiny", text="hello", timeout_s=PATIENCE_S).embedding) == 32
     with (
         Hepti.connect(str(site.folder.login("alice")), site=SITE, client_id="bob") as wrong,
-        pytest.raises(RefusedError, match="bob"),
+        pytest.raises(RefusedError),
     ):
         wrong.infer("tiny", text="hello", timeout_s=PATIENCE_S)
 

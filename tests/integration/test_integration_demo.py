@@ -58,7 +58,5 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
     similarity = found["similarity"]
     assert similarity[0][1] > 0.5 > similarity[0][4], "the same meaning is near, another one far"
     assert found["plan"]["reason"]
-    assert "3 of 3 agents online" in err
-    assert "starting" in err
     assert "\x1b" not in err
     assert not list(tmp_path.glob("hepti-*")), "its directories are gone"

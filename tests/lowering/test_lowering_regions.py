@@ -1,4 +1,4 @@
-"""Sets and regions against plain sets of indices."""
+"""Regions against plain sets of indices, and several ranges of rows of a map as one convolution."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.lowering import regions as rg
+from hepti_mqtt.lowering.ops import Conv
 
 sets = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), max_size=3).map(
     lambda pairs: rg.union(*(rg.span(a, a + n) for a, n in pairs))
 )
+
+
 areas = st.tuples(sets, sets)
 
 
@@ -68,3 +71,61 @@ def test_rectangles_bring_a_region_to_its_place(r, by):
         assert [z - a for a, z in source] == [z - a for a, z in there]
         moved.update(zip(product(*(range(*s) for s in source)), product(*(range(*t) for t in there)), strict=True))
     assert moved == {cell: tuple(i + by for i in cell) for cell in cells(r)}
+
+
+ROWS, COLUMNS = 11, rg.span(0, 4)
+
+
+def conv(size=3, stride=1, dilation=1, pad=1, rows=ROWS):
+    y = (rows + 2 * pad - (size - 1) * dilation - 1) // stride + 1
+    return Conv(
+        name="conv", inputs=("x",), tensors=("w", "b"), space=(max(y, 0), 4, 5), source=(rows, 4, 3),
+        kernel=(size, 1), stride=(stride, 1), dilation=(dilation, 1), pad=(pad, 0, pad, 0),
+    )  # fmt: skip
+
+
+def bands_of(op, rows):
+    return op.call((rows, COLUMNS, rg.span(0, 5)), ()).attrs["bands"]
+
+
+def test_what_two_bands_see_may_lie_apart_touch_or_overlap():
+    op = conv()
+    assert bands_of(op, ((0, 2), (9, 11))) == ((0, 3, 1, 0, 0), (3, 6, 0, 1, 9))
+    assert bands_of(op, ((0, 2), (4, 5))) == ((0, 3, 1, 0, 0), (3, 6, 0, 0, 4))  # rows 0..3 and 3..6
+    assert bands_of(op, ((0, 2), (3, 5))) == ((0, 3, 1, 0, 0), (2, 6, 0, 0, 3))  # rows 0..3 and 2..6
+    assert bands_of(conv(size=1, pad=2), ((0, 1), (4, 6))) == ((0, 0, 2, 0, 0), (0, 2, 0, 0, 4))  # all beyond the map
+
+
+def test_rows_stay_together_and_columns_and_channels_do_not():
+    region = ((0, 2), (9, 11)), ((0, 1), (2, 3)), ((0, 2), (3, 5))
+    parts = conv().split(region)
+    assert parts == tuple((region[0], (x,), (c,)) for x, c in product(region[1], region[2]))
+
+
+def test_one_range_has_no_bands():
+    attrs = conv().call((rg.span(0, 2), COLUMNS, rg.span(0, 5)), ()).attrs
+    assert "bands" not in attrs
+    assert attrs["pad"] == (1, 0, 0, 0)
+
+
+@given(
+    size=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 3),
+    pad=st.integers(0, 3),
+    picked=st.sets(st.integers(0, 16), min_size=2),
+)
+def test_every_row_sees_under_its_window_what_it_sees_of_the_whole_map(size, stride, dilation, pad, picked):
+    op = conv(size, stride, dilation, pad)
+    rows = rg.to_set(r for r in picked if r < op.space[0])
+    if len(rows) < 2:
+        return
+    region = (rows, COLUMNS, rg.span(0, 5))
+    held = list(rg.indices(op.need(region)[0][0]))
+    for (first, stop, top, bottom, origin), (a, z) in zip(bands_of(op, rows), rows, strict=True):
+        assert origin == a
+        assert top + stop - first + bottom >= (z - a - 1) * stride + (size - 1) * dilation + 1
+        for row, place in product(range(a, z), range(size)):
+            on_map = row * stride + place * dilation - pad
+            here = first - top + (row - a) * stride + place * dilation
+            assert (held[here] if first <= here < stop else None) == (on_map if 0 <= on_map < ROWS else None)

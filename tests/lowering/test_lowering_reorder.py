@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sites import EVERY_FAMILY, FAMILIES, plan, request
+from programs_run import run_programs
+from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import Net, product_order, roles, span
 from hepti_mqtt.lowering.ops import ReorderedAttention
 from hepti_mqtt.lowering.regions import count
 from hepti_mqtt.lowering.rewrites import DEARER, multiplications, reordered
 from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.models.shapes import Text
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import apportion
-from hepti_mqtt.plan_programs import lowered, programs, resident_weights
+from hepti_mqtt.plan_programs import lowered, programs, programs_digest, resident_weights
 from hepti_mqtt.program import Compute
 from hepti_mqtt.strategies import STRATEGIES
 
 ENCODERS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"]}
+
+
 KERNELS_OF_KEYS = ("linear", "attention", "attention_reordered")
 
 
@@ -118,23 +125,6 @@ def is_reordered(spec, fixed, shape):
     return bool(over_x(lowered(spec, fixed, shape).whole))
 
 
-@pytest.mark.parametrize(
-    ("h", "heads", "devices", "m"), [(768, 12, 4, 209), (1024, 16, 4, 204), (1024, 16, 8, 477), (1024, 16, 2, 68)]
-)
-def test_the_border_is_where_the_page_says(h, heads, devices, m):
-    """docs/methods/voltage.md: where both multiply as much, of equal shares."""
-    border = (devices - 1) * h / (heads - 1)
-    assert round(border) in (m, m + 1)
-    for tokens, less in ((devices * int(m * 0.98 / devices), True), (devices * -(-m * 51 // 50 // devices), False)):
-        net = graph(replace(FAMILIES["bert-embedding"], hidden=h, heads=heads), request_of(tokens))
-        usual, other = multiplications(*pairs(net)[0], span(0, tokens // devices))
-        assert (other < usual) == less
-
-
-def request_of(tokens):
-    return request(FAMILIES["bert-embedding"], (tokens,))[0]
-
-
 def test_one_plan_has_both_orders_by_length_and_the_same_weights():
     spec = replace(
         FAMILIES["bert-embedding"], max_tokens=200, text=replace(FAMILIES["bert-embedding"].text, positions=200)
@@ -169,3 +159,34 @@ def test_only_voltage_rewrites_graphs_and_only_by_cost_is_searched():
     searched = STRATEGIES["voltage"].choices(4, graph(spec, largest_shape(spec)))
     assert list(searched) == [{"shares": "equal"}, {"shares": "uneven"}]
     assert {"equal/kept", "uneven/reordered"} <= set(STRATEGIES["voltage"].every())
+
+
+SPECS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"], "tiny-devit": spec_of_kind("tiny-devit")}
+
+
+SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0,) * 4, (1.0, 0.5, 2.0, 1.0, 1.0))
+
+
+def kernels(parts):
+    return {op.kernel for p in parts.values() for op in p.ops if isinstance(op, Compute)}
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_every_order_is_within_the_tolerance_of_the_reference_on_one_to_five_devices(family):
+    spec = SPECS[family]
+    held = tensors(spec)
+    for turn, weights in enumerate(SHARES):
+        want = ("task", "hidden")[turn % 2]
+        lengths = ((13,), (5, 7, 3))[turn // 2 % 2] if isinstance(spec.reads, Text) else (1,)
+        shape, inputs = request(spec, lengths, want)
+        wanted = models.reference(spec, held, inputs, shape)[want == "task"]
+        digests = set()
+        for order in ({}, {"order": "kept"}, {"order": "reordered"}):
+            fixed = plan(spec, ("voltage", {"shares": "uneven", **order}), weights)
+            parts = programs(spec, fixed, shape)
+            got = run_programs(parts, held, inputs)
+            np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=1e-5)
+            if order:
+                assert ("attention_reordered" in kernels(parts)) == (order["order"] == "reordered")
+                digests.add(programs_digest(spec, fixed))
+        assert len(digests) == 2, "planner and devices know them apart"

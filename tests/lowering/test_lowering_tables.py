@@ -1,24 +1,39 @@
-"""Any table gives the single-device result, or an error that says what is wrong with it."""
+"""Any table gives the single-device result, or an error that names the tensor; equal layers are worked out once."""
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from programs_run import run_programs
-from sites import FAMILIES, METHODS, TOLERANCE, plan, request, tensors
+from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
-from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Piece, Rule, Table, box, on, roles, span, split
-from hepti_mqtt.lowering.graph import Graph
-from hepti_mqtt.lowering.layouts import pieces_of
-from hepti_mqtt.lowering.ops import Attention, LayerNorm, Linear, Moments, Op, Whole
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.lowering import (
+    PLANNER_PLACE,
+    Lowered,
+    Net,
+    Rule,
+    SkippedError,
+    Table,
+    on,
+    roles,
+    span,
+    split,
+)
+from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, Whole
 from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan import apportion
-from hepti_mqtt.plan_programs import frame
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan import Plan, apportion
+from hepti_mqtt.plan_programs import frame, make_plan
 from hepti_mqtt.plan_programs import lowered as lowered_of
+from hepti_mqtt.plan_programs import program as program_of
 from hepti_mqtt.program import check
 from hepti_mqtt.strategies import STRATEGIES, Division
 
@@ -91,74 +106,127 @@ def lowered(lines: dict[str, Rule], devices: int = 2) -> Lowered:
     return Lowered(graph, Table(lines).over(Table(where_present=FRAME)), [f"d{i}" for i in range(devices)])
 
 
-def test_a_region_that_nobody_holds_is_named():
-    with pytest.raises(ValueError, match=r"2\.x: no device holds \[4:8, 0:32\], which d0 needs"):
-        lowered({roles.AFTER_MLP: split([span(0, 4), ()], 0)})
+DEEP = {name: replace(s, layers=11) for name, s in EVERY_FAMILY.items() if type(s) is ModelSpec}
 
 
-def test_partial_sums_that_overlap_are_refused():
-    rule = split([span(0, 24), span(16, 48)], 2)
-    with pytest.raises(ValueError, match=r"2\.down: partial results that .* needs of .* overlap"):
-        lowered({roles.MLP_DOWN: rule})
+OF_ALL_LAYERS = {"pipeline"}  # its table looks at the layer
 
 
-def test_a_dimension_that_a_tensor_does_not_have_is_named():
-    with pytest.raises(ValueError, match=r"0\.x has no dimension 2: its space is \[0:8, 0:32\]"):
-        lowered({roles.AFTER_MLP: split([span(0, 16), span(16, 32)], 2)})
+def methods(spec):
+    whole = models.graph(spec, models.largest_shape(spec))
+    able = (m for m in STRATEGIES.values() if m.unsupported(whole) is None and m.groups is None)
+    return [(m.name, dict(o)) for m in able for o in m.choices(3)]
 
 
-def test_a_region_beyond_the_tensor_is_named():
-    with pytest.raises(ValueError, match=r"0\.x: d1 is to hold \[4:9, 0:32\], its space is"):
-        lowered({roles.AFTER_MLP: split([span(0, 4), span(4, 9)], 0)})
+@pytest.mark.parametrize("family", DEEP)
+def test_the_same_programs_as_from_the_whole_graph(family):
+    """Built without most equal layers, with weights by tiles; each family under every third method."""
+    spec = DEEP[family]
+    shape, _ = request(spec, (7, 5))
+    skipped = models.graph(spec, shape, skip=True)
+    assert skipped.skipped.blocks == 3
+    assert len(skipped.ops) + skipped.skipped.ops == len(models.graph(spec, shape).ops)
+    for method in methods(spec)[list(DEEP).index(family) % 3 :: 3]:
+        fixed = plan(spec, method, (1.0,) if method[0] == "single" else (3.0, 2.0, 1.0))
+        division = Division(models.graph(spec, shape), fixed)
+        if (rewrite := STRATEGIES[method[0]].rewrite) is not None:
+            division = division._replace(graph=rewrite(division)(division.graph))
+        table = STRATEGIES[method[0]].table(division).over(frame(division))
+        whole, made = Lowered(division.graph, table, fixed.devices), lowered_of(spec, fixed, shape)
+        assert (made.whole is not whole.whole) == (method[0] not in OF_ALL_LAYERS)
+        for device in fixed.devices:
+            assert made.program(device) == whole.program(device), method
+            assert made.refs(device) == whole.refs(device)
+            assert set(made.refs(device)) == set(made.program(device).weights())
+            assert made.sources(device) == frozenset(whole.program(device).sources())
+        assert made.repeated == whole.repeated
 
 
-def test_a_device_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match=r"0\.x: device 5 is none of the 2"):
-        lowered({roles.AFTER_MLP: on(5)})
+def doubling(net, layers, inner):
+    """Add layers that each double their input, one of them of another kind."""
+    x = net.input("x", (4, 8), "i32")
+    for layer in net.layers(layers):
+        net.block()
+        y = net.activation(f"{layer}.a", x, roles.MLP_HIDDEN, "relu" if layer == inner else "gelu")
+        x = net.add(f"{layer}.x", x, y, roles.AFTER_MLP)
+    net.block()
+    net.rows("out", x, roles.TASK)
+    return net.graph()
 
 
-def test_a_share_inside_a_head_is_refused():
-    with pytest.raises(ValueError, match=r"0\.attention: d0 is to hold .*cut in units of 8 only"):
-        lowered({roles.ATTENTION: split([span(0, 12), span(12, 32)], 1)})
+@pytest.mark.parametrize("layers", range(1, 12))
+def test_few_layers_are_all_there(layers):
+    short, whole = doubling(Net(skip=True), layers, None), doubling(Net(), layers, None)
+    assert bool(short.skipped.blocks) == (layers > 8)
+    kept = {op.name: op.index for op in short.ops}
+    assert kept == {op.name: op.index for op in whole.ops if op.name in kept}
+    assert short.like(whole) == (layers > 8)
 
 
-def test_a_role_that_no_tensor_has_is_an_error():
-    with pytest.raises(ValueError, match="no tensor has the role 'before_mlp'"):
-        lowered({roles.BEFORE_MLP: on(0)})
+def test_a_layer_of_its_own_kind_among_those_left_out_needs_the_whole_graph():
+    short, whole = doubling(Net(skip=True), 12, 6), doubling(Net(), 12, 6)
+    assert "6.a" not in short.by_name
+    assert not short.like(whole)
 
 
-def test_empty_pieces_are_none():
-    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
-    x = graph.first(roles.AFTER_MLP)
-    assert pieces_of(x, split([span(0, 8), ()], 0)(x), ("d0", "d1")) == (Piece(0, box(x, {})),)
-    assert isinstance(graph.first(roles.ATTENTION), Attention)
+def test_layers_that_are_not_worked_out_alike_need_the_whole_graph():
+    spec = DEEP["bert-embedding"]
+    shape, _ = request(spec, (9,))
+    short, whole = models.graph(spec, shape, skip=True), models.graph(spec, models.largest_shape(spec))
+    fixed = plan(spec, ("pipeline", {}), (1.0, 1.0))
+    division = Division(short, fixed)
+    table = replace(STRATEGIES["pipeline"].table(division).over(frame(division)), uniform=True)
+    with pytest.raises(SkippedError):
+        Lowered(short, table, fixed.devices, whole)
 
 
-def fresh_programs(spec, fixed, shape):
-    """Return Programs that come from no cache."""
-    table = STRATEGIES[fixed.strategy].table(Division(models.graph(spec, shape), fixed)).over(frame_of(fixed))
-    made = Lowered(models.graph(spec, shape), table, fixed.devices)
-    return {device: made.program(device) for device in fixed.devices}
+SPEC = spec_of_kind("tiny-bert")
 
 
-def frame_of(fixed):
-    return frame(Division(models.graph(FAMILIES["bert-embedding"], PackedTokens((8,))), fixed))
+WAYS = (("row", {"variant": "kv"}), ("row", {"variant": "heads"}), ("megatron", {"reduce": "direct"}))
 
 
-@pytest.mark.parametrize("method", sorted({name for name, _ in METHODS if STRATEGIES[name].groups is None}))
-@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
-def test_equal_layers_worked_out_once_are_what_they_are_one_by_one(method, family, monkeypatch):
-    spec = replace(FAMILIES[family], layers=9)
-    shape, _ = request(spec, (4, 3))
-    devices = 1 if STRATEGIES[method].most_devices == 1 else 3
-    fixed = plan(spec, (method, STRATEGIES[method].options[0]), (1.0, 2.0, 1.0)[:devices])
-    quick = fresh_programs(spec, fixed, shape)
-    refs = {d: lowered_of(spec, fixed, shape).refs(d) for d in fixed.devices}
-    models.graph.cache_clear()  # what has been made knows its run
-    monkeypatch.setattr(Graph, "run", None)
-    assert models.graph(spec, shape).run is None
-    slow = fresh_programs(spec, fixed, shape)
-    for device in fixed.devices:
-        assert quick[device].ops == slow[device].ops
-        assert quick[device].slots == slow[device].slots
-        assert set(refs[device]) == set(slow[device].weights())
+PLANS = 60
+
+
+def lower_many(rng: random.Random) -> None:
+    """Make the Programs of one device under plans whose shares were never there before."""
+    for number in range(PLANS):
+        names = ("a", "b", "c")[: rng.choice((2, 3))]
+        name, options = rng.choice(WAYS)
+        weights = tuple(rng.uniform(0.5, 2) for _ in names)
+        plan = make_plan(SPEC, Plan("m", Epoch(1, number), name, names, names[0]), name, options, weights)
+        for length in (5, 17, 40):
+            program_of(SPEC, plan, PackedTokens((length,)), "a")
+
+
+def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
+    rng = random.Random(1)
+    tracemalloc.start()
+    try:
+        held = []
+        for _ in range(3):
+            lower_many(rng)
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0] / 2**20)
+    finally:
+        tracemalloc.stop()
+    assert held[2] - held[0] < 0.7, held
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ({roles.AFTER_MLP: split([span(0, 4), ()], 0)}, r"2\.x.*d0"),
+        ({roles.MLP_DOWN: split([span(0, 24), span(16, 48)], 2)}, r"2\.down"),
+        ({roles.AFTER_MLP: split([span(0, 16), span(16, 32)], 2)}, r"0\.x.*2"),
+        ({roles.AFTER_MLP: split([span(0, 4), span(4, 9)], 0)}, r"0\.x.*d1"),
+        ({roles.AFTER_MLP: on(5)}, r"0\.x.*5"),
+        ({roles.ATTENTION: split([span(0, 12), span(12, 32)], 1)}, r"0\.attention.*d0"),
+        ({roles.BEFORE_MLP: on(0)}, "before_mlp"),
+    ],
+    ids=["nobody", "overlap", "dimension", "beyond", "device", "inside a head", "role"],
+)
+def test_a_table_that_is_wrong_is_refused_with_tensor_and_device(lines, named):
+    with pytest.raises(ValueError, match=named):
+        lowered(lines)

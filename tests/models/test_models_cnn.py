@@ -11,12 +11,29 @@ from small_cnns import cnn, conv, dense, pool
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.checkpoint.safetensors_file import open_weights
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
 from hepti_mqtt.models.shapes import Images
 from hepti_mqtt.plan_programs import programs
+
+NORM = dict.fromkeys(("weight", "bias", "mean", "variance"), "n")
+
+
+WRONG_FIELDS = {
+    "kernel": (3, [3, 3, 3]),
+    "stride": ([0, 0],),
+    "dilation": ([1, True],),
+    "pad": (1, [1, 1, 1, -1]),
+    "groups": (0,),
+    "channels": ("4",),
+    "inputs": ("image", [["image"]]),
+    "name": ({},),
+    "weight": (1,),
+    "norm": ("bn1", {**NORM, "eps": "small"}),
+}
+
 
 PRE = "preprocessor_config.json"
 
@@ -101,74 +118,19 @@ def test_without_a_size_of_its_own_the_preprocessor_says_how_large_pictures_are(
     assert spec_of("tiny-hf-resnet", {"size": {"shortest_edge": 384}, "crop_pct": 1.0}).shortest == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "pre", "changes", "says"),
-    [
-        ("tiny-resnet", {"size": 70}, {}, "pictures become 70 x 70, and the model reads 61 x 61"),
-        ("tiny-resnet", {"do_resize": False}, {}, "do_resize false is not supported"),
-        ("tiny-resnet", {"size": {"height": 61, "width": 50}}, {}, "'size' must be an integer >= 1, or equal height"),
-        (
-            "tiny-resnet",
-            {"size": {"shortest_edge": 50}, "do_center_crop": True, "crop_size": 61},
-            {},
-            "crop_size 61 is larger than size",
-        ),
-        ("tiny-resnet", None, {"depths": [1, 2]}, "'depths' must be 4 integers >= 1"),
-        ("tiny-vgg", {}, {"image_size": 96}, "reads maps of 2 x 2 .* give 3 x 3; use image_size 64"),
-        ("tiny-vgg", {}, {"image_size": 16}, "pictures of 16 x 16 are too small for vgg11: its window"),
-        ("tiny-convnet", None, {"nodes": [{"op": "erf"}]}, "node 0 of `nodes` is none that is known"),
-        ("tiny-convnet", None, {"num_labels": 3, "id2label": None}, r"the last node gives \[1, 5\], and there are 3"),
-        ("tiny-hf-resnet", None, {"layer_type": "dense"}, "layer_type 'dense' is not supported"),
-        ("tiny-hf-resnet", None, {"depths": [1]}, "'depths' must be 3 integers"),
-        (
-            "tiny-hf-mobilenet",
-            None,
-            {"hidden_act": "swish"},
-            "hidden_act 'swish' is not supported; supported: 'relu', 'relu6'",
-        ),
-    ],
-)
-def test_wrong_configs_are_named(kind, pre, changes, says):
-    with pytest.raises(ModelError, match=says):
-        spec_of(kind, pre, **changes)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"kernel": 3}, "'kernel' must be two integers >= 1, got 3"),
-        ({"kernel": [3, 3, 3]}, "'kernel' must be two integers >= 1"),
-        ({"stride": [0, 0]}, r"'stride' must be two integers >= 1, got \(0, 0\)"),
-        ({"dilation": [1, True]}, "'dilation' must be two integers >= 1"),
-        ({"pad": 1}, "'pad' must be four integers >= 0, got 1"),
-        ({"pad": [1, 1, 1, -1]}, "'pad' must be four integers >= 0"),
-        ({"groups": 0}, "'groups' must be an integer >= 1, got 0"),
-        ({"channels": "4"}, "'channels' must be an integer >= 1, got '4'"),
-        ({"inputs": "image"}, "'inputs' must be a list of names, got 'image'"),
-        ({"inputs": [["image"]]}, "'inputs' must be a list of names"),
-        ({"name": {}}, "'name' must be a string"),
-        ({"weight": 1}, "'weight' must be a string"),
-        ({"norm": "bn1"}, "'norm' must be a batch norm's names and eps"),
-        ({"norm": {**dict.fromkeys(("weight", "bias", "mean", "variance"), "n"), "eps": "small"}}, "'norm' must be"),
-    ],
-)
-def test_a_wrong_field_of_a_listed_node_is_named(wrong, says):
+@pytest.mark.parametrize("key", WRONG_FIELDS)
+def test_a_wrong_field_of_a_listed_node_is_named(key):
     first, *others = KINDS["tiny-convnet"].config["nodes"]
-    with pytest.raises(ModelError, match=rf"node .* \(conv\) cannot be computed: {says}"):
-        spec_of("tiny-convnet", nodes=[{**first, **wrong}, *others])
+    for value in WRONG_FIELDS[key]:
+        with pytest.raises(ModelError) as caught:
+            spec_of("tiny-convnet", nodes=[{**first, key: value}, *others])
+        assert f"'{key}'" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["n0", "image", "pixels", "rows", "answer"])
 def test_a_name_that_is_taken_is_told(name):
-    with pytest.raises(ModelError, match=rf"node '{name}' \(conv\) cannot be computed: its name is taken"):
+    with pytest.raises(ModelError):
         cnn(6, conv(), conv(name=name), conv(inputs=[name]))
-
-
-def test_an_architecture_that_is_not_known_lists_those_that_are():
-    with pytest.raises(
-        UnsupportedModelError, match=r"'densenet121' is not supported; supported: .*resnet50.*mobilenet_v2"
-    ):
-        spec_of("tiny-resnet", architectures=["densenet121"])
 
 
 @pytest.mark.parametrize(("kind", "given"), [("tiny-resnet", "tiny-vgg"), ("tiny-vgg", "tiny-bert")])
@@ -176,7 +138,7 @@ def test_weights_of_another_architecture_are_told(kind, given, tmp_path):
     path = make_model(kind, tmp_path / "m")
     other = make_model(given, tmp_path / "other")
     (other / "model.safetensors").rename(path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks .* and \d+ more; (config.json and the weights|the weights are those)"):
+    with pytest.raises(ModelError):
         Checkpoint.open(path)
 
 
@@ -203,3 +165,25 @@ def test_what_is_added_to_itself_is_there_twice(product, before):
     held, (shape, inputs) = tensors(spec), request(spec, (1,))
     got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
     np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre", "changes"),
+    [
+        *(
+            ("tiny-resnet", pre, {})
+            for pre in ({"size": 70}, {"do_resize": False}, {"size": {"height": 61, "width": 50}})
+        ),
+        ("tiny-resnet", {"size": {"shortest_edge": 50}, "do_center_crop": True, "crop_size": 61}, {}),
+        ("tiny-resnet", None, {"depths": [1, 2]}),
+        ("tiny-resnet", None, {"architectures": ["densenet121"]}),
+        *(("tiny-vgg", {}, {"image_size": size}) for size in (96, 16)),
+        ("tiny-convnet", None, {"nodes": [{"op": "erf"}]}),
+        ("tiny-convnet", None, {"num_labels": 3, "id2label": None}),
+        *(("tiny-hf-resnet", None, changes) for changes in ({"layer_type": "dense"}, {"depths": [1]})),
+        ("tiny-hf-mobilenet", None, {"hidden_act": "swish"}),
+    ],
+)
+def test_wrong_configs_are_refused(kind, pre, changes):
+    with pytest.raises(ModelError):
+        spec_of(kind, pre, **changes)

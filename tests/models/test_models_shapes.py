@@ -1,73 +1,23 @@
-"""Request shapes belong to the families: plain forms are their inverses, and nobody else reads their fields."""
+"""Request shapes belong to the families: plain forms are their inverses, and a new family brings its own."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import numpy as np
 import pytest
-from sites import EVERY_FAMILY
+import readings
+from readings import ReadingsSpec, Series
+from sites import EVERY_FAMILY, TOLERANCE, everyone, tensors
+from swarm import Swarm, plan_of
 
-import hepti_mqtt
 from hepti_mqtt import models
 from hepti_mqtt.errors import PlanError
+from hepti_mqtt.models import families
 from hepti_mqtt.models.shapes import Images, PackedTokens
+from hepti_mqtt.planner import decide
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, micro_batches
 from hepti_mqtt.runtime.worker.residents import shape_of
+from hepti_mqtt.service.requests import Prepared, cut
 from hepti_mqtt.spec import PlainShape
-
-PACKAGE = Path(hepti_mqtt.__file__).parent
-# Names that no other object has: read of anything they are a shape's.
-ONLY_OF_SHAPES = {"mask_rows"}
-# Names that other objects have too: a shape's where the object is called so.
-OF_SHAPES = {"lengths", "starts", "tokens", "cache"}
-CLASSES = {"PackedTokens", "PackedShape", "Images"}
-
-
-def _called(node: ast.expr) -> str:
-    """Return the name by which an expression is known: of a variable, an attribute or what is called."""
-    if isinstance(node, ast.Call):
-        return _called(node.func)
-    if isinstance(node, ast.Subscript):
-        return _called(node.value)
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def readings(source: str) -> list[str]:
-    """Return what a module reads of a family's shape: fields, and the classes themselves."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "hepti_mqtt.models.shapes":
-            found += [alias.name for alias in node.names]
-        if isinstance(node, ast.Attribute):
-            of_shape = "shape" in _called(node.value) or _called(node.value) in ("asking", "step", "joined")
-            if node.attr in CLASSES | ONLY_OF_SHAPES or (node.attr in OF_SHAPES and of_shape):
-                found.append(ast.unparse(node))
-    return found
-
-
-def test_no_module_outside_the_families_reads_what_only_a_family_knows() -> None:
-    others = [p for p in PACKAGE.rglob("*.py") if PACKAGE / "models" not in p.parents]
-    assert len(others) > 100
-    found = {str(p.relative_to(PACKAGE)): readings(p.read_text(encoding="utf-8")) for p in others}
-    assert {name: read for name, read in found.items() if read} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "run.shape.tokens",
-        "len(shape.lengths)",
-        "largest_shape(spec).tokens",
-        "part.mask_rows",
-        "shapes[0].starts",
-        "shape.asking('task').cache",
-        "from hepti_mqtt.models.shapes import PackedTokens",
-    ],
-)
-def test_such_a_reading_is_found(source: str) -> None:
-    assert readings(source)
-    assert readings("item.tokens + forecast.tokens + self.starts[0] + shape.size") == []
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
@@ -111,5 +61,64 @@ def test_a_session_is_not_divided_and_images_have_none() -> None:
     ],
 )
 def test_a_forged_shape_of_another_family_is_refused(name: str, plain: PlainShape) -> None:
-    with pytest.raises(PlanError, match="shape"):
+    with pytest.raises(PlanError):
         shape_of(EVERY_FAMILY[name], plain)
+
+
+SPEC = ReadingsSpec(layers=2)
+
+
+ASKED = (Series(((9, 4),)), Series(((3, 2), (5, 0))), Series(((6, 1),), "hidden"))
+
+
+@pytest.fixture(autouse=True)
+def _one_more_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, readings.FAMILY, readings)
+
+
+def inputs(shape: Series, seed: int = 0) -> np.ndarray:
+    return models.random_inputs(SPEC, shape, np.random.default_rng(seed))
+
+
+DECIDERS = {"searched": decide, "row": everyone(("row", {"variant": "kv"})), "column": everyone(("column", {}))}
+
+
+@pytest.mark.parametrize("decider", DECIDERS)
+def test_it_is_planned_divided_and_answered(decider: str) -> None:
+    held = tensors(SPEC)
+    hosts = dict.fromkeys(("d0", "d1"), (1e9, 1 << 30))
+    swarm = Swarm(SPEC, held, hosts, decider=DECIDERS[decider], batching=Batching())
+    swarm.run(30, until=lambda: plan_of(swarm) is not None)
+    assert plan_of(swarm) is not None, [note.text for note in swarm.notes]
+    assert len(plan_of(swarm).devices) == (1 if decider == "searched" else 2)
+    asked = [(i, shape) for i in range(4) for shape in ASKED]
+    for i, shape in asked:
+        swarm.submit((i, shape), shape, inputs(shape, i))
+    swarm.run(60, until=lambda: len(swarm.answers) + len(swarm.errors) == len(asked))
+    assert not swarm.errors
+    for i, shape in asked:
+        ((got, _),) = swarm.answers[i, shape]
+        expected = models.reference(SPEC, held, inputs(shape, i), shape)[1]
+        assert got.shape == SPEC.output_shape(shape)
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+    runs = [stats for ((_, told),) in swarm.answers.values() for stats in told]
+    assert max(stats.requests for stats in runs) > 1, "none was joined with another"
+    assert {type(stats.shape) for stats in runs} == {Series}
+
+
+def test_what_is_too_large_for_one_run_is_cut() -> None:
+    shape = Series(((9, 8), (7, 0), (8, 3)))
+    readings_of_all = inputs(shape)
+    whole = Prepared(shape, readings_of_all, several=True, top_k=1)
+    for chunks in (cut(whole, models.largest_shape(SPEC).size), micro_batches(cut(whole, 9))):
+        assert len(chunks) > 1
+        assert chunks[0].shape.joined([chunk.shape for chunk in chunks[1:]]) == shape
+        np.testing.assert_array_equal(np.concatenate([chunk.inputs for chunk in chunks]), readings_of_all)
+    parts = micro_batches([Chunk(Series(((64, 1), (70, 2))), np.zeros(134, np.int32))])
+    assert [part.shape for part in parts] == [Series(((64, 1),)), Series(((70, 2),))]
+
+
+@pytest.mark.parametrize("forged", [PlainShape((3,)), PlainShape((3, 3), marks=(1, 2)), PlainShape((21,), marks=(0,))])
+def test_a_shape_that_none_of_its_requests_has_is_refused(forged: PlainShape) -> None:
+    with pytest.raises(PlanError):
+        shape_of(SPEC, forged)

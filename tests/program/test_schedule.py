@@ -52,38 +52,10 @@ def test_an_exchange_fills_its_slot_once():
     assert machine.awaited(run, (0, 0, "planner")) == "duplicate"
 
 
-def test_a_slot_is_free_after_its_last_reader_and_a_run_over_after_its_last_op():
-    machine: RunMachine[ProgramRun] = RunMachine()
-    run = begun(machine, 1)
-    fill(machine, run, 0, 0, "planner")
-    fill(machine, run, 1, 0, "peer")
-    freed = []
-    while (found := machine.next()) is not None:
-        assert run.left
-        freed.append(machine.ran(*found))
-    assert freed == [(1,), (0,), (2, 3), (4,)]
-    assert not run.left
-    assert machine.drop(1) is run
-    assert machine.drop(1) is None
-
-
-def test_what_nobody_reads_is_free_at_once():
-    machine: RunMachine[ProgramRun] = RunMachine()
-    b = Builder("me")
-    x = b.recv((1,), "planner", 0)
-    b.compute_many("add", (x,), ((1,), (1,)))
-    b.recv((1,), "peer", 1)
-    run = ProgramRun(1, template(b.build()))
-    machine.admit(run)
-    assert not fill(machine, run, 1, 0, "peer")
-    assert fill(machine, run, 0, 0, "planner")
-    assert machine.ran(*machine.next()) == (1, 2, 0)
-
-
 def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
     machine: RunMachine[ProgramRun] = RunMachine()
     run = begun(machine, 1)
-    with pytest.raises(ValueError, match="runs already"):
+    with pytest.raises(ValueError):
         begun(machine, 1)
     fill(machine, run, 0, 0, "planner")
     machine.drop(1)

@@ -1,138 +1,774 @@
-"""A device's memory and subscriptions, as its session works them out from Programs."""
+"""A device's session: plans studied, loaded, in doubt and given up; Programs built ahead or late; early frames."""
 
 from __future__ import annotations
 
+import copy
+import random
+import tracemalloc
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
-from sites import FAMILIES, plan
+from hypothesis import given
+from hypothesis import strategies as st
+from sites import EVERY_FAMILY, FAMILIES, plan, tensors
 
-from hepti_mqtt.cost.memory import programs_bytes, weight_total
-from hepti_mqtt.errors import WireError
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.memory import PROGRAMS, programs_bytes, weight_total
+from hepti_mqtt.errors import PlanError, WireError
 from hepti_mqtt.ids import Epoch
-from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.protocol import messages
-from hepti_mqtt.runtime.worker.interface import Doubt, Load, MessageIn, PlannerLost, Subscribe
-from hepti_mqtt.runtime.worker.programs import study
-from hepti_mqtt.runtime.worker.session import WorkerSession
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import program, resident_weights
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol.frames import GRAIN, Frame
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import IllegalStepError, Machine, Publish
+from hepti_mqtt.runtime.worker import residents, runs
+from hepti_mqtt.runtime.worker.executor import bind, pack
+from hepti_mqtt.runtime.worker.interface import (
+    Build,
+    Built,
+    Command,
+    Complain,
+    Doubt,
+    FrameIn,
+    Load,
+    Loaded,
+    LoadFailed,
+    MessageIn,
+    PlannerLost,
+    Study,
+    Subscribe,
+    Subscribed,
+    Unload,
+    Unsubscribe,
+    WorkerEvent,
+)
+from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.residents import EPOCHS, MAX_DEVICES, check_prepare, resident_of, shape_of
+from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
+from hepti_mqtt.runtime.worker.session import ASKED, WorkerSession
+from hepti_mqtt.spec import PlainShape, Spec
 
 SPEC = FAMILIES["bert-embedding"]
+TENSORS = tensors(SPEC)
+GPT2 = spec_of_kind("tiny-gpt2")
+WORKERS = Workers(1)
+SINGLE, HALVES = plan(SPEC, ("single", {}), (1.0,)), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
+WORK = Topics("home").work("m", "d0")
+ONE, TWO, OTHER = ("m", Epoch(1, 1)), ("m", Epoch(1, 2)), ("n", Epoch(1, 3))
 
 
-def prepare(fixed, number=1, model="m", in_flight=1):
-    chosen = replace(fixed, epoch=Epoch(1, number), model=model)
-    return MessageIn(messages.Prepare(number, chosen.to_dict(), SPEC.to_dict(), bytes(32), in_flight))
+def prepare(key: tuple[str, Epoch] = ONE, fixed: Plan = SINGLE, **more: object) -> messages.Prepare:
+    chosen = replace(fixed, model=key[0], epoch=key[1])
+    shapes = tuple(shape.plain() for shape in more.pop("shapes", ()))
+    needed = more.pop("needed", len(shapes))
+    spec = more.pop("spec", SPEC)
+    return messages.Prepare(key[1].number, chosen.to_dict(), spec.to_dict(), bytes(32), 2, shapes, needed, **more)
 
 
-def session(memory=1 << 30, device="d0"):
-    return WorkerSession(device, "home", memory)
+WEIGHTS = pack(TENSORS, resident_of(prepare(), "d0", Topics("home")).refs)
 
 
-def tell(device, event):
-    """Return the commands that follow from an event, once its plan has been studied."""
-    (order,) = device.handle(event, 0.0)
+def shape(*lengths: int) -> PackedTokens:
+    return PackedTokens(lengths)
+
+
+class Device:
+    """A session whose plans are studied at once; Programs are built at once too, or when the test says so."""
+
+    def __init__(self, memory_bytes: int = 1 << 30, spec: Spec = SPEC, builds: bool = True) -> None:
+        self.session = WorkerSession("d0", "home", memory_bytes)
+        self.spec, self.builds = spec, builds
+        self.taken: set[tuple[str, str, str]] = set()
+        self.orders: list[Build] = []
+        self.sent: list[messages.Message | frames.Frame] = []
+        self.complaints: list[Complain] = []
+        self.now = 0.0
+        self.admission = 0
+
+    def __call__(self, event: WorkerEvent) -> list[Command]:
+        """Return what the session wants because of an event, but for studies and Programs."""
+        self.now += 1.0
+        out = self.follow(self.session.handle(event, self.now))
+        self.taken |= {(t.before, t.event, t.after) for t in self.session.epochs.story.last()}
+        return out
+
+    def follow(self, commands: Iterable[Command]) -> list[Command]:
+        self.session.check()
+        out: list[Command] = []
+        for command in commands:
+            if isinstance(command, Study):
+                out += self(study(command, "d0", self.session.topics))
+            elif isinstance(command, Build):
+                self.orders.append(command)
+            else:
+                out.append(command)
+            if isinstance(command, Publish):
+                self.sent.append(messages.decode_up(command.payload))
+            elif isinstance(command, Complain):
+                self.complaints.append(command)
+        while self.builds and self.orders:
+            out += self(build(self.orders.pop(0), "d0", WORKERS))
+        return out
+
+    def tell(self, message: messages.Message) -> list[Command]:
+        return self(MessageIn(message))
+
+    def loaded(self, key: tuple[str, Epoch]) -> list[Command]:
+        return self(Loaded(*key, WEIGHTS))
+
+    def build(self, *, most: int = 100) -> list[PackedTokens]:
+        """Carry out orders, and return their shapes."""
+        built = []
+        while self.orders and len(built) < most:
+            built.append(self.orders[0].shape)
+            self(build(self.orders.pop(0), "d0", WORKERS))
+        return built
+
+    def ask(self, wanted: PackedTokens, session: frames.Session | None = None, seed: int = 0, key=ONE) -> int:
+        """Let a request come, and return its number."""
+        self.admission += 1
+        inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
+        payload = frames.encode_work(*key, self.admission, wanted, inputs, session or frames.Session())
+        self.last = self(FrameIn(frames.decode(payload)))
+        return self.admission
+
+    def run(self) -> None:
+        """Run ops, until nothing is ready."""
+        while (step := self.session.next()) is not None:
+            self.follow(self.session.done(step, step.run(), 1e-6, self.now))
+
+    def said(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def done(self) -> list[int]:
+        return [frame.admission for frame in self.said(frames.Frame) if frame.kind == "done"]
+
+    def ready(self) -> bool:
+        return bool(self.said(messages.Ready))
+
+    def count(self, when: str) -> int:
+        return self.session.counters[f"programs_built_{when}"]
+
+    def reach(self, key: tuple[str, Epoch], state: str) -> None:
+        """Bring a new epoch into a state."""
+        self.tell(prepare(key))
+        if state in {"loading", "ready", "active"}:
+            self(Subscribed(*key))
+        if state in {"subscribing", "ready", "active"}:
+            self.loaded(key)
+        if state == "active":
+            self.tell(messages.Activate(1, *key))
+        if state == "doubted":
+            self(Doubt("test"))
+        assert self.state(key) == state
+
+    def state(self, key: tuple[str, Epoch]) -> str | None:
+        resident = self.session.epochs.get(*key)
+        return None if resident is None else resident.state
+
+
+def ups(out: list[Command]) -> list[messages.Message]:
+    return [messages.decode(c.payload) for c in out if isinstance(c, Publish)]
+
+
+def prepared(*shapes: PackedTokens, needed: int | None = None, spec: Spec = SPEC) -> Device:
+    """Return a device whose plan for it alone is loaded, and that builds Programs when it is told to."""
+    device = Device(spec=spec, builds=False)
+    chosen = plan(spec, ("single", {}), (1.0,))
+    count = len(shapes) if needed is None else needed
+    device.tell(prepare(ONE, chosen, shapes=shapes, needed=count, spec=spec))
+    device(Subscribed(*ONE))
+    device(Loaded(*ONE, pack(tensors(spec), resident_weights(spec, chosen, "d0"))))
+    return device
+
+
+# -- epochs in their table --------------------------------------------------------------------------------------------
+
+ENDS = {
+    "release": MessageIn(messages.Release(9, *ONE)),
+    "drain": MessageIn(messages.Drain(9)),
+    "failed": LoadFailed(*ONE, PlanError("no")),
+    "planner lost": PlannerLost(2),
+}
+HERE = [s for s in EPOCHS.states if s != "released"]
+ACTS = ("prepare", "reach", "reach", "reach", "loaded", "subscribed", "activate", "activate", "request", "doubt")
+ACTS += ("release", "failed", "drain", "planner lost", "memory")
+
+
+def walk(seed: int) -> set[tuple[str, str, str]]:
+    """Let anything come in any order, acknowledgements once per life of an epoch; return the steps that were taken."""
+    rng = random.Random(seed)
+    device, acknowledged = Device(), set()
+    for _ in range(rng.randrange(40)):
+        what, key = rng.choice(ACTS), rng.choice((ONE, TWO, OTHER))
+        if what in {"prepare", "reach", "memory"} and key not in device.session.epochs:
+            acknowledged.discard(key)
+            if what == "reach":
+                device.reach(key, state := rng.choice(HERE))
+                acknowledged |= {key} if state in {"loading", "ready", "active"} else set()
+            if what == "memory":
+                device.session.memory_bytes = max(device.session.epochs.needed_bytes(), 1)
+            device.tell(prepare(key))
+            device.session.memory_bytes = 1 << 30
+        elif what == "loaded":
+            device.loaded(key)
+        elif what == "subscribed" and key not in acknowledged:
+            acknowledged.add(key)
+            device(Subscribed(*key))
+        elif what == "request":
+            device.ask(shape(3), key=key)
+        elif what == "failed":
+            device(LoadFailed(*key, PlanError("no")))
+        elif what == "doubt":
+            device(Doubt("test"))
+            assert device.session.epochs.doubted() == sorted(device.session.epochs)
+        elif what in {"activate", "release", "drain"}:
+            kinds = {"activate": messages.Activate, "release": messages.Release}
+            device.tell(kinds[what](1, *key) if what in kinds else messages.Drain(9))
+        elif what == "planner lost" and rng.random() < 0.3:
+            device(PlannerLost(2))
+    return device.taken
+
+
+def test_no_order_of_events_leads_to_an_illegal_step_and_every_step_of_the_table_is_taken_by_some() -> None:
+    """An illegal step raises here (`Machine.strict`)."""
+    taken = set().union(*map(walk, range(200)))
+    steps = {(s, e, after) for s, by_event in EPOCHS.steps.items() for e, after in by_event.items()}
+    assert steps - taken == set()
+    assert taken - steps == {("-", "prepare", "asked")}
+
+
+@pytest.mark.parametrize("state", HERE)
+@pytest.mark.parametrize("event", ENDS)
+def test_an_epoch_that_ends_is_unloaded_whatever_its_state(state: str, event: str) -> None:
+    device = Device()
+    device.reach(ONE, state)
+    out = device(ENDS[event])
+    assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, device.session.memory_bytes)]
+    assert [c.works for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
+    assert len(device.session.epochs) == 0
+    assert ONE not in device.session.epochs
+
+
+def test_a_model_is_left_with_its_last_epoch() -> None:
+    device = Device()
+    device.reach(ONE, "ready")
+    device.reach(TWO, "ready")
+    assert not [c for c in device.tell(messages.Release(9, *ONE)) if isinstance(c, Unsubscribe)]
+    (left,) = (c for c in device.tell(messages.Release(9, *TWO)) if isinstance(c, Unsubscribe))
+    assert left.works == (WORK,)
+
+
+def test_what_runs_have_left_is_kept_for_the_next_one_and_goes_with_the_epoch() -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    device.ask(shape(3))
+    device.run()
+    assert device.session.runs.idle
+    held = device.session.runs._executor.held_bytes
+    assert held() > 0
+    device.tell(messages.Release(9, *ONE))
+    assert held() == 0
+
+
+@pytest.mark.parametrize("state", ["asked", "loading", "subscribing"])
+def test_no_request_runs_before_its_epoch_is_ready(state: str) -> None:
+    device = Device()
+    device.reach(ONE, state)
+    device.ask(shape(3))
+    assert device.last == []
+    device.tell(messages.Activate(1, *ONE))
+    assert device.session.counters["dead_epoch"] == 1
+    assert device.state(ONE) == state
+
+
+def test_a_load_that_was_given_up_and_ends_after_all_does_no_harm() -> None:
+    device = Device()
+    device.reach(ONE, "asked")
+    device.tell(messages.Release(9, *ONE))
+    device.reach(ONE, "asked")
+    for _ in range(2):
+        device.loaded(ONE)
+        assert device.state(ONE) == "subscribing"
+    assert [type(m) for m in ups(device(Subscribed(*ONE)))] == [messages.Ready]
+
+
+@pytest.mark.parametrize("why", ["memory", "outlived"])
+def test_an_epoch_in_doubt_goes_when_its_memory_is_needed_or_a_newer_one_is_activated_and_the_planner_hears_it(
+    why: str,
+) -> None:
+    device = Device()
+    device.reach(ONE, "active")
+    if why == "memory":
+        device.session.memory_bytes = device.session.epochs.needed_bytes()
+    device(Doubt("the control connection was lost"))
+    if why == "outlived":
+        device.reach(TWO, "ready")
+    assert device.state(ONE) == "doubted"
+    out = device.tell(prepare(OTHER) if why == "memory" else messages.Activate(2, *TWO))
+    assert [type(c) for c in out[:4]] == [Complain, Publish, Unload, Unsubscribe][: 3 if why == "outlived" else 4]
+    assert [(m.model, m.epoch, m.code) for m in ups(out)][:1] == [(*ONE, "forgotten")]
+    assert [(c.model, c.epoch) for c in out if isinstance(c, Load)] == ([OTHER] if why == "memory" else [])
+    assert list(device.session.epochs) == [OTHER if why == "memory" else TWO]
+    assert not ups(device.tell(messages.Release(9, *TWO))), "not of one that it was told to give up"
+
+
+@pytest.mark.parametrize("proof", ["request", "activate"])
+def test_what_the_planner_goes_on_with_is_in_doubt_no_more(proof: str) -> None:
+    device = Device()
+    device.reach(ONE, "ready")
+    device.session.memory_bytes = device.session.epochs.needed_bytes()
+    device(Doubt("the control connection was lost"))
+    device.ask(shape(3)) if proof == "request" else device.tell(messages.Activate(1, *ONE))
+    (failed,) = ups(device.tell(prepare(OTHER)))
+    assert failed.code == "memory"
+    assert list(device.session.epochs) == [ONE]
+
+
+def test_a_plan_that_was_refused_for_want_of_memory_fits_once_what_was_loading_is_released() -> None:
+    device = Device()
+    device.reach(ONE, "loading")
+    device.session.memory_bytes = device.session.epochs.needed_bytes()
+    (failed,) = ups(device.tell(prepare(OTHER)))
+    assert isinstance(failed, messages.Failed)
+    assert failed.code == "memory"
+    device.tell(messages.Release(2, *ONE))
+    again = device.tell(prepare(OTHER))
+    assert [(c.model, c.epoch) for c in again if isinstance(c, Load)] == [OTHER]
+    assert device.loaded(ONE) == [], "what was under way for the other one changes nothing"
+    device.loaded(OTHER)
+    (ready,) = ups(device(Subscribed(*OTHER)))
+    assert isinstance(ready, messages.Ready)
+    assert ready.epoch == OTHER[1]
+
+
+def test_an_epoch_in_doubt_still_gets_ready() -> None:
+    device = Device()
+    device.reach(ONE, "doubted")
+    assert [type(m) for m in ups(device.loaded(ONE))] == [messages.Progress], "it gets further"
+    (ready,) = ups(device(Subscribed(*ONE)))
+    assert isinstance(ready, messages.Ready)
+    assert device.state(ONE) == "doubted"
+
+
+def test_an_illegal_step_fails_a_test_and_in_service_its_epoch_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    device.reach(ONE, "ready")
+    with pytest.raises(IllegalStepError):
+        device(Subscribed(*ONE))
+    monkeypatch.setattr(Machine, "strict", False)
+    device = Device()
+    device.reach(ONE, "ready")
+    device.ask(shape(3))
+    out = device(Subscribed(*ONE))
+    assert [type(c) for c in out] == [Unload, Unsubscribe, Complain], "it does not say that it is ready"
+    assert device.session.counters["illegal_step"] == 1
+    assert len(device.session.epochs) == 0
+    assert device.session.next() is None, "its requests went with it"
+    device.reach(ONE, "ready")  # the planner asks again
+
+
+# -- plans that are studied -------------------------------------------------------------------------------------------
+
+
+def asked(message: messages.Prepare, memory: int = 1 << 30) -> tuple[WorkerSession, Study]:
+    """Return a session that was asked to prepare a plan, and what is to be studied."""
+    device = WorkerSession("d0", "home", memory)
+    (order,) = device.handle(MessageIn(message), 0.0)
+    return device, order
+
+
+def studied(device: WorkerSession, order: Study) -> list[Command]:
     return device.handle(study(order, device.device, device.topics), 0.0)
 
 
-def refusal(out):
-    return messages.decode(out[-1].payload)
+def answer(message: messages.Prepare, memory: int = 1 << 30) -> list[Command]:
+    return studied(*asked(message, memory))
 
 
-def test_subscribes_to_the_peers_that_its_programs_hear_and_no_others():
+def of(kind: type, out: list[Command]) -> Any:
+    return next(command for command in out if isinstance(command, kind))
+
+
+def test_subscribes_to_the_peers_that_its_programs_hear_and_no_others() -> None:
     four = plan(SPEC, ("row", {"variant": "kv"}), (1.0, 0.0, 1.0, 1.0))
-    out = tell(session(), prepare(four))
-    filters = next(c for c in out if isinstance(c, Subscribe)).filters
+    filters = of(Subscribe, answer(prepare(fixed=four))).filters
     assert {f.split("/")[-2] for f in filters} == {"d2", "d3"}
     assert {f.split("/")[-1] for f in filters} == {"d0", "all"}
-    alone = tell(session(), prepare(plan(SPEC, ("single", {}), (1.0,))))
-    assert next(c for c in alone if isinstance(c, Subscribe)).filters == ()
+    assert of(Subscribe, answer(prepare())).filters == ()
 
 
-def test_a_plan_that_is_another_one_when_it_is_asked_for_again_is_studied_as_it_was_asked_for_last():
-    device = session()
-    forged, right = plan(SPEC, ("single", {}), (1.0,)), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
-    (order,) = device.handle(prepare(forged), 0.0)
-    device.handle(prepare(right), 0.0)
-    (again,) = device.handle(study(order, "d0", device.topics), 0.0)
-    load = next(c for c in device.handle(study(again, "d0", device.topics), 0.0) if isinstance(c, Load))
-    assert load.refs == resident_weights(SPEC, right, "d0")
+def test_asks_for_exactly_the_weights_of_the_plan_that_was_asked_for_last() -> None:
+    device, order = asked(prepare())
+    right = plan(SPEC, ("block", {}), (1.0, 3.0))
+    device.handle(MessageIn(prepare(fixed=right)), 0.0)
+    (again,) = studied(device, order)
+    assert of(Load, studied(device, again)).refs == resident_weights(SPEC, right, "d0")
 
 
-def test_asks_for_exactly_the_weights_of_its_programs():
-    halves = plan(SPEC, ("block", {}), (1.0, 3.0))
-    load = next(c for c in tell(session(), prepare(halves)) if isinstance(c, Load))
-    assert load.refs == resident_weights(SPEC, halves, "d0")
-
-
-def test_two_epochs_of_one_model_share_weights_two_models_do_not():
-    whole = plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
-    weights = weight_total(resident_weights(SPEC, whole, "d0"))
-    beside = 2 * programs_bytes(SPEC, whole, "d0")
-    roomy = session()
-    tell(roomy, prepare(whole))
-    tight = int(1.9 * weights) + beside
-    roomy.memory_bytes = tight
-    same = tell(roomy, prepare(whole, 2))
-    assert any(isinstance(c, Load) for c in same)
-    other = refusal(tell(roomy, prepare(whole, 3, model="other")))
-    assert isinstance(other, messages.Failed)
+def test_two_epochs_of_one_model_share_weights_two_models_do_not() -> None:
+    weights = weight_total(resident_weights(SPEC, HALVES, "d0"))
+    beside = 2 * programs_bytes(SPEC, HALVES, "d0")
+    device = Device()
+    device.tell(prepare(ONE, HALVES))
+    device.session.memory_bytes = tight = int(1.9 * weights) + beside
+    assert any(isinstance(c, Load) for c in device.tell(prepare(TWO, HALVES)))
+    device.tell(prepare(OTHER, HALVES))
+    (other,) = device.said(messages.Failed)
     assert other.code == "memory"
     assert other.missing_bytes > 2 * weights + beside - tight - 1
 
 
-def test_refuses_what_does_not_fit_with_the_missing_bytes():
-    out = tell(session(memory=1000), prepare(plan(SPEC, ("single", {}), (1.0,))))
-    failed = refusal(out)
+def test_refuses_what_does_not_fit_with_the_missing_bytes() -> None:
+    (failed,) = ups(answer(prepare(), memory=1000))
+    assert failed.code == "memory"
     assert failed.missing_bytes > 0
-    assert "d0 needs" in failed.text
-    assert "budget is 0.0 MiB" in failed.text
 
 
-def test_a_plan_that_cannot_be_read_is_said_to_be_so():
-    with pytest.raises(WireError, match="update agent or planner"):
-        session().handle(MessageIn(messages.Prepare(1, {"epoch": [1, 1]}, SPEC.to_dict(), bytes(32), 1)), 0.0)
-
-
-TWO = plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
-
-
-def studied(device, order):
-    return device.handle(study(order, device.device, device.topics), 0.0)
-
-
-def test_a_plan_is_studied_once_however_often_it_is_asked_for():
-    device = session()
-    (order,) = device.handle(prepare(TWO), 0.0)
-    again = replace(prepare(TWO).message, txn=7)
-    (said,) = device.handle(MessageIn(again), 0.0)
-    assert messages.decode(said.payload) == messages.Progress(7, "m", Epoch(1, 1), 0, 0), "it is at it"
+def test_a_plan_is_studied_once_however_often_it_is_asked_for() -> None:
+    device, order = asked(prepare(fixed=HALVES))
+    (said,) = device.handle(MessageIn(replace(prepare(fixed=HALVES), txn=7)), 0.0)
+    assert messages.decode(said.payload) == messages.Progress(7, *ONE, 0, 0), "it is at it"
     assert [type(c) for c in studied(device, order)] == [Subscribe, Load]
     assert studied(device, order) == []
-    assert device.epochs.get("m", Epoch(1, 1)).txn == 7
+    assert device.epochs.get(*ONE).txn == 7
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        MessageIn(messages.Release(2, "m", Epoch(1, 1))),
-        MessageIn(messages.Drain(2)),
-        PlannerLost(2),
-        Doubt("the connection was away"),
-    ],
-    ids=["release", "drain", "planner lost", "doubt"],
-)
-def test_a_plan_that_is_given_up_while_it_is_studied_does_not_come(event):
-    device = session()
-    (order,) = device.handle(prepare(TWO), 0.0)
+@pytest.mark.parametrize("event", [*(e for name, e in ENDS.items() if name != "failed"), Doubt("away")])
+def test_a_plan_that_is_given_up_while_it_is_studied_does_not_come(event: WorkerEvent) -> None:
+    device, order = asked(prepare(fixed=HALVES))
     assert device.handle(event, 0.0) == []
     assert studied(device, order) == []
     assert len(device.epochs) == 0
 
 
-def test_a_plan_that_fits_no_table_is_refused_with_the_reason():
-    device = session()
-    odd = MessageIn(messages.Prepare(1, {**TWO.to_dict(), "strategy": "magic"}, SPEC.to_dict(), bytes(32), 1))
-    (order,) = device.handle(odd, 0.0)
-    failed = refusal(studied(device, order))
+def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
+    with pytest.raises(WireError):
+        asked(messages.Prepare(1, {"epoch": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
+    odd = prepare(fixed=HALVES)
+    (failed,) = ups(answer(replace(odd, plan={**odd.plan, "strategy": "magic"})))
     assert (failed.txn, failed.code) == (1, "no_plan")
-    assert "magic" in failed.text
+
+
+def changed(data, path, value):
+    data = copy.deepcopy(data)
+    *outer, last = path.split(".")
+    inner = data
+    for key in outer:
+        inner = inner[key]
+    assert last in inner
+    inner[last] = value
+    return data
+
+
+def found(made=None, spec=None, shapes=(), in_flight=1):
+    message = messages.Prepare(1, made or HALVES.to_dict(), spec or SPEC.to_dict(), bytes(32), in_flight, shapes)
+    return study(Study(messages.decode(messages.encode(message))), "d0", Topics("home")).found
+
+
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_plans_of_every_family_are_believed(name):
+    spec = EVERY_FAMILY[name]
+    check_prepare("d0", plan(spec, ("single", {}), (1.0,)), spec, [largest_shape(spec).plain()], 2)
+
+
+@pytest.fixture
+def nothing_built(monkeypatch):
+    for name in ("resident_weights", "most_live_bytes", "programs_bytes", "peers", "programs_digest"):
+        monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
+
+
+ABSURD_SPECS = {
+    "layers": (10_000, 2**53, -1), "hidden": (2**31,), "heads": (2**31,), "mlp": (2**53,), "max_tokens": (2**20, 41),
+    "text.vocab": (2**53,), "text.width": (-5,), "text.positions": (2**40,), "head.outputs": (2**31,),
+    "family": ("x" * 5000,), "head.labels": (["x"] * 100_000,),
+    "image.size": (1_000_000,), "image.channels": (2**53,),
+}  # fmt: skip
+ABSURD_PLANS = {
+    "devices": ([f"d{i}" for i in range(MAX_DEVICES + 1)], ["d0", "d0"], ["d1", "d2"], ["d0", "../#"]),
+    "head": ("d7",),
+    "strategy": ("none-such",),
+    "options": ({"variant": "none-such"},),
+    "wire": ("f64",),
+    "weights.rows": ([1e308, 1e308], [1.0] * 9, [-1.0, 2.0]),
+    "ranges": ({"parts": [[0, 2**31], [0, 2**31]]}, {"parts": [[0, 1]] * 5000}),
+    "predicted_s": ("soon",),
+    "reason": ("x" * 60_000,),
+}
+
+
+def each(table: dict[str, tuple]) -> list[tuple[str, object]]:
+    return [(path, value) for path, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("path", "value"), each(ABSURD_SPECS))
+def test_an_absurd_spec_is_refused_before_anything_is_built(nothing_built, path, value):
+    spec = FAMILIES["vit-classifier" if path.startswith("image") else "bert-embedding"]
+    made = plan(spec, ("row", {"variant": "kv"}), (1.0, 1.0)).to_dict()
+    assert isinstance(found(made, changed(spec.to_dict(), path, value)), PlanError | WireError)
+
+
+@pytest.mark.parametrize(("path", "value"), each(ABSURD_PLANS))
+def test_an_absurd_plan_is_refused_before_anything_is_built(nothing_built, path, value):
+    error = found(changed(HALVES.to_dict(), path, value))
+    assert isinstance(error, PlanError)
+    assert len(str(error)) < 300
+
+
+def test_weights_of_a_plan_may_be_speeds_that_balancing_has_doubled():
+    """Of tiny layers most time is no work: a device that is busy with nothing looks many times as fast as it is."""
+    assert not isinstance(found(changed(HALVES.to_dict(), "weights.rows", [2.6e10, 1.3e12])), Exception)
+
+
+def test_so_are_shapes_and_numbers_of_runs_that_no_plan_was_made_for(nothing_built):
+    assert isinstance(found(shapes=(PlainShape((2**20,)),)), PlanError)
+    assert isinstance(found(in_flight=2**40), PlanError)
+    with pytest.raises(PlanError):
+        shape_of(EVERY_FAMILY["tiny-gpt2"], PlainShape((1,), session_rows=2**20))
+
+
+def test_plans_wait_to_be_studied_in_a_bounded_number():
+    device = WorkerSession("d0", "home", 1 << 30)
+    for number in range(ASKED + 1):
+        made = replace(HALVES, epoch=Epoch(1, number + 1)).to_dict()
+        (out,) = device.handle(MessageIn(messages.Prepare(number, made, SPEC.to_dict(), bytes(32), 1)), 0.0)
+        assert isinstance(out, Study) is (number < ASKED)
+    assert isinstance(messages.decode(out.payload), messages.Failed)
+
+
+# -- Programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_was_foreseen_finds_its_program() -> None:
+    device = prepared(shape(3), shape(5, 2))
+    assert not device.ready()
+    assert device.build(most=1) == [shape(3)]
+    assert not device.ready(), "one of them is missing"
+    assert device.build() == [shape(5, 2)]
+    assert device.ready()
+    for wanted in (shape(5, 2), shape(3)):
+        admission = device.ask(wanted)
+        device.run()
+        assert admission in device.done()
+    assert not device.orders
+    assert (device.count("ahead"), device.count("late")) == (2, 0)
+
+
+def test_each_program_that_a_plan_waits_for_is_progress() -> None:
+    """To build several may take a slow device longer than the planner waits for a device that gets no further."""
+    device = prepared(*(shape(n) for n in (3, 4, 5)))
+    for more in (1, 1, 1, 0):
+        (told,) = device.sent
+        assert isinstance(told, messages.Progress) is bool(more)
+        assert device.ready() or told.done_bytes == told.total_bytes > 0, "0 of 0 would say that nothing moves"
+        device.sent.clear()
+        device.build(most=more)
+
+
+def test_nothing_is_built_before_the_weights_are_there() -> None:
+    device = prepared()
+    device.tell(prepare(TWO, shapes=(shape(3),)))
+    assert not device.orders
+
+
+def test_a_request_that_was_not_foreseen_holds_no_other_up() -> None:
+    device = prepared(shape(3))
+    device.build()
+    late, foreseen = device.ask(shape(4)), device.ask(shape(3))
+    device.run()
+    assert device.done() == [foreseen]
+    assert device.build() == [shape(4)]
+    device.run()
+    assert device.done() == [foreseen, late]
+    assert (device.count("ahead"), device.count("late")) == (1, 1)
+    device.ask(shape(4))
+    assert not device.orders, "it is kept"
+
+
+def test_what_need_not_be_there_at_once_is_built_while_no_request_runs() -> None:
+    device = prepared(shape(3), shape(4), shape(5), needed=1)
+    assert device.build(most=1) == [shape(3)]
+    assert device.ready()
+    assert [order.shape for order in device.orders] == [shape(4)]
+    device.ask(shape(3))
+    assert device.build() == [shape(4)], "a request runs now"
+    device.run()
+    assert device.build() == [shape(5)]
+
+
+def test_what_a_request_waits_for_is_built_first() -> None:
+    device = prepared(shape(3), shape(4), shape(5), needed=0)
+    device.ask(shape(7))
+    assert device.build() == [shape(3), shape(7)], "a request runs now"
+    device.run()
+    assert device.build() == [shape(4), shape(5)]
+
+
+def test_the_steps_of_a_session_are_foreseen() -> None:
+    prompt, step = PackedTokens((7,), cache=64), PackedTokens((1,), cache=64)
+    device = prepared(prompt, spec=GPT2)
+    device.build()
+    device.ask(prompt, frames.Session(1))
+    assert device.build() == [step], "while the prompt runs"
+    device.ask(prompt, frames.Session(2, final=True))
+    assert (device.count("ahead"), device.count("late")) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "release"])
+def test_a_request_that_ends_while_it_waits_is_forgotten(how: str) -> None:
+    device = prepared()
+    admission = device.ask(shape(4))
+    device.tell(messages.Cancel(*ONE, admission) if how == "cancel" else messages.Release(2, *ONE))
+    device.build()
+    device.run()
+    assert device.done() == []
+    assert device.session.runs.idle
+
+
+def test_a_request_that_comes_twice_while_it_waits_runs_once() -> None:
+    device = prepared()
+    admission = device.ask(shape(4))
+    device.admission -= 1
+    assert device.ask(shape(4)) == admission
+    assert device.session.counters["duplicate"] == 1
+    device.build()
+    device.run()
+    assert device.done() == [admission]
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_of_two_requests_that_claim_one_number_neither_is_answered(built: bool) -> None:
+    """One of them is forged, and it may have come first; the planner asks again under another number."""
+    device = prepared()
+    device.ask(shape(4), seed=0)
+    if built:
+        device.build()
+    device.admission -= 1
+    admission = device.ask(shape(4), seed=1)
+    (failed,) = device.said(messages.RequestFailed)
+    assert (failed.admission, failed.code) == (admission, "wire")
+    device.build()
+    device.run()
+    assert device.done() == []
+    assert device.session.counters["contradicted"] == 1
+    other = device.ask(shape(4))
+    device.run()
+    assert device.done() == [other]
+
+
+def test_what_was_built_for_an_epoch_that_is_gone_is_dropped() -> None:
+    device = prepared(shape(3), needed=0)
+    device.tell(messages.Release(2, *ONE))
+    (order,) = device.orders
+    device(build(order, "d0", WORKERS))
+    assert device.count("ahead") == 0
+
+
+def test_a_program_that_cannot_be_built_ends_what_waits_for_it_and_nothing_else() -> None:
+    device = prepared(shape(3), shape(4))
+    device(Built(device.orders.pop().number, ValueError("no")))
+    assert device.build() == [shape(4)]
+    assert device.ready(), "the plan serves other requests"
+    assert [c.kind for c in device.complaints] == ["programs_failed"]
+    waiting, other = device.ask(shape(3)), device.ask(shape(4))
+    device(Built(device.orders.pop().number, ValueError("no")))
+    (failed,) = device.said(messages.RequestFailed)
+    assert (failed.admission, failed.code) == (waiting, "device")
+    device.run()
+    assert device.done() == [other]
+
+
+def test_no_more_programs_are_kept_than_the_account_says() -> None:
+    device = prepared()
+    for length in range(1, PROGRAMS + 3):
+        device.ask(shape(length))
+        device.build()
+        device.run()
+    resident = device.session.epochs.get(*ONE)
+    assert resident is not None
+    assert list(resident.bound) == [shape(n) for n in range(3, PROGRAMS + 3)]
+
+
+@pytest.mark.parametrize("storage", ["f32", "w8a8"])
+@pytest.mark.parametrize("kind", ["tiny-minilm", "tiny-gpt2"])
+def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
+    spec = spec_of_kind(kind)
+    single = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
+    weights = pack(tensors(spec), resident_weights(spec, single, "d0"))
+    shapes = [replace(models.shape_for(spec, 30), lengths=(n,)) for n in range(3, 4 + PROGRAMS)]
+    made = [program(spec, single, each, "d0") for each in shapes]
+    bind(made[0], weights, WORKERS)  # what is shared is there
+    tracemalloc.start()
+    try:
+        kept = [bind(each, weights, WORKERS) for each in made[1:]]
+        nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == PROGRAMS
+    account = programs_bytes(spec, single, "d0")
+    assert 0.2 * account < nbytes < account
+
+
+# -- frames that come early -------------------------------------------------------------------------------------------
+
+
+def frame(admission: int, nbytes: int = 4, part: int = 0) -> Frame:
+    return Frame("tensor", "m", Epoch(1, 1), admission, 0, 1, "d1", part, "u8", (nbytes,), 0, (), bytes(nbytes))
+
+
+def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
+    kept = EarlyFrames()
+    for part, admission in enumerate((7, 8, 7)):
+        assert kept.keep(frame(admission, part=part), 0.0) == 0
+    assert [f.part for f in kept.take(7, 0.0)[0]] == [0, 2]
+    assert kept.take(7, 0.0) == ([], 0)
+    assert [f.part for f in kept.take(8, 0.0)[0]] == [1]
+    assert kept.nbytes == 0
+
+
+def test_what_has_waited_too_long_goes() -> None:
+    kept = EarlyFrames()
+    kept.keep(frame(1), 0.0)
+    kept.keep(frame(2), EARLY_S)
+    assert kept.keep(frame(3), EARLY_S + 1) == 1
+    assert [len(kept.take(n, EARLY_S + 1)[0]) for n in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_what_has_waited_too_long_is_not_delivered_even_if_nothing_came_after_it() -> None:
+    kept = EarlyFrames()
+    kept.keep(frame(1, part=0), 0.0)
+    kept.keep(frame(1, part=1), 5.0)
+    frames, stale = kept.take(1, EARLY_S + 1)
+    assert ([f.part for f in frames], stale) == ([1], 1)
+    kept.check()
+
+
+def test_empty_frames_are_bounded_by_the_buffers_that_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "EARLY_BYTES", 10 * GRAIN)
+    kept = EarlyFrames()
+    dropped = sum(kept.keep(frame(admission, 0), 0.0) for admission in range(100))
+    assert dropped == 90
+    assert kept.nbytes == 10 * GRAIN
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2 * GRAIN), st.booleans()), max_size=60))
+def test_bytes_are_bounded_and_every_frame_is_kept_or_counted(steps: list[tuple[int, int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "EARLY_BYTES", 5 * GRAIN)
+        kept, inside = EarlyFrames(), 0
+        for admission, nbytes, take in steps:
+            inside += 1 - kept.keep(frame(admission, nbytes), 0.0)
+            kept.check()
+            if take:
+                inside -= kept.drop(admission)
+        assert inside == sum(kept.drop(admission) for admission in range(1, 6))
+        kept.clear()
+        kept.check()

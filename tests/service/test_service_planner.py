@@ -1,17 +1,22 @@
-"""The planner's shell in this process, over a real broker, without devices."""
+"""The planner in this process: models and boot counter, what its inbox takes, its shell over a real broker."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from broker_kinds import needs_mosquitto
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
 from hepti_mqtt.ids import Epoch
 from hepti_mqtt.protocol import frames, messages
@@ -23,12 +28,157 @@ from hepti_mqtt.runtime.coordinator.interface import DeviceStatus, Tick, UpMessa
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
+from hepti_mqtt.service.decoder import TOLD, Asked, Decoder, Implausible, PlannerSeen, PlanSeen
 from hepti_mqtt.service.handler import Model
+from hepti_mqtt.service.setup import next_boot, open_models
 from hepti_mqtt.service.threads import Crew
 from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
 
-PATIENCE_S = 20.0
+
+def test_follows_the_clock_and_never_goes_back(tmp_path):
+    assert next_boot("s", 1000.7, tmp_path) == 1000
+    assert next_boot("s", 1000.9, tmp_path) == 1001
+    assert next_boot("s", 5.0, tmp_path) == 1002, "the clock was set back"
+    assert next_boot("s", 2000.0, tmp_path) == 2000
+    assert next_boot("t", 5, tmp_path) == 5, "sites count for themselves"
+
+
+def test_a_damaged_file_counts_as_none(tmp_path):
+    next_boot("s", 1000, tmp_path)
+    (tmp_path / "planner" / "s" / "boot").write_text("\x00garbage")
+    assert next_boot("s", 1500, tmp_path) == 1500
+
+
+def test_starts_at_the_same_moment_get_different_numbers(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        boots = list(pool.map(lambda _: next_boot("s", 1000, tmp_path), range(24)))
+    assert len(set(boots)) == 24
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "planner").write_text("in the way")
+    with pytest.raises(ConfigError):
+        next_boot("s", 1000, tmp_path)
+
+
 NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")
+
+
+@pytest.fixture
+def cnn(tmp_path, kept_hashes):
+    make_model("tiny-resnet", tmp_path / "cnn", seed=1)
+    return tmp_path / "cnn"
+
+
+def pinned(storage, **models):
+    return PlannerConfig(NOWHERE, "s", models, dict.fromkeys(models, Pins(storage=storage)))
+
+
+def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cnn):
+    with contextlib.ExitStack() as stack, pytest.raises(ConfigError):
+        open_models(pinned("w8a8", cnn=cnn), stack)
+
+
+def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, checkpoints, caplog):
+    with contextlib.ExitStack() as stack:
+        opened = open_models(pinned("w8a8", cnn=cnn, bert=checkpoints["bert"].path), stack)
+    assert {name: model.pins.storage for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "model cnn" in said
+
+
+HOME = Topics("home")
+
+
+CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
+
+
+BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+
+
+EVERY_TOPIC = [
+    HOME.status("a"),
+    HOME.caps("a"),
+    HOME.heartbeat("a"),
+    HOME.up("a"),
+    HOME.request("m", "c"),
+    HOME.planner_status(),
+    HOME.plan("m"),
+    HOME.work("m", "a"),
+    "hepti/v1/elsewhere/dev/a/up",
+]
+
+
+def test_every_kind_becomes_its_event():
+    ready = messages.Ready(1, "m", Epoch(1, 1), 5, bytes(8))
+    frame = frames.Frame("done", "m", Epoch(1, 1), 3, source="a", numbers=(1, 2, 3))
+    status = protocol_messages.Status("online", 1)
+    known = {
+        (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
+        (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
+        (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
+        (HOME.up("a"), messages.encode(ready)): interface.UpMessage("a", ready),
+        (HOME.request("m", "c"), b"{"): Asked("m", "c", b"{"),
+        (HOME.planner_status(), messages.encode_status(status)): PlannerSeen(status),
+        (HOME.plan("m"), b"x"): PlanSeen("m"),
+    }
+    decoder = Decoder("home")
+    for (topic, payload), event in known.items():
+        assert decoder.decode(topic, payload) == event
+    up = decoder.decode(HOME.up("a"), frames.encode(frame))
+    assert isinstance(up, interface.UpFrame)
+    assert up.frame.numbers == (1, 2, 3)
+    assert not decoder.counters
+
+
+def test_the_filters_cover_every_kind():
+    decoder = Decoder("home")
+    filters = [name for name, _ in decoder.filters() + decoder.requests()]
+    assert len(filters) == len(set(filters)) == 7
+
+
+def test_cleared_foreign_and_lying_messages_are_dropped():
+    decoder = Decoder("home")
+    assert decoder.decode(HOME.caps("b"), messages.encode_caps(CAPS)) is None, "caps under another device's name"
+    assert decoder.decode(HOME.status("a"), b"") is None
+    assert decoder.decode(HOME.work("m", "a"), b"x") is None
+    assert decoder.counters == {"malformed": 1, "foreign": 1}
+
+
+@given(st.sampled_from(EVERY_TOPIC), st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: frames.MAGIC + b))
+def test_no_bytes_raise(topic, payload):
+    Decoder("home").decode(topic, payload)
+
+
+def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
+    decoder = Decoder("home", lambda: 100)
+    beat = protocol_messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    said = {
+        ("status", HOME.status("a")): messages.encode_status(protocol_messages.Status("online", 101)),
+        ("caps", HOME.caps("a")): messages.encode_caps(replace(CAPS, boot=101)),
+        ("heartbeat", HOME.heartbeat("a")): messages.encode_heartbeat(beat),
+        ("planner_status", HOME.planner_status()): messages.encode_status(protocol_messages.Status("online", 101)),
+    }
+    for (kind, topic), payload in said.items():
+        assert decoder.decode(topic, payload) == Implausible(topic, kind, 101)
+    assert decoder.counters == {"implausible_boot": 4}
+    assert decoder.decode(HOME.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
+    assert decoder.counters["malformed"] == 1
+
+
+def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
+    decoder = Decoder("home")
+    for _ in range(3):
+        assert decoder.decode(HOME.caps("a"), b'{"device": "a", "boot": 1}') is None
+        assert decoder.decode(HOME.heartbeat("a"), b"x") is None
+    assert decoder.counters["malformed"] == 6
+    assert len(caplog.records) == 1
+    for number in range(2 * TOLD):
+        decoder.decode(HOME.caps(f"d{number}"), b"x")
+    assert len(caplog.records) == TOLD, "names cost nothing to invent"
+
+
+PATIENCE_S = 20.0
 
 
 class Listener:
@@ -114,34 +264,21 @@ def run(url, checkpoints, tmp_path):
 
 
 def test_a_bad_model_ends_it_before_anything_is_started(tmp_path):
-    with pytest.raises(ModelError, match="no directory"):
+    with pytest.raises(ModelError):
         run_planner(PlannerConfig(NOWHERE, "s", {"m": tmp_path / "nothing"}, state_dir=tmp_path))
-    with pytest.raises(ConfigError, match="at least one model"):
+    with pytest.raises(ConfigError):
         run_planner(PlannerConfig(NOWHERE, "s", {}, state_dir=tmp_path))
 
 
 def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplog):
     good = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
     (tmp_path / "bad").mkdir()
-    config = PlannerConfig(NOWHERE, "home", {"bad": tmp_path / "bad", **good}, state_dir=tmp_path)
     with pytest.raises(NetworkError):  # only after the models were opened
-        run_planner(config)
-    (said,) = [record for record in caplog.records if "not served" in record.getMessage()]
-    assert "model bad" in said.getMessage()
-    assert "config.json" in said.getMessage()
-    with pytest.raises(ModelError, match=r"config\.json"):
+        run_planner(PlannerConfig(NOWHERE, "home", {"bad": tmp_path / "bad", **good}, state_dir=tmp_path))
+    (said,) = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
+    assert "config.json" in said
+    with pytest.raises(ModelError):
         run_planner(PlannerConfig(NOWHERE, "home", dict.fromkeys("ab", tmp_path / "bad"), state_dir=tmp_path))
-
-
-def test_pins_are_checked_at_the_start(checkpoints, tmp_path):
-    models = {"m": checkpoints["bert"].path}
-    with pytest.raises(ConfigError, match="magic"):
-        run_planner(PlannerConfig(NOWHERE, "s", models, {"m": Pins("magic")}, state_dir=tmp_path))
-
-
-def test_a_broker_that_is_absent_is_named(checkpoints, tmp_path):
-    with pytest.raises(NetworkError, match=r"127\.0\.0\.1:1"):
-        run_planner(PlannerConfig(NOWHERE, "s", {"m": checkpoints["bert"].path}, state_dir=tmp_path))
 
 
 def test_the_entry_point_prints_one_line_and_the_exit_code(capsys, checkpoints):
@@ -169,9 +306,7 @@ def test_without_devices_requests_are_answered_with_the_reason(run, listen):
     ear = listen("lonely")
     run("lonely")
     ear.status("online")
-    answer = ear.ask("bert", id="q1", text="hello")
-    assert answer["error"]["code"] == "no_plan"
-    assert "no device is online" in answer["error"]["message"]
+    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "no_plan"
 
 
 @pytest.mark.broker
@@ -186,7 +321,7 @@ def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
     ear.say(ear.topics.request("bert", "me"), b'{"id": "q1", "text": ""}')
     run("away")
     answer = json.loads(ear.until(ear.topics.response("bert", "me", "q1")))
-    assert "empty" in answer["error"]["message"]
+    assert answer["error"]["code"] == "bad_request"
 
 
 @pytest.mark.broker
@@ -214,7 +349,7 @@ def test_a_newer_planner_takes_over(run, listen):
     _, outcome = run("contested")
     boot = decode_status(ear.status("online")).boot
     ear.say(ear.topics.planner_status(), encode_status(Status("online", boot + 1)), retain=True)
-    with pytest.raises(ConfigError, match="taken over"):
+    with pytest.raises(ConfigError):
         outcome.result(PATIENCE_S)
     last = listen("contested")
     assert decode_status(last.status("online")).boot == boot + 1, "the status of the newer one is left alone"
@@ -298,12 +433,10 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
 
 def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
     unconnected.post._changed(Connected(5, None))
-    assert not caplog.records, "the first time in this life nobody knows us"
     unconnected.post._changed(Connected(5, None, resumed=True))
-    assert not caplog.records
+    assert not caplog.records, "the first time in this life nobody knows us"
     unconnected.post._changed(Connected(5, None, resumed=False))
-    (record,) = caplog.records
-    assert "autosave_interval" in record.message
+    assert len(caplog.records) == 1
 
 
 def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
@@ -315,13 +448,12 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
-    assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is mended"
-    assert [r.levelname for r in caplog.records if "4000000000" in r.getMessage()] == ["WARNING"]
-    assert not [r for r in caplog.records if "4000000001" in r.getMessage()], "one warning"
+    assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is put right"
+    assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
     unconnected.heard(topic, encode_status(Status("online", unconnected.boot + 5)))
     for action in waiting(unconnected.inbox):
         action()
-    assert "another planner" in str(unconnected.failure)
+    assert isinstance(unconnected.failure, ConfigError)
 
 
 @pytest.fixture
@@ -357,21 +489,16 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
 
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
+    unconnected.reading = Crew("reader", 0, unconnected._guarded, limit=0)
+    unconnected.refusals = Inbox(limit=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hepti_mqtt.service.handler.parse", None)
-        _two_requests_that_nobody_reads(unconnected)
-    assert not said
-    assert unconnected.decoder.counters == {"untold": 1}
+        for name in ("q1", "q2"):
+            unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+    assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
     (refuse,) = waiting(unconnected.refusals)
     refuse()
     assert json.loads(said[0].payload)["id"] == "q1"
-
-
-def _two_requests_that_nobody_reads(unconnected):
-    unconnected.reading = Crew("reader", 0, unconnected._guarded, limit=0)
-    unconnected.refusals = Inbox(limit=1)
-    for name in ("q1", "q2"):
-        unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
 
 
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
@@ -394,17 +521,23 @@ def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
 
 
 @pytest.mark.broker
-def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch, caplog):
+def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):
     ear = listen("clumsy")
     run("clumsy")
     ear.status("online")
-
-    def broken(*_):
-        raise IndexError("a mistake")
-
     with monkeypatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.requests.prepare", broken)
-        answer = ear.ask("bert", id="q1", text="hello")
-        assert answer["error"]["code"] == "remote"
+        patch.setattr("hepti_mqtt.service.requests.prepare", None)
+        assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "remote"
     assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
-    assert "a mistake" in caplog.text
+
+
+def test_a_bad_model_a_bad_pin_and_an_absent_broker_end_it(checkpoints, tmp_path):
+    model = checkpoints["bert"].path
+    for error, models, pins in (
+        (ModelError, {"m": tmp_path / "nothing"}, {}),
+        (ConfigError, {}, {}),
+        (ConfigError, {"m": model}, {"m": Pins("magic")}),
+        (NetworkError, {"m": model}, {}),
+    ):
+        with pytest.raises(error):
+            run_planner(PlannerConfig(NOWHERE, "s", models, pins, state_dir=tmp_path))

@@ -1,21 +1,170 @@
+"""Requests: the envelope, texts and token ids, how they are cut into runs, and what is refused."""
+
 from __future__ import annotations
 
 import base64
 import json
 import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import worst_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_support import encoded, noise, run
+from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
+from hepti_mqtt.models.shapes import Images, PackedTokens
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import requests
+from hepti_mqtt.service import requests as env
+from hepti_mqtt.service import requests as service_requests
 from hepti_mqtt.service.answers import answer, piece
-from hepti_mqtt.service.requests import MAX_SEQUENCES, prepare
+from hepti_mqtt.service.requests import MAX_CHARACTERS, MAX_SEQUENCES, Characters, Prepared, cut, prepare
+
+LIMIT = 20
+
+
+WRONG = {
+    "id": (5, "Not A Topic", "a/b"),
+    "deadline_ms": (0, -1, "soon", True, float("inf"), float("nan"), 10**400),
+    "reply_to": (5,),
+    "strategy": ("magic", 5, ["row"], {}),
+    "options": ("kv", {"variant": "nothing"}),
+    "devices": ([], "a,b", ["UPPER"], [1], [["a"]]),
+    "wire": ("f64", ["f32"]),
+    "objective": ("speed", ["latency"]),
+    "accuracy": (0, 1.5, True, "1e-3"),
+    "weights": ("int4", ["f32"]),
+}
+
+
+WRONG_TOGETHER = (
+    {"strategy": "block", "options": {"variant": "kv"}},
+    {"strategy": "two_d", "options": {"x": "3x2"}},
+    {"strategy": "pipeline", "options": {"goal": ["latency"]}},
+    {"strategy": "pipeline", "options": {"goal": "latency", "micro": "2"}},
+    {"accuracy": 1e-3, "wire": "f32"},
+)
+
+
+BODIES = {
+    "text": ("", " \n", 5, None, "bad \ud800 text"),
+    "texts": ([], "a", ["a", 3], ["a", ""], ["a"] * (MAX_SEQUENCES + 1), ["a"] * 17 + [" "] + ["b"] * 32),
+    "ids": ([], [[]], [[5], 6], [5, "6"], [True], [1.5], {"a": 1}, [211], [-1], [2**70]),
+    "image": ("aGVsbG8=",),
+    "images": (["aGVsbG8="],),
+}
+
+
+OPTIONS = {"truncate": ("yes",), "want": ("all", ["task"]), "top_k": (0, 1001, True), "temperature": (1,)}
+
+
+OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
+
+
+def test_the_rest_is_the_models_business():
+    parts = env.envelope({"id": "x1", "deadline_ms": 1500, "text": "hello", "top_k": 3, "reply_to": "t"}, OWN)
+    assert (parts.id, parts.deadline_s, parts.reply_to, parts.pins) == ("x1", 1.5, "t", None)
+    assert parts.body == {"text": "hello", "top_k": 3}
+
+
+def test_pins_that_a_request_leaves_out_are_the_planners():
+    assert env.envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
+    assert env.envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
+    assert env.envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
+    assert env.envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    assert env.envelope({"weights": "w8a8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8")
+    budget = Pins("row", {"variant": "kv"}, ("a", "b"), accuracy=1e-3)
+    assert env.envelope({"accuracy": 1e-3}, OWN).pins == budget, "the wire is the planner's choice then"
+    assert env.envelope({"devices": ["a", "b"]}, budget).pins == budget
+    assert env.envelope({"wire": "i8"}, budget).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    block = env.envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
+    assert block.pins == Pins("block", {}, ("a", "b"), "f16"), "names in one order, so that equal pins are equal"
+    assert "devices" not in block.body
+
+
+def test_a_variant_alone_is_a_pin_that_no_hurried_plan_passes_over():
+    assert Pins(wire="f16").free
+    assert not env.envelope({"options": {"variant": "heads"}}, Pins()).pins.free
+
+
+@pytest.mark.parametrize("wrong", [*({k: v} for k, values in WRONG.items() for v in values), *WRONG_TOGETHER], ids=str)
+def test_what_is_wrong_is_named(wrong):
+    with pytest.raises(RequestError) as caught:
+        env.envelope({"text": "x", **wrong}, Pins())
+    assert any(key in str(caught.value) for key in (*wrong, "options"))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_a_request_error(payload):
+    try:
+        data = env.parse(payload)
+    except RequestError:
+        return
+    assert isinstance(data, dict)
+
+
+TEXT = st.text("ab9-_/ é", max_size=6)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "deadline_ms", "reply_to", *env.PINS), JSON)))
+def test_any_values_are_accepted_or_refused_in_words(data):
+    try:
+        parts = env.envelope(env.parse(json.dumps(data).encode()), OWN)
+    except RequestError:
+        return
+    assert parts.body == {}
+
+
+def test_deep_and_huge_requests_are_refused(monkeypatch):
+    with pytest.raises(RequestError):
+        env.parse(b"[" * 100_000)
+    monkeypatch.setattr(env, "MAX_REQUEST_BYTES", 10)
+    with pytest.raises(RequestError):
+        env.parse(b'{"text": "hello"}')
+    with pytest.raises(RequestError):
+        env.parse(b"[]")
+
+
+def test_commas_and_brackets_are_counted_before_anything_is_parsed(monkeypatch):
+    monkeypatch.setattr(env, "MAX_ITEMS", 5)
+    assert env.parse(b'{"ids": [1, 2, 3, 4]}')
+    monkeypatch.setattr(env.json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(RequestError):
+        env.parse(b'{"ids": [1, 2, 3, 4, 5]}')
+
+
+def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
+    long, other = "a" * 5000, "a" * 4999 + "b"
+    asked = [
+        {"text": long},
+        {"text": other},
+        {"text": len(long)},
+        {"texts": [long]},
+        {"text": long, "image": other},
+        {"text": long + "a", "image": other[1:]},
+        {"text": "\ud800" * 5000},
+    ]
+    assert len({env.digest(data) for data in asked}) == len(asked)
+    again = {"image": other, "id": "x", "text": long}
+    assert env.digest(again) == env.digest(asked[4])
+    assert asked[4] == {"text": long, "image": other}, "and nothing of it has changed"
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +283,11 @@ def test_hidden_states_come_as_raw_floats(mlm):
 
 def test_too_long_is_an_error_unless_truncated(text):
     long = "the " * 100
-    with pytest.raises(RequestError, match=r"more than 40 tokens.*truncate"):
-        prepare(text, {"text": long})
-    with pytest.raises(RequestError, match=r"texts\[1\] has more than 40 tokens"):
-        prepare(text, {"texts": ["a", long]})
-    with pytest.raises(RequestError, match="more than 40 tokens"):
-        prepare(text, {"ids": [7] * 41})
+    for request_, named in (({"text": long}, "text"), ({"texts": ["a", long]}, "texts[1]"), ({"ids": [7] * 41}, "ids")):
+        with pytest.raises(RequestError) as caught:
+            prepare(text, request_)
+        assert named in str(caught.value)
+        assert "40" in str(caught.value)
     cut = prepare(text, {"text": long, "truncate": True})
     assert cut.shape.lengths == (40,)
     ends = text.tokenizer.token_to_id("[CLS]"), text.tokenizer.token_to_id("[SEP]")
@@ -148,66 +296,18 @@ def test_too_long_is_an_error_unless_truncated(text):
     assert prepare(text, {"ids": [7] * 40}).shape.lengths == (40,)
 
 
-@pytest.mark.parametrize(
-    ("request_", "says"),
-    [
-        ([], "JSON object"),
-        (None, "JSON object"),
-        ("text", "JSON object"),
-        ({}, "exactly one of text, texts, ids"),
-        ({"text": "a", "texts": ["a"]}, "text and texts"),
-        ({"text": "a", "temperature": 1}, "unknown key 'temperature'"),
-        ({"text": "a", "temperature": 1, "beams": 2}, r"unknown keys 'beams', 'temperature'; .*strategy.*wire"),
-        ({"text": "a"} | {f"k{i}": 1 for i in range(10)}, r"'k0', .*'k7' and 2 more;"),
-        ({"texts": ["a"] * 17 + [" "] + ["b"] * 32}, r"texts\[17\] is empty"),
-        ({"texts": ["a", ""], "empty": "skip"}, r"""empty must be "error" or "zero", not 'skip'"""),
-        ({"texts": ["", " "], "empty": "zero"}, r"texts\[0\] is empty"),
-        ({"texts": ["a", ""], "empty": "zero", "want": "hidden"}, "for embeddings"),
-        ({"text": ""}, "text is empty"),
-        ({"text": " \n"}, "text is empty"),
-        ({"text": 5}, "text must be a string, not 5"),
-        ({"text": None}, "text must be a string"),
-        ({"text": "bad \ud800 text"}, "not valid Unicode"),
-        ({"texts": []}, "at least one"),
-        ({"texts": "a"}, "must be a list"),
-        ({"texts": ["a", 3]}, r"texts\[1\] must be a string"),
-        ({"texts": ["a", ""]}, r"texts\[1\] is empty"),
-        ({"texts": ["a"] * (MAX_SEQUENCES + 1)}, "65 elements; send at most 64"),
-        ({"ids": []}, "ids is empty"),
-        ({"ids": [[]]}, r"ids\[0\] is empty"),
-        ({"ids": [[5], 6]}, r"ids\[1\] must be a list"),
-        ({"ids": [5, "6"]}, "list of integers"),
-        ({"ids": [True]}, "list of integers"),
-        ({"ids": [1.5]}, "list of integers"),
-        ({"ids": {"a": 1}}, "an object"),
-        ({"ids": [211]}, "id 211; model tiny-minilm knows 0 to 210"),
-        ({"ids": [-1]}, "id -1"),
-        ({"ids": [2**70]}, "knows 0 to 210"),
-        ({"image": "aGVsbG8="}, "cannot read 'image'"),
-        ({"images": ["aGVsbG8="]}, "cannot read 'images'"),
-        ({"text": "a", "truncate": "yes"}, "truncate must be true or false"),
-        ({"text": "a", "want": "all"}, "want must be .*, not 'all'"),
-        ({"text": "a", "want": ["task"]}, "want must be .*, not a list"),
-        ({"text": "a", "top_k": 0}, "top_k"),
-        ({"text": "a", "top_k": 1001}, "top_k"),
-        ({"text": "a", "top_k": True}, "top_k"),
-    ],
-)
-def test_wrong_requests_say_what_is_wrong(text, request_, says):
-    with pytest.raises(RequestError, match=says):
-        prepare(text, request_)
-
-
-json_values = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-keys = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "want", "top_k"])
+
+
+KEYS = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "want", "top_k"])
 
 
 @settings(deadline=None)
-@given(st.dictionaries(keys, json_values, max_size=3) | json_values, st.sampled_from(["text", "mlm", "vision"]))
+@given(st.dictionaries(KEYS, JSON_VALUES, max_size=3) | JSON_VALUES, st.sampled_from(["text", "mlm", "vision"]))
 def test_any_json_is_prepared_or_refused(opened, request_, model):
     names = {"text": "tiny-minilm", "mlm": "tiny-bert-mlm", "vision": "tiny-vit-classifier"}
     checkpoint = opened[names[model]]
@@ -219,27 +319,27 @@ def test_any_json_is_prepared_or_refused(opened, request_, model):
 
 
 def test_a_masked_token_request_needs_a_mask(mlm):
-    with pytest.raises(RequestError, match=r"no \[MASK\]"):
+    with pytest.raises(RequestError):
         prepare(mlm, {"text": "the door"})
-    with pytest.raises(RequestError, match=r"no \[MASK\]"):
+    with pytest.raises(RequestError):
         prepare(mlm, {"text": "the " * 60 + "[MASK]", "truncate": True})
     assert prepare(mlm, {"ids": [7, mlm.mask_id]}).shape.mask_rows == (1,)
 
 
 def test_texts_for_an_image_model_are_refused(vision):
     for request in ({"text": "a"}, {"texts": ["a"]}, {"ids": [1]}):
-        with pytest.raises(RequestError, match="cannot read"):
+        with pytest.raises(RequestError):
             prepare(vision, request)
-    with pytest.raises(RequestError, match="truncate is for texts"):
+    with pytest.raises(RequestError):
         prepare(vision, {"image": encoded(noise(8, 8)), "truncate": True})
 
 
 def test_an_output_that_does_not_fit_is_refused(text):
     prepared = prepare(text, {"text": "door"})
-    with pytest.raises(WireError, match=r"\[2, 32\] instead of \[1, 32\]"):
+    with pytest.raises(WireError):
         answer(text, prepared, np.zeros((2, 32), np.float32))
     for bad in (np.nan, np.inf):
-        with pytest.raises(ModelError, match="NaN or infinity"):
+        with pytest.raises(ModelError):
             answer(text, prepared, np.full((1, 32), bad, np.float32))
 
 
@@ -253,38 +353,12 @@ def test_empty_texts_may_be_zeros_in_their_places(text):
     assert results[0] == results[2] == results[4] == [0.0] * 32
 
 
-def test_token_ids_are_advised_only_where_they_help(tmp_path):
-    masks, decoder = (make_model(kind, tmp_path / kind) for kind in ("tiny-bert-mlm", "tiny-gpt2"))
-    for path in (masks, decoder):
-        (path / "tokenizer.json").unlink()
-    with Checkpoint.open(masks) as checkpoint:
-        for request in ({"text": "a [MASK]"}, {"ids": [1, 4]}):
-            with pytest.raises(ModelError, match="copy it") as caught:
-                prepare(checkpoint, request)
-            assert "token ids" not in str(caught.value)
-    with Checkpoint.open(decoder) as checkpoint:
-        with pytest.raises(ModelError, match="send token ids"):
-            prepare(checkpoint, {"text": "a"})
-        prepared = prepare(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
-        assert answer(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
-        assert piece(checkpoint, (7, 8)) == ""
-
-
-def test_a_model_without_tokenizer_takes_ids_only(tmp_path):
-    path = make_model("tiny-bert", tmp_path / "m")
-    (path / "tokenizer.json").unlink()
-    with Checkpoint.open(path) as checkpoint:
-        assert prepare(checkpoint, {"ids": [1, 2]}).shape.tokens == 2
-        with pytest.raises(ModelError, match="token ids"):
-            prepare(checkpoint, {"text": "a"})
-
-
 def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
     from hepti_mqtt.checkpoint.make import write_tokenizer
 
     write_tokenizer(path / "tokenizer.json", 300)
-    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match="vocab_size is 211"):
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
         prepare(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
 
 
@@ -294,14 +368,224 @@ def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
     (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": None}))
     with Checkpoint.open(path) as checkpoint:
         assert prepare(checkpoint, {"text": "the door"}).shape.tokens == 2
-        with pytest.raises(RequestError, match="no tokens"):
+        with pytest.raises(RequestError):
             prepare(checkpoint, {"text": "\x01"})
 
 
 def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
     monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
     assert prepare(mlm, {"ids": [7] * 10, "want": "hidden"})
-    with pytest.raises(RequestError, match="11 x 32 numbers, and at most 320"):
+    with pytest.raises(RequestError):
         prepare(mlm, {"ids": [7] * 11, "want": "hidden"})
-    with pytest.raises(RequestError, match="2 x 211 numbers"):
+    with pytest.raises(RequestError):
         prepare(mlm, {"text": "[MASK] [MASK]"})
+
+
+WORDS = st.sampled_from(
+    ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]"]
+)
+
+
+@pytest.fixture(scope="module", params=["tiny-minilm", "tiny-roberta", "tiny-albert"])
+def reader(request, tmp_path_factory):
+    with Checkpoint.open(make_model(request.param, tmp_path_factory.mktemp("models") / "m", seed=1)) as opened:
+        yield opened
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=400).map("".join).filter(str.strip))
+def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
+    longest = reader.spec.reads.longest
+    room = longest - reader.tokenizer.num_special_tokens_to_add(False)
+    whole = reader.tokenizer.encode(text, add_special_tokens=False)
+    whole.truncate(room)
+    ids = reader.tokenizer.post_process(whole).ids
+    if not ids:
+        return
+    assert prepare(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
+
+
+@pytest.mark.parametrize("shift", range(16))
+def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, monkeypatch):
+    """Cut in two it would be several words."""
+    longest = reader.spec.reads.longest
+    special = "<|the|door|>"
+    reader.tokenizer.add_special_tokens([special])
+    monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
+    text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
+    ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
+    found = service_requests._beginning(reader.tokenizer, "text", text, longest, Characters()).ids
+    assert len(found) > longest
+    assert found[:longest] == ids[:longest]
+
+
+def read_of(reader, text, monkeypatch):
+    """Return how many characters of a text the tokenizer is given."""
+    given = []
+    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
+    prepare(reader, {"text": text, "truncate": True})
+    return sum(given)
+
+
+def test_of_a_text_of_megabytes_little_is_read(reader, monkeypatch):
+    text = "the sensor is warm, " * 500_000
+    assert read_of(reader, text, monkeypatch) < 100 * reader.spec.reads.longest
+
+
+def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
+    given = []
+    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
+    with pytest.raises(RequestError):
+        prepare(reader, {"text": "the sensor is warm, " * 500_000})
+    assert sum(given) < 100 * reader.spec.reads.longest
+
+
+def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
+    """One word without an end: it has no tokens until all of it is read."""
+    fits = "x" * (service_requests.MAX_CHARACTERS // 4)
+    assert prepare(reader, {"text": fits, "truncate": True}).shape.tokens > 0
+    with pytest.raises(RequestError):
+        prepare(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
+
+
+def test_the_limit_is_that_of_all_texts_together(reader):
+    one = "x" * (service_requests.MAX_CHARACTERS // 8)
+    assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.reads.longest < len(one)
+    prepare(reader, {"text": one, "truncate": True})
+    with pytest.raises(RequestError):
+        prepare(reader, {"texts": [one] * 10, "truncate": True})
+
+
+def ids_of(path, text, **request):
+    """Return the ids of a text for a tokenizer to which blanks and capitals matter, as RoBERTa's."""
+    with Checkpoint.open(path) as opened:
+        opened.tokenizer.normalizer = normalizers.Sequence([])
+        opened.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return prepare(opened, {"text": text, **request} if text else request).inputs.tolist()
+
+
+def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    assert ids_of(path, " \n the ") == ids_of(path, "the")
+    assert ids_of(path, "The") != ids_of(path, "the")
+    (path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    assert ids_of(path, "The ") == ids_of(path, "the")
+
+
+def test_the_prompt_that_a_sentence_model_names_comes_before_every_text(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    want, alone = ids_of(path, "warm the door"), ids_of(path, "the door")
+    options = {"prompts": {"query": " warm ", "document": ""}, "default_prompt_name": "query"}
+    file = path / "config_sentence_transformers.json"
+    file.write_text(json.dumps(options))
+    assert ids_of(path, "the door") == want
+    assert ids_of(path, None, ids=[2, 3]) == [2, 3]
+    file.write_text(json.dumps({**options, "default_prompt_name": None}))
+    assert ids_of(path, "the door") == alone
+
+
+def test_other_models_get_texts_as_they_are(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m", seed=1)
+    assert ids_of(path, " the") != ids_of(path, "the")
+
+
+def test_a_model_that_reads_the_ends_of_long_texts_is_not_given_their_beginnings(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    (path / "tokenizer_config.json").write_text(json.dumps({"truncation_side": "left"}))
+    assert ids_of(path, "the", truncate=True)
+    with pytest.raises(RequestError):
+        ids_of(path, "the," * 200, truncate=True)
+
+
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=30), st.data())
+def test_chunks_hold_the_whole_request_in_order(lengths, data):
+    total = sum(lengths)
+    rows = tuple(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=8))))
+    inputs = np.arange(total, dtype=np.int32)
+    chunks = cut(Prepared(PackedTokens(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
+    assert [n for c in chunks for n in c.shape.lengths] == lengths
+    assert np.concatenate([c.inputs for c in chunks]).tolist() == list(range(total))
+    assert all(c.shape.tokens == len(c.inputs) <= LIMIT and c.shape.want == "task" for c in chunks)
+    # What a mask row points at is the same value in its chunk.
+    assert [int(c.inputs[r]) for c in chunks for r in c.shape.mask_rows] == list(rows)
+    # Greedy: the first sequence of each chunk did not fit into the one before.
+    for before, after in pairwise(chunks):
+        assert before.shape.tokens + after.shape.lengths[0] > LIMIT
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_pictures_are_cut_along_the_batch(count, fit):
+    pixels = np.arange(count * 12, dtype=np.uint8).reshape(count, 3, 2, 2)
+    chunks = cut(Prepared(Images(count, 5), pixels, True, 5), 5 * fit)
+    assert all(len(c.inputs) == len(c.shape.lengths) <= fit for c in chunks)
+    np.testing.assert_array_equal(np.concatenate([c.inputs for c in chunks]), pixels)
+
+
+def test_a_sequence_that_fits_no_run_is_an_error():
+    with pytest.raises(ValueError, match="item 1"):
+        cut(Prepared(PackedTokens((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
+
+
+MOST_MB = 256
+
+
+USUAL = ("megabytes-of-words", "wide-characters", "transparent")
+
+
+KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.wide) for kind in worst_request.WORST]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what was in use at the most is read from /proc")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_worst_request_is_read_or_refused_in_bounded_memory(kind, tmp_path):
+    program = Path(worst_request.__file__)
+    done = subprocess.run(
+        [sys.executable, program, kind, tmp_path / "model"], check=True, capture_output=True, text=True, timeout=300
+    )
+    found = json.loads(done.stdout)
+    assert found["said"].startswith("job of ") or '"code": "bad_request"' in found["said"]
+    assert found["mb"] <= MOST_MB
+    assert found["tokenised"] <= MAX_CHARACTERS
+    words = worst_request.WORST[kind][0] == "text" and kind not in ("ids", "objects")
+    assert bool(found["tokenised"]) == words, "nothing is tokenised but texts, and these are"
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        *(({key: value}, key) for key, values in BODIES.items() for value in values),
+        *(({"text": "a", key: value}, key) for key, values in OPTIONS.items() for value in values),
+        *((wrong, "JSON") for wrong in ([], None, "text")),
+        ({}, "text"),
+        ({"text": "a", "texts": ["a"]}, "texts"),
+        ({"text": "a"} | {f"k{i}": 1 for i in range(10)}, "k7"),
+        ({"texts": ["a"] * 17 + [" "] + ["b"] * 32}, "texts[17]"),
+        ({"texts": ["a", ""], "empty": "skip"}, "empty"),
+        ({"texts": ["", " "], "empty": "zero"}, "texts[0]"),
+        ({"texts": ["a", ""], "empty": "zero", "want": "hidden"}, "empty"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_requests_name_what_is_wrong(text, request_, named):
+    with pytest.raises(RequestError) as caught:
+        prepare(text, request_)
+    assert named in str(caught.value)
+
+
+def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(tmp_path):
+    masks, decoder, plain = (make_model(kind, tmp_path / kind) for kind in ("tiny-bert-mlm", "tiny-gpt2", "tiny-bert"))
+    for path in (masks, decoder, plain):
+        (path / "tokenizer.json").unlink()
+    with Checkpoint.open(masks) as checkpoint:
+        for request in ({"text": "a [MASK]"}, {"ids": [1, 4]}):
+            with pytest.raises(ModelError):
+                prepare(checkpoint, request)
+    for path in (decoder, plain):
+        with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
+            prepare(checkpoint, {"text": "a"})
+    with Checkpoint.open(decoder) as checkpoint:
+        prepared = prepare(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
+        assert answer(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
+        assert piece(checkpoint, (7, 8)) == ""
+    with Checkpoint.open(plain) as checkpoint:
+        assert prepare(checkpoint, {"ids": [1, 2]}).shape.tokens == 2

@@ -1,21 +1,49 @@
-"""The search as a command: whole, or hurried where requests wait."""
+"""The search as a command, whole or hurried where requests wait, and the retained record of what it found."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
+import msgpack
 from scripted_site import Site
 from sites import FAMILIES, plan
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.cli.show import print_plan
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.interface import ShowPlan, Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import SOON_S
+from hepti_mqtt.runtime.machinery import Story, Transition
+from hepti_mqtt.service import solver
+from hepti_mqtt.service.planner import encode_record
 from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
+
+
+def settled(*names: str) -> Site:
+    """Return a site whose devices have a plan by a whole search."""
+    site = Site(searches=False)
+    site.join(*names)
+    site.tick(1.1)
+    site.event(solve(site.solves[-1]))
+    site.ready()
+    return site
+
 
 # Each costs a planner that starts again time in which nobody is answered.
 NOT_AT_THE_START = (
@@ -63,23 +91,21 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> N
     site.tick(1.1)
     found = solve(site.solves[-1])
     assert not found.hurried
-    assert "memory" in str(found.error) or found.decision is not None
+    assert isinstance(found.error, PlanError) or found.decision is not None
 
 
 def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
-    site.event(solve(site.solves[-1]))
-    site.ready()
+    site = settled("a", "b")
     site.event(interface.Pin("m", Pins()))
     running = site.solves[-1]
     assert not running.hurried
     used = site.session.plan("m").devices[0]
     site.submit("r1")
     site.leave(used)
-    assert site.solves[-1].hurried
-    site.event(solve(site.solves[-1]))
+    hurried = site.solves[-1]
+    assert hurried.hurried
+    site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
+    site.event(solve(hurried))
     site.ready()
     assert used not in site.session.plan("m").devices
     site.event(interface.Solved("m", running.ticket, None, None))
@@ -139,23 +165,6 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
 
 
-def test_an_agent_that_was_killed_and_starts_again_holds_up_nobody_whom_another_can_serve() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
-    site.event(solve(site.solves[-1]))
-    site.ready()
-    used = site.session.plan("m").devices[0]
-    site.submit("r1")
-    site.leave(used)
-    hurried = site.solves[-1]
-    assert hurried.hurried
-    site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
-    site.event(solve(hurried))
-    site.ready()
-    assert used not in site.session.plan("m").devices
-
-
 def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_its_first_steps() -> None:
     code = f"""
 import sys
@@ -192,40 +201,27 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
 
 
 def test_what_has_only_drifted_is_no_reason_for_a_whole_search_if_the_plan_costs_what_it_did() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
-    site.event(solve(site.solves[-1]))
-    site.ready()
+    site = settled("a", "b")
     running = site.session.plan("m")
     assert site.solves[-1].kept is None, "there was nothing to keep"
     site.submit("r1")
     site.answer(1)
     site.drift(dict.fromkeys(running.devices, 1.4), 40)
     drifted = site.solves[-1]
-    assert drifted.kept is not None
     assert drifted.kept.chosen.plan == running
     then = {"cluster": drifted.kept.cluster, "shape": drifted.kept.chosen.price.played[0].shape}
     for changed in then:
         other = replace(drifted.question, **{name: value for name, value in then.items() if name != changed})
-        assert solve(replace(drifted, question=other)).decision.chosen.plan.epoch != running.epoch, "searched for anew"
+        assert solve(replace(drifted, question=other)).decision.chosen.plan.epoch != running.epoch, "searched for again"
     found = solve(replace(drifted, question=replace(drifted.question, **then)))
     assert found.decision.chosen.plan.epoch == running.epoch
     assert not found.worth_it()
     site.event(found)
     assert site.session.plan("m").epoch == running.epoch
     assert not site.session.slots.own("m").plans.busy()
-
-
-def test_whatever_else_has_changed_is_searched_for_as_a_whole() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
-    site.event(solve(site.solves[-1]))
-    site.ready()
     site.join("c")
     site.tick(1.1)
-    assert site.solves[-1].kept is None
+    assert site.solves[-1].kept is None, "whatever else has changed is searched for as a whole"
     site.event(solve(site.solves[-1]))
     site.event(interface.Pin("m", Pins(strategy="single")))
     assert site.solves[-1].kept is None
@@ -244,3 +240,97 @@ def test_a_trial_is_ranked_beside_what_the_plan_before_it_was_compared_with() ->
     assert found.chosen.name == tried.method
     assert last.chosen.name in [c.name for c in found.ranking[1:]]
     assert [c.name for c in solve(replace(trial, trial=False, kept=None)).decision.ranking] == [tried.method]
+
+
+SPEC = FAMILIES["bert-embedding"]
+
+
+def question(*names: str, memory: float = 1e9) -> Question:
+    profiles = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, memory) for n in names}
+    return Question(
+        Naming("home", "m"), SPEC, Cluster(profiles, {n: Link() for n in names}), PackedTokens((8,)), Epoch(1, 2)
+    )
+
+
+def test_a_search_is_answered_with_a_decision_and_the_running_plans_price():
+    first = solver.solve(Solve("m", 5, question("a"), None))
+    assert first.decision is not None
+    assert (first.ticket, first.running_s, first.error) == (5, None, None)
+    again = solver.solve(Solve("m", 6, question("a"), first.decision.chosen.plan))
+    assert again.running_s is not None
+    assert again.running_s > 0
+    assert solver.solve(Solve("m", 7, question("b"), first.decision.chosen.plan)).running_s is None
+
+
+def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
+    assert isinstance(solver.solve(Solve("m", 1, question(), None)).error, PlanError)
+    assert isinstance(solver.solve(Solve("m", 1, question("a", memory=10), None)).error, PlanError)
+    monkeypatch.setattr(solver, "decide_within", None)
+    assert isinstance(solver.solve(Solve("m", 1, question("a"), None)).error, HeptiError)
+
+
+def test_record_holds_what_people_and_programs_read():
+    decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
+    plan = decision.chosen.plan
+    other = replace(plan, epoch=Epoch(1, 3), wire="f16")
+    coming = replace(plan, epoch=Epoch(1, 4), wire="i8")
+    shown = ShowPlan("m", plan, None, decision, pinned=(other,), pinned_preparing=(coming,), in_flight=3)
+    record = msgpack.unpackb(encode_record((SPEC, Path("/models/m")), 9, shown))
+    assert [Plan.from_dict(p) for p in record["pinned"]] == [other]
+    assert [Plan.from_dict(p) for p in record["pinned_preparing"]] == [coming]
+    assert Plan.from_dict(record["active"]) == plan
+    assert ModelSpec.from_dict(record["spec"]) == SPEC
+    assert record["preparing"] is None
+    assert record["error"] is None
+    assert record["in_flight"] == 3
+    assert (record["directory"], record["boot"], record["reason"]) == ("/models/m", 9, decision.reason)
+    assert {c["name"] for c in record["candidates"]} == {c.name for c in decision.ranking}
+    first = record["candidates"][0]
+    assert first["predicted_ms"] == first["expected_ms"] == decision.ranking[0].price.seconds * 1e3
+
+
+def test_record_has_the_keys_that_its_readers_look_for():
+    decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
+    plan, error = decision.chosen.plan, PlanError("too small")
+    story = Story("plans of m")
+    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    shown = ShowPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
+    directory = Path(os.fsdecode(b"/models/tiny\xff"))
+    record = msgpack.unpackb(encode_record((SPEC, directory), 9, shown, unused={"a": "put aside"}))
+    assert record["directory"] == "/models/tiny\ufffd", "a name that is not UTF-8"
+    assert (record["unused"], record["error"]["code"]) == ({"a": "put aside"}, "no_plan")
+    assert set(record) == set(messages.RECORD)
+    for part, keys in (
+        (record["candidates"][0], messages.CANDIDATE),
+        (record["story"][0], messages.STEP),
+        (record["error"], messages.ERROR),
+        (plan.to_dict(), messages.PLAN),
+    ):
+        assert set(part) == set(keys)
+    assert messages.record_lacks(record) is None
+
+
+def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
+    asked = question("a", "b")
+    slow = {pair: PeerLink(0.1, 1e4) for pair in (("a", "b"), ("b", "a"))}
+    slow_site = replace(asked.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
+    decision = decide(replace(asked, cluster=slow_site, compare=False))
+    shown = ShowPlan("m", decision.chosen.plan, None, decision)
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
+    fits = {c["name"]: c["feasible"] for c in record["candidates"]}
+    assert fits["single"] is True
+    assert fits["row/kv"] is fits["block"] is None
+    print_plan("m", record)
+    assert capsys.readouterr().out.count("not worked out: too slow") == len(decision.behind)
+
+
+def test_record_tells_the_story_in_unix_time():
+    story = Story("plans of m")
+    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    story.tell(Transition(4.0, "m 9.1", "active", "lost", "retiring", "d1 went offline"))
+    shown = ShowPlan("m", None, None, None, story=story.last())
+    record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown, 1000.0))
+    assert record["story"] == [
+        {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},
+        {"time": 1004.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"},
+    ]

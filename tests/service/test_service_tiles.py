@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.errors import ModelError, NetworkError
 from hepti_mqtt.protocol.frames import decode
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.protocol.topics import Topics
@@ -98,12 +98,6 @@ def test_a_tile_that_several_wait_for_goes_out_once_to_all(serve, checkpoints):
     assert server.counters == {"to_one": 2, "to_all": 1}
 
 
-def test_a_full_queue_is_waited_for(serve, checkpoints):
-    wanted = hashes_of(checkpoints["bert"], 3)
-    _, messages = serve([("bert", "a", wanted)], 3, refusals=4)
-    assert [tile_hash(frame.body) for _, frame in messages] == wanted
-
-
 def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, checkpoints):
     known = hashes_of(checkpoints["bert"], 1)
     server, messages = serve([("bert", "a", [bytes(32), *known])], 1)
@@ -115,7 +109,7 @@ def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashe
     told, heard = [], threading.Event()
 
     def unreadable(model, device, error):
-        told.append((model, device, str(error)))
+        told.append((model, device, type(error)))
         if len(told) == 2:
             heard.set()
 
@@ -131,8 +125,7 @@ def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashe
         assert heard.wait(20)
         server.close()
         thread.join(20)
-    assert sorted(device for _, device, _ in told) == ["a", "b"]
-    assert "ends before byte" in told[0][2]
+    assert sorted(told) == [("cut", "a", ModelError), ("cut", "b", ModelError)]
 
 
 def test_close_ends_a_wait_for_a_full_queue(checkpoints):

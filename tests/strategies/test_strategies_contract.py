@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs_run import run_programs
 from sites import FAMILIES, METHODS, TOLERANCE, always, plan, request, tensors
 from swarm import Swarm, plan_of
 from together import bound, run_together
 
 from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.simulator import Naming, sent_bytes
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.models.shapes import PackedTokens, Text
 from hepti_mqtt.plan_programs import peers, programs, resident_weights
-from hepti_mqtt.program import Compute, Recv, Send, check
+from hepti_mqtt.program import Compute, Program, Recv, Send, addresses, check, written
 from hepti_mqtt.strategies import STRATEGIES
 
 SITES = {
@@ -29,7 +35,11 @@ SITES = {
     "five, more than heads": (3.0, 1.0, 1.0, 2.0, 0.1),
     "more devices than rows of the shortest": (1.0,) * 7,
 }
+
+
 NAMES = ["-".join([name, *options.values()]) for name, options in METHODS]
+
+
 BATCHES = {"one": (13,), "ragged": (5, 7, 3), "single token": (1,), "cut between sequences": (6, 6)}
 
 
@@ -49,51 +59,15 @@ def sites_of(method):
     return list({(len(d) if equal else d): site for site in SITES for d in [division(method, site)]}.values())
 
 
-def repeats(family, method, site):
-    """Return whether others have shown it: a seeded kind has the blocks of the first ones, and is tried at one site."""
-    sites = sites_of(method)
-    return family.startswith("tiny-") and site != sites[METHODS.index(method) % len(sites)]
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "site"),
-    [
-        pytest.param(
-            family, m, site, id=f"{family}-{name}-{site}", marks=pytest.mark.wide if repeats(family, m, site) else []
-        )
-        for family in FAMILIES
-        for m, name in zip(METHODS, NAMES, strict=True)
-        for site in sites_of(m)
-    ],
-)
-def test_equals_the_reference_whatever_the_order_of_arrival(family, method, site):
-    """Each site has two of the four batches, so that every method and family has all of them at several sites."""
-    spec, held = FAMILIES[family], tensors(FAMILIES[family])
-    chosen = plan(spec, method, division(method, site))
-    place = sites_of(method).index(site) + METHODS.index(method)
-    for batch in (2 * place % 4, (2 * place + 1) % 4):
-        want = "hidden" if batch % 2 else "task"
-        shape, inputs = request(spec, list(BATCHES.values())[batch], want)
-        hidden, output = models.reference(spec, held, inputs, shape)
-        got = run_together(bound(programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
-        np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(family, method):
-    """Every method and family once over frames and sessions, at sites that alternate; all batches run at once."""
-    spec, place = FAMILIES[family], METHODS.index(method)
-    chosen = plan(spec, method, division(method, list(SITES)[(place + 2 * list(FAMILIES).index(family)) % len(SITES)]))
-    swarm = Swarm(
-        spec,
-        tensors(spec),
-        dict.fromkeys(chosen.devices, (1e9, 1 << 30)),
-        seed=place,
-        decider=always(chosen),
-        duplicates=0.2,
-        jitter_s=0.01,
-    )
+def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method):
+    """Every method once over frames and sessions, at families and sites that alternate; all batches run at once."""
+    place = METHODS.index(method)
+    family = list(FAMILIES)[place % len(FAMILIES)]
+    spec = FAMILIES[family]
+    chosen = plan(spec, method, division(method, list(SITES)[place % len(SITES)]))
+    hosts = dict.fromkeys(chosen.devices, (1e9, 1 << 30))
+    swarm = Swarm(spec, tensors(spec), hosts, seed=place, decider=always(chosen), duplicates=0.2, jitter_s=0.01)
     asked = {}
     for turn, (batch, lengths) in enumerate(BATCHES.items()):
         shape, inputs = request(spec, lengths, "hidden" if turn % 2 else "task")
@@ -120,17 +94,6 @@ def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     shape, inputs = request(spec, (13, 4), "hidden")
     parts = bound(programs(spec, plan(spec, method, weights), shape), held)
     assert len({run_together(parts, inputs, seed).tobytes() for seed in range(8)}) == 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_column_gives_the_bits_of_one_device(family):
-    spec, held = FAMILIES[family], tensors(FAMILIES[family])
-    shape, inputs = request(spec, (9, 4), "hidden")
-    alone, split = (
-        run_together(bound(programs(spec, plan(spec, (name, {}), weights), shape), held), inputs)
-        for name, weights in (("single", (1.0,)), ("column", (1.0, 2.0)))
-    )
-    np.testing.assert_allclose(split, alone, atol=1e-6)
 
 
 share = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
@@ -196,25 +159,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
-@pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=str)
-def test_variants_that_depend_on_the_number_of_devices_equal_the_reference(family, name, options, devices):
-    spec, held = FAMILIES[family], tensors(FAMILIES[family])
-    shape, inputs = request(spec, (5, 7, 3), "hidden")
-    hidden, _ = models.reference(spec, held, inputs, shape)
-    chosen = plan(spec, (name, options), [1.0 + i % 3 for i in range(devices)])
-    got = run_together(bound(programs(spec, chosen, shape), held), inputs)
-    np.testing.assert_allclose(got, hidden, atol=TOLERANCE)
-
-
-def test_a_batch_cut_between_sequences_needs_no_exchange_of_keys():
-    spec = FAMILIES["bert-embedding"]
-    shape, _ = request(spec, (6, 6))
-    parts = programs(spec, plan(spec, ("row", {"variant": "kv"}), (1.0, 1.0)), shape)
-    nodes = {p.node(op.node) for p in parts.values() for op in p.ops if isinstance(op, Send)}
-    assert nodes == {"embedded", f"{spec.layers - 1}.x", "unit"}
-
-
 def test_the_last_layer_computes_only_what_the_task_needs():
     spec = FAMILIES["bert-classifier"]
     shape, _ = request(spec, (13,))
@@ -240,3 +184,168 @@ def test_shares_of_many_devices_cover_everything_once(name):
         assert parts[0][0] == 0, kind
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), kind
         assert STRATEGIES[name].equal or owned[1][0] == owned[1][1], kind
+
+
+SPECS = {
+    kind: spec_of_kind(kind)
+    for kind in ("tiny-debert", "tiny-devit", "tiny-convnet", "tiny-resnet", "tiny-mobilenet", "tiny-yolo")
+}
+
+
+LONG = {"tiny-mobilenet"}
+
+
+ABLE = [
+    pytest.param(kind, name, marks=[pytest.mark.wide] if kind in LONG else [])
+    for kind, spec in SPECS.items()
+    for name, method in STRATEGIES.items()
+    if method.unsupported(models.graph(spec, models.largest_shape(spec))) is None
+]
+
+
+SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0, 0.5, 2.0, 1.0, 1.0))
+
+
+def batches(spec):
+    return ((13,), (5, 7, 3)) if isinstance(spec.reads, Text) else ((1,),)
+
+
+@pytest.mark.parametrize(("kind", "name"), ABLE)
+def test_other_families_equal_the_reference(kind, name):
+    spec, method = SPECS[kind], STRATEGIES[name]
+    held = tensors(spec)
+    for turn, weights in enumerate(SHARES[: method.most_devices]):
+        for options in method.choices(len(weights), models.graph(spec, models.largest_shape(spec))):
+            want, lengths = ("task", "hidden")[turn % 2], batches(spec)[turn // 2 % len(batches(spec))]
+            shape, inputs = request(spec, lengths, want)
+            fixed = plan(spec, (name, options), weights)
+            parts = programs(spec, fixed, shape)
+            for device, program in parts.items():
+                check(program)
+                assert set(program.weights()) <= set(resident_weights(spec, fixed, device))
+            hidden, output = models.reference(spec, held, inputs, shape)
+            got = run_programs(parts, held, inputs)
+            np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-convnet", "tiny-resnet"])
+def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
+    """Priced, planned, loaded, run on a network with duplicates, and counted exactly."""
+    spec = SPECS[kind]
+    swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e7, 1 << 30) for i in range(3)}, duplicates=0.2, jitter_s=0.01)
+    shape, inputs = request(spec, batches(spec)[0])
+    swarm.submit("r", shape, inputs)
+    swarm.run(60, until=lambda: "r" in swarm.answers or "r" in swarm.errors)
+    assert "r" in swarm.answers, swarm.errors
+    got, stats = swarm.answers["r"][0]
+    np.testing.assert_allclose(got, models.reference(spec, tensors(spec), inputs, shape)[1], atol=TOLERANCE, rtol=1e-5)
+    counted = sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats)
+    chosen = stats[0].plan
+    assert counted == sent_bytes(Naming("home", "m"), spec, shape, programs(spec, chosen, shape))
+
+
+GPT = spec_of_kind("tiny-gpt2")
+
+
+CACHING = [n for n, s in STRATEGIES.items() if s.unsupported(models.graph(GPT, PackedTokens((1,), cache=64))) is None]
+
+
+def unneeded(parts: Mapping[str, Program]) -> list[tuple[str, int]]:
+    """Return (device, place) of the ops on which nothing depends that the planner is sent."""
+    makers = {(d, slot): (d, i) for d, p in parts.items() for i, op in enumerate(p.ops) for slot in written(op)}
+    sends = [(d, i, op) for d, p in parts.items() for i, op in enumerate(p.ops) if isinstance(op, Send)]
+    senders = {(op.node, op.part, d): (d, i) for d, i, op in sends}
+    waiting = [(d, i) for d, i, op in sends if op.to == (PLANNER,)]
+    needed: set[tuple[str, int]] = set()
+    while waiting:
+        device, place = at = waiting.pop()
+        if at in needed:
+            continue
+        needed.add(at)
+        program = parts[device]
+        op = program.ops[place]
+        if isinstance(op, Recv) and op.source != PLANNER:
+            waiting.append(senders[op.key])
+        waiting += [makers[device, slot] for slot in program.reads(op) if (device, slot) in makers]
+    return [(d, i) for d, p in parts.items() for i in range(len(p.ops)) if (d, i) not in needed]
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(CACHING),
+    weights=st.lists(share, min_size=1, max_size=6).filter(any),
+    head=st.integers(0, 5),
+    tokens=st.integers(1, 20),
+)
+def test_all_of_a_step_is_needed_for_its_token(name, weights, head, tokens):
+    weights = weights if STRATEGIES[name].most_devices is None else [1.0]
+    chosen = plan(GPT, (name, {}), weights, head % len(weights))
+    parts = programs(GPT, chosen, PackedTokens((tokens,), cache=64))
+    kept = [op for p in parts.values() for op in p.ops if isinstance(op, Compute) and op.kernel == "append_rows"]
+    assert len(kept) >= GPT.layers
+    assert not unneeded(parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_all_of_a_run_is_needed_for_its_answer(family, method):
+    spec = FAMILIES[family]
+    weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].most_devices is None else (1.0,)
+    for want in ("task", "hidden"):
+        shape, _ = request(spec, (9, 4), want)
+        assert not unneeded(programs(spec, plan(spec, method, weights), shape))
+
+
+def at_once(program: Program) -> Counter[str]:
+    """Return how many frames more than one go to each peer with nothing computed or received between them."""
+    found, run, came = Counter[str](), set[str](), set[int]()
+    for op in program.ops:
+        if isinstance(op, Compute):
+            run.clear()
+        elif isinstance(op, Recv):
+            came.add(program.base(op.slot))
+        elif program.base(op.slot) not in came:  # what only passes through leaves when it comes
+            found.update(run.intersection(addresses(op)))
+            run.update(addresses(op))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: str) -> None:
+    spec, sending = FAMILIES[family], 0
+    shape, _ = request(spec, (13,))
+    for method in METHODS:
+        try:
+            parts = programs(spec, plan(spec, method, (1.0, 1.0, 1.0)), shape)
+        except PlanError:
+            continue  # not on three devices, or not this family
+        for device, program in parts.items():
+            assert not at_once(program), f"{method} on {device}"
+            sending += sum(isinstance(op, Send) for op in program.ops)
+    assert sending
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_reference_whatever_the_order_of_arrival(family, method):
+    """Every method meets every family once, and over the families every site and batch."""
+    spec, held = FAMILIES[family], tensors(FAMILIES[family])
+    place = list(FAMILIES).index(family) + METHODS.index(method)
+    site = sites_of(method)[place % len(sites_of(method))]
+    chosen = plan(spec, method, division(method, site))
+    for batch in (2 * place % 4, (2 * place + 1) % 4):
+        want = "hidden" if batch % 2 else "task"
+        shape, inputs = request(spec, list(BATCHES.values())[batch], want)
+        hidden, output = models.reference(spec, held, inputs, shape)
+        got = run_together(bound(programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
+        np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=str)
+def test_variants_that_depend_on_the_number_of_devices_equal_the_reference(name, options, devices):
+    spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
+    shape, inputs = request(spec, (5, 7, 3), "hidden")
+    hidden, _ = models.reference(spec, held, inputs, shape)
+    chosen = plan(spec, (name, options), [1.0 + i % 3 for i in range(devices)])
+    got = run_together(bound(programs(spec, chosen, shape), held), inputs)
+    np.testing.assert_allclose(got, hidden, atol=TOLERANCE)

@@ -11,12 +11,17 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.shapes import PackedTokens
 from hepti_mqtt.plan_programs import programs
-from hepti_mqtt.program import Compute
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
+
+
 PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 7).astype(np.int32)
+
+
 MOST = 10
+
+
 SITES = {
     "single": ("single", (1.0,)),
     "one": ("decoder", (1.0,)),
@@ -112,21 +117,9 @@ def test_a_lost_exchange_begins_a_new_session():
     assert any("overdue" in n.text for n in swarm.notes)
 
 
-def test_one_program_serves_every_position():
-    plans = plan(SPEC, ("decoder", {}), (1.0, 1.0))
-    swarm = site("decoder", (1.0, 1.0))
-    swarm.generate("r", SPEC, PROMPT, MOST)
-    finish(swarm, "r")
-    host = swarm.hosts["d1"].session
-    (key,) = host.epochs
-    resident = host.epochs.get(*key)
-    assert list(resident.bound) == [PackedTokens((7,), cache=64), PackedTokens((1,), cache=64)]
-    whole = [c for p in programs(SPEC, plans, PackedTokens((1,), cache=64)).values() for c in p.ops]
-    kept = [c.kernel for c in whole if isinstance(c, Compute) and c.kernel == "append_rows"]
-    assert len(kept) == 2 * SPEC.layers
-
-
 GRAPH = models.graph(SPEC, PackedTokens((1,), cache=64))
+
+
 # Pipeline places every tensor, the cache too, and could keep it layer by layer if it said so.
 NO_CACHE = [n for n, s in STRATEGIES.items() if not s.keeps_cache and set(s.needs) <= GRAPH.roles and n != "pipeline"]
 

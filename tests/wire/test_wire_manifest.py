@@ -1,3 +1,5 @@
+"""Manifests: tiles cover what is asked for, round trips, and sizes that lie."""
+
 from __future__ import annotations
 
 import hashlib
@@ -83,21 +85,17 @@ def test_tiles_of_a_vector_give_exactly_its_elements(data, n):
 
 
 @pytest.mark.parametrize(
-    "ref",
+    ("name", "rows", "columns"),
     [
-        WeightRef("absent", (0, 1), (0, 1)),
-        WeightRef("w", (0, 11), (0, 7)),
-        WeightRef("w", (0, 10), (0, 8)),
-        WeightRef("w", (-1, 10), (0, 7)),
-        WeightRef("w", (5, 4), (0, 7)),
-        WeightRef("b", (0, 2), (0, 3)),
-        WeightRef("b", (0, 1), (0, 4)),
+        ("absent", (0, 1), (0, 1)),
+        *(("w", rows, columns) for rows, columns in (((0, 11), (0, 7)), ((0, 10), (0, 8)), ((-1, 10), (0, 7)))),
+        *(("w", (5, 4), (0, 7)), ("b", (0, 2), (0, 3)), ("b", (0, 1), (0, 4))),
     ],
 )
-def test_a_reference_outside_the_model_is_refused(ref):
+def test_a_reference_outside_the_model_is_refused(name, rows, columns):
     manifest = Manifest("m", (cut("w", np.zeros((10, 7), "f4"))[0], cut("b", np.zeros(3, "f4"))[0]))
     with pytest.raises(WireError):
-        manifest.tiles(ref)
+        manifest.tiles(WeightRef(name, rows, columns))
 
 
 entries = st.builds(
@@ -164,33 +162,20 @@ def test_a_flipped_bit_is_a_wire_error_or_a_valid_manifest(manifest, data):
 
 GOOD = ["w", [300, 10], "f32", False, b"x" * 64]
 
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        [*GOOD[:4], b"x" * 63],
-        [*GOOD[:4], b"x" * 96],
-        [*GOOD[:4], "x" * 64],
-        ["", *GOOD[1:]],
-        ["w" * 129, *GOOD[1:]],
-        [7, *GOOD[1:]],
-        ["w", [], *GOOD[2:]],
-        ["w", [0, 10], *GOOD[2:]],
-        ["w", [-300, 10], *GOOD[2:]],
-        ["w", [300.0, 10], *GOOD[2:]],
-        ["w", [2**31, 10], *GOOD[2:]],
-        ["w", [2**31 - 1, 2**31 - 1], *GOOD[2:]],
-        ["w", [3, 10, 10], *GOOD[2:]],
-        ["w", [300, 10], "f64", *GOOD[3:]],
-        ["w", [300, 10], ["f32"], *GOOD[3:]],
-        ["w", [300, 10], "f32", 1, b"x" * 64],
-        ["w", [300], "f32", True, b"x" * 32],
-        GOOD[:4],
-        None,
-    ],
+HASHES = b"x" * 64
+LIES = (
+    *([*GOOD[:4], hashes] for hashes in (b"x" * 63, b"x" * 96, "x" * 64)),
+    *([name, *GOOD[1:]] for name in ("", "w" * 129, 7)),
+    *(["w", shape, *GOOD[2:]] for shape in ([], [0, 10], [-300, 10], [300.0, 10], [2**31, 10], [3, 10, 10])),
+    ["w", [2**31 - 1, 2**31 - 1], *GOOD[2:]],
+    *(["w", [300, 10], dtype, False, HASHES] for dtype in ("f64", ["f32"])),
+    *(["w", [300, 10], "f32", 1, HASHES], ["w", [300], "f32", True, b"x" * 32], GOOD[:4], None),
 )
+
+
+@pytest.mark.parametrize("tensor", LIES)
 def test_sizes_that_lie_are_wire_errors(tensor):
-    with pytest.raises(WireError, match="manifest"):
+    with pytest.raises(WireError):
         Manifest.decode(msgpack.packb([1, TILE, "m", [tensor]]))
 
 
@@ -211,9 +196,9 @@ def test_a_damaged_or_short_tile_is_a_wire_error():
     place = entry.place(0, 0)
     data = tiles[place.hash]
     check_tile(place.hash, data)
-    with pytest.raises(WireError, match="damaged"):
+    with pytest.raises(WireError):
         check_tile(place.hash, data[:-1] + b"\x01")
-    with pytest.raises(WireError, match="instead of 64"):
+    with pytest.raises(WireError):
         tile_array(place, data[:-1])
 
 

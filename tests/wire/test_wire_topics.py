@@ -113,37 +113,6 @@ def test_a_name_that_would_break_a_topic_is_refused(bad):
             build()
 
 
-@pytest.mark.parametrize("layer", [-1, MAX_LAYER + 1])
-def test_a_layer_outside_its_range_is_refused(layer):
-    with pytest.raises(BadNameError, match="layer"):
-        HOME.activation("m", layer, "a", "b")
-
-
-@pytest.mark.parametrize(
-    "topic",
-    [
-        "",
-        "hepti/v1/home",
-        "hepti/v1/homes/plan/m",
-        "hepti/v2/home/plan/m",
-        "hepti/v1/home/plan/M",
-        "hepti/v1/home/plan/m/",
-        "hepti/v1/home/dev/a/other",
-        "hepti/v1/home/x/m/01/a/b",
-        "hepti/v1/home/x/m/+1/a/b",
-        "hepti/v1/home/x/m/٣/a/b",
-        "hepti/v1/home/x/m/32768/a/b",
-        "hepti/v1/home/x/m/99999999999999/a/b",
-        "hepti/v1/home/x/m/1/all/b",
-        "hepti/v1/home/weights/planner",
-        "hepti/v1/home/" + "a/" * 400,
-    ],
-)
-def test_a_foreign_topic_is_a_wire_error(topic):
-    with pytest.raises(WireError):
-        HOME.parse(topic)
-
-
 @given(st.text())
 def test_any_text_is_a_topic_of_ours_or_a_wire_error(tail):
     for topic in (tail, f"hepti/v1/home/{tail}"):
@@ -193,6 +162,28 @@ def test_the_length_field_grows_where_mqtt_says(edge):
     assert publish_bytes("abc", edge - 5, 0) == reference_publish("abc", edge - 5, 0)
 
 
+@pytest.mark.parametrize("layer", [-1, MAX_LAYER + 1])
+def test_a_layer_outside_its_range_is_refused(layer):
+    with pytest.raises(BadNameError):
+        HOME.activation("m", layer, "a", "b")
+
+
+FOREIGN = (
+    *("plan/M", "plan/m/", "dev/a/other", "weights/planner", "a/" * 400),
+    *(f"x/m/{layer}/a/b" for layer in ("01", "+1", "٣", "32768", "99999999999999")),
+    "x/m/1/all/b",
+)
+
+
+ELSEWHERE = ("", "hepti/v1/home", "hepti/v1/homes/plan/m", "hepti/v2/home/plan/m")
+
+
+@pytest.mark.parametrize("topic", [*ELSEWHERE, *(f"hepti/v1/home/{topic}" for topic in FOREIGN)])
+def test_a_foreign_topic_is_a_wire_error(topic):
+    with pytest.raises(WireError):
+        HOME.parse(topic)
+
+
 def test_a_payload_that_no_packet_can_carry_is_refused():
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError):
         publish_bytes("abc", 268_435_455 - 4, 0)

@@ -1,0 +1,73 @@
+"""Roles, and Mosquitto's access list for users who each have one: every topic names its sender."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, NamedTuple, get_args
+
+from hepti_mqtt.protocol.topics import VERSION
+
+Role = Literal["planner", "device", "client", "viewer"]
+AddedRole = Literal["device", "client", "viewer"]  # a site has one planner
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+
+
+class Right(NamedTuple):
+    """What a role may do with topics below its site; `{me}` is the user's name."""
+
+    access: Literal["read", "write", "readwrite"]
+    topic: str
+
+
+def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iterable[str] = ()) -> tuple[Right, ...]:
+    return (
+        *(Right("read", topic) for topic in read),
+        *(Right("write", topic) for topic in write),
+        *(Right("readwrite", topic) for topic in readwrite),
+    )
+
+
+# What `hepti devices` and `hepti plan` show, and where a user measures its own way through the broker.
+_EVERYBODY: Final = _rights(
+    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status", "plan/+", "evt/+"),
+    readwrite=("dev/{me}/probe",),
+)
+
+_RIGHTS: Final[Mapping[Role, tuple[Right, ...]]] = {
+    "planner": _rights(
+        read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
+        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
+        # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
+        # cannot stand in a device's topic.
+        readwrite=("planner/status", "plan/+", "evt/+", "dev/doctor/probe"),
+    ),
+    "device": (
+        *_rights(
+            read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "weights/all", "x/+/+/+/{me}", "x/+/+/+/all"),
+            write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+", "evt/+"),
+        ),
+        *_EVERYBODY,
+    ),
+    "client": (*_rights(read=("infer/+/res/{me}/#",), write=("infer/+/req/{me}",)), *_EVERYBODY),
+    "viewer": _EVERYBODY,
+}
+
+
+def rights(role: Role, user: str) -> tuple[Right, ...]:
+    """Return what a user of a role may do below its site."""
+    return tuple(Right(right.access, right.topic.replace("{me}", user)) for right in _RIGHTS[role])
+
+
+def access_list(site: str, users: Mapping[str, Role]) -> str:
+    """Return Mosquitto's access list for the users of a site; who is not in it may do nothing.
+
+    site: its name, or + for every site of the broker.
+    """
+    lines = [
+        "# Who may publish and read what. A device's user name is its id, a client's user name is its client name, so",
+        "# that every topic names its sender and nobody can speak for another. `hepti site` writes this file.",
+    ]
+    for user, role in users.items():
+        lines += ["", f"# {role}", f"user {user}"]
+        lines += [f"topic {right.access} {VERSION}/{site}/{right.topic}" for right in rights(role, user)]
+    return "\n".join(lines) + "\n"

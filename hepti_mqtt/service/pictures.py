@@ -1,0 +1,119 @@
+"""Pictures to pixels: headers first, so that nothing is decoded of a request whose pictures are too large together."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.models.shapes import Pictures
+from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, kind
+
+# Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+# Pillow decodes these in Python: seconds for a megabyte, and no other thread runs meanwhile.
+_SLOW: Final = {
+    "ppm": "PPM of another largest value than 255",
+    "ppm_plain": "PPM in plain text",
+    "bmp_rle": "BMP with run lengths",
+}
+_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it takes to decode a pixel
+_SPACES: Final = b" \t\r\n"
+_SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
+
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound, which is higher than MAX_PIXELS: a warning, and a shorter word
+
+
+def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
+    """Return how preprocessor_config.json has pictures scaled; raises ModelError if it names no way."""
+    value = preprocessor.get("resample", Image.Resampling.BILINEAR)
+    try:
+        return Image.Resampling(value)
+    except ValueError as error:
+        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
+
+
+def decode(items: Sequence[tuple[str, Any]], reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+    """Return pictures, in base64 under the names of their places, as uint8 [B, C, S, S].
+
+    Mean and std are applied on the device. Raises RequestError that names a picture, or what is too much of them all.
+    """
+    files = [_file(name, value) for name, value in items]
+    total = 0
+    for (name, _), file in zip(items, files, strict=True):
+        with _opened(name, file) as picture:
+            total += picture.width * picture.height * _WEIGHT.get(picture.format, 1)
+            if total > MAX_PIXELS:
+                raise RequestError(
+                    f"{name}, of {picture.width} x {picture.height} pixels, is too large, or too many pictures are "
+                    f"before it: send at most {MAX_PIXELS} pixels in one request, half of that as WebP (the model "
+                    f"reads {reads.size} x {reads.size} of each)"
+                )
+    return np.stack([_pixels(name, file, reads, resample) for (name, _), file in zip(items, files, strict=True)])
+
+
+def _file(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string of base64, not {kind(value)}")
+    try:
+        data = value.encode("ascii")
+        if any(space in data for space in _SPACES):
+            data = data.translate(None, _SPACES)
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
+
+
+@contextlib.contextmanager
+def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
+    """Open a picture, of which only the header is read; whatever else goes wrong with it is a RequestError too."""
+    try:
+        with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
+            if opened.mode not in _MODES:
+                raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
+            slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
+            if slow is not None:
+                raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
+            if opened.format in ("JPEG", "MPO") and (scans := file.count(_SCAN)) > MAX_SCANS:
+                raise RequestError(f"{name} has {scans} scans, and at most {MAX_SCANS} are read; save it anew")
+            yield opened
+    except RequestError:
+        raise
+    except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
+        raise RequestError(
+            f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
+        ) from error
+
+
+def _pixels(name: str, file: bytes, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+    """Return a picture as uint8 [C, S, S]."""
+    with _opened(name, file) as picture:
+        ImageOps.exif_transpose(picture, in_place=True)
+        # Without the detour Pillow warns of a palette's transparency, and drops it just so.
+        known = picture.convert("RGBA") if "transparency" in picture.info else picture
+        colours = known if known.mode == "RGB" else known.convert("RGB")
+        seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
+        return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
+
+
+def _middle(picture: Image.Image, reads: Pictures, resample: Image.Resampling) -> Image.Image:
+    """Return the middle S x S of a picture whose shorter side becomes `shortest`; what is odd is cut off behind.
+
+    Only what is seen of it is computed, whatever the picture's other side: a line of a million pixels has no end here.
+    """
+    width, height = picture.size
+    short = min(width, height)
+    sides = [reads.shortest * side // short for side in (width, height)]
+    left, top = ((side - reads.size) // 2 for side in sides)
+    x, y = (side / scaled for side, scaled in zip((width, height), sides, strict=True))
+    box = (left * x, top * y, (left + reads.size) * x, (top + reads.size) * y)
+    return picture.resize((reads.size,) * 2, resample, box)

@@ -1,0 +1,173 @@
+"""The work factor of every method: a number that changes here changes on purpose, or a table has lost a line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sites import EVERY_FAMILY, plan, request
+
+from hepti_mqtt.cost.explain import flops, plan_work, volumes, work_factor
+from hepti_mqtt.lowering import Graph, Lowered, Net, Set, Table, roles, span, split
+from hepti_mqtt.models import graph
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan_programs import lowered
+from hepti_mqtt.strategies import STRATEGIES
+
+DEVICES = 4
+
+
+TOKENS = (16,)
+
+
+# What four equal devices compute, over what one of them needs for 16 tokens of a small encoder: FLOPs, then elements of
+# the roles that somebody computes again. A change must be meant: the tensors that a table does not place are here.
+# Norms and residuals run everywhere; those behind the last MLP only on the head device: (7 layers x 4 + 1) / 8.
+EVERYWHERE = {"attention_sum": 4.0, "after_attention": 4.0, "mlp_sum": 29 / 8, "after_mlp": 29 / 8}
+
+
+PINNED = {
+    "single": (1.0, {}),
+    "row/kv": (1.0, {}),
+    "row/heads": (1.0, {}),
+    "row/heads/2": (1.0, {}),
+    "row/mlp": (1.0, {}),
+    "column": (1.0, EVERYWHERE),
+    "block": (1.0, {}),
+    "grid/1": (1.0, {}),
+    "grid/2": (1.0, {}),
+    "grid/4": (1.0, {}),
+    "megatron/direct": (1.0, EVERYWHERE),
+    "megatron/ring": (1.0, EVERYWHERE),
+    "two_d/1": (1.0, {}),
+    "two_d/2": (1.0, {}),
+    "two_d/4": (1.0, {}),
+    **dict.fromkeys(("galaxy/direct", "galaxy/ring"), (1.0, {})),
+    # K and V of all rows on every device: (1 + 2 * 4) of 3 matrices. Reordered, each of 4 heads meets 32 columns
+    # instead of its own 8, and no tensor is computed twice. For 16 tokens that is less.
+    **dict.fromkeys(("voltage/equal/kept", "voltage/uneven/kept"), (1.75, {"qkv": 3.0})),
+    **dict.fromkeys(
+        [f"voltage/{shares}{order}" for shares in ("equal", "uneven") for order in ("", "/reordered")], (1.375, {})
+    ),
+    **dict.fromkeys(("pipeline/throughput", "pipeline/latency"), (1.0, {})),
+    # Four layers in two groups: the first group's original layer runs everywhere, the second one's on the head alone.
+    "decoupled/everywhere": (
+        1.6477,
+        dict.fromkeys(("qkv", "attention_sum", "after_attention", "mlp_hidden", "mlp_sum", "after_mlp"), 1.75)
+        | {"attention": 1.3},
+    ),
+    "decoupled/megatron": (
+        1.0,
+        {"attention_sum": 1.0909, "after_attention": 2.5, "mlp_sum": 1.0205, "after_mlp": 1.75},
+    ),
+    # One of the two kinds of original layers each: those of all groups but the last, then the last one.
+    "decoupled/everywhere/megatron": (
+        1.6477,
+        {
+            **dict.fromkeys(("qkv", "mlp_hidden", "after_mlp"), 1.75),
+            **{"attention": 1.3, "attention_sum": 2.0206, "after_attention": 2.5, "mlp_sum": 1.9954},
+        },
+    ),
+    "decoupled/megatron/everywhere": (
+        1.0,
+        {"attention_sum": 1.0309, "after_attention": 1.75, "mlp_sum": 1.0138, "after_mlp": 1.75},
+    ),
+    "decoder": (1.0, {"before_attention": 4.0, "after_attention": 4.0, "before_mlp": 4.0, "after_mlp": 29 / 8}),
+    # Every device has the request's picture, and makes its first map of it.
+    **{f"map_rows/{cut}{halo}": (1.0, {"stem": 4.0}) for cut in ("none", "1", "2") for halo in ("", "/ahead")},
+    "modnn": (1.0, {"stem": 4.0}),
+    "coedge": (1.0, {"stem": 4.0}),
+    "edgeflow": (1.0, {"stem": 4.0}),
+    "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
+    "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
+    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
+    "replicas": (1.0, {}),
+    "replicas/2": (1.0, {}),
+    "replicas/3": (1.0, {}),
+}
+
+
+def family(name: str) -> str | None:
+    """Return the first family that a method divides."""
+    for key, spec in EVERY_FAMILY.items():
+        if STRATEGIES[name].unsupported(graph(spec, request(spec, (1,))[0])) is None:
+            return key
+    return None
+
+
+def variants() -> list[tuple[str, dict[str, str]]]:
+    found = []
+    for name, method in STRATEGIES.items():
+        kind = family(name)
+        if kind is None:
+            continue
+        devices = min(DEVICES, method.most_devices or DEVICES)
+        net = graph(EVERY_FAMILY[kind], request(EVERY_FAMILY[kind], (1,))[0])
+        # Those of another graph are not all priced, but each is what it is.
+        found += [(name, dict(o)) for o in method.choices(devices, net if method.rewrite is None else None)]
+    return [*found, ("row", {"variant": "heads", "groups": "2"})]  # which is not priced either
+
+
+def named(method: tuple[str, dict[str, str]]) -> str:
+    return "/".join([method[0], *method[1].values()])
+
+
+def of(method, lengths=TOKENS, want="hidden", **changes):
+    spec = EVERY_FAMILY[family(method[0])]
+    if type(spec) is ModelSpec:
+        spec = replace(spec, layers=8, **changes)
+    shape, _ = request(spec, lengths, want)
+    devices = min(DEVICES, STRATEGIES[method[0]].most_devices or DEVICES)
+    return spec, plan(spec, method, (1.0,) * devices), shape
+
+
+@pytest.mark.parametrize("method", variants(), ids=named)
+def test_every_method_does_the_work_that_is_written_down(method):
+    total, found = PINNED[named(method)]
+    work = plan_work(*of(method))
+    assert work.total == pytest.approx(total, abs=5e-3)
+    assert work.roles == pytest.approx(found, abs=5e-3)
+
+
+def test_what_is_written_down_is_registered():
+    assert set(PINNED) == {named(method) for method in variants()}
+
+
+def test_a_forgotten_line_is_seen_by_name():
+    spec, chosen, shape = of(("row", {"variant": "kv"}))
+    made = lowered(spec, chosen, shape)
+    alone = lowered(*of(("single", {})))
+    lines = {k: v for k, v in made.table.lines.items() if k != roles.QKV}
+    forgotten = Lowered(made.whole, Table(lines, made.table.where_present), made.names)
+    work = work_factor(forgotten, alone)
+    # Everyone computes K and V of all rows: on four devices that is 1 + 2 * 4 instead of 3 matrices.
+    assert work.roles == {"qkv": pytest.approx(3.0, abs=0.3)}
+    assert work.total > 1.3
+    assert f"qkv {work.roles['qkv']:.2f}" in work.text()
+    assert work.to_dict() == {"factor": round(work.total, 4), "roles": {"qkv": round(work.roles["qkv"], 4)}}
+
+
+def test_equal_layers_that_are_worked_out_once_count_as_often_as_they_are_there():
+    made = lowered(*of(("block", {})))
+    whole = Lowered(made.whole, replace(made.table, uniform=False), made.names)
+    assert made.run is not None
+    assert whole.run is None
+    assert flops(made) == flops(whole)
+
+
+def halves(rows: Set, other: Set) -> tuple[Graph, Table]:
+    net = Net()
+    x = net.linear("x", net.input("given", (8, 4), "f32"), roles.DENSE, {"w": 4}, bias=False)
+    net.rows("answer", x, roles.TASK)
+    return net.graph(), Table({roles.DENSE: split([rows, other], 0)})
+
+
+def test_what_two_devices_compute_alike_counts_twice():
+    net, table = halves(span(0, 6), span(2, 8))
+    made = Lowered(net, replace(table, where_present={roles.TASK: split([span(0, 6), span(6, 8)], 0)}), ("a", "b"))
+    op = made.graph.by_name["x"]
+    # b's rows 2:6 lie in a's, and only who needs them computes them.
+    assert volumes(op, made.tiles["x"]) == (8 * 4 * 4, 8 * 4 * 4)
+    twice = [tile._replace(region=op.full) for tile in made.tiles["x"]]
+    assert volumes(op, twice) == (2 * 8 * 4 * 4, 8 * 4 * 4)
+    assert volumes(made.graph.by_name["answer"], made.tiles["answer"]) == (0, 0)

@@ -1,0 +1,303 @@
+"""An agent as it starts and ends: its directories, limits of control groups, words while it starts, and signals."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import weakref
+
+import pytest
+
+from device_agent.agent import Signals, ToldToEnd, _Agent, device_lock, directories, run_agent
+from device_agent.background import LOG_S, Starting
+from device_agent.config import AgentConfig
+from device_agent.machine import Allowed, allowed, capacities, cores, free_memory
+from device_agent.network import AgentEvent, Stop
+from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.inbox import Inbox
+
+
+def test_directories_by_site_and_device(tmp_path):
+    places = directories(tmp_path, "home", "d1")
+    assert places.state == tmp_path / "home" / "d1"
+    assert places.state.is_dir()
+    assert places.tiles.is_dir()
+    assert directories(tmp_path, "home", "d2").state != places.state
+
+
+def test_directories_without_root_are_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    places = directories(None, "home", "d1")
+    assert places.state.is_relative_to(tmp_path / "state")
+    assert places.tiles.is_relative_to(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("site", "device"), [("home", "../x"), ("a/b", "d1"), ("home", "all"), ("", "d1")])
+def test_names_cannot_leave_the_directory(tmp_path, site, device):
+    with pytest.raises(BadNameError):
+        directories(tmp_path, site, device)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(ConfigError):
+        directories(tmp_path, "home", "d1")
+
+
+def test_second_agent_of_one_name_is_told_who_holds_the_lock(tmp_path):
+    with device_lock(tmp_path), pytest.raises(ConfigError), device_lock(tmp_path):
+        pass
+    with device_lock(tmp_path):
+        pass
+
+
+def test_a_killed_agent_leaves_no_lock(tmp_path):
+    code = (
+        "import os, signal; from pathlib import Path; from device_agent.agent import device_lock\n"
+        f"with device_lock(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    with device_lock(tmp_path):
+        pass
+
+
+def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path, monkeypatch):
+    def full(_handle, _data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with device_lock(tmp_path), pytest.raises(ConfigError), device_lock(tmp_path):
+            pass
+
+
+# -- limits of control groups -----------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def system(tmp_path):
+    def write(cgroup, **files):
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(cgroup)
+        for name, text in files.items():
+            path = tmp_path / "sys/fs/cgroup" / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_without_groups_the_machine_counts(system, tmp_path):
+    assert free_memory(tmp_path) > 0
+    assert free_memory(system("")) > 0
+
+
+def test_a_group_of_version_2_limits_what_is_free(system):
+    root = system(
+        "0::/app\n",
+        app__memory_dot_max=f"{600 * MIB}\n",
+        app__memory_dot_current=f"{250 * MIB}\n",
+        app__memory_dot_stat=f"anon 1\ninactive_file {50 * MIB}\n",
+    )
+    assert free_memory(root) == 400 * MIB
+
+
+@pytest.mark.parametrize("tightest", ["a", "a/b", "a/b/c"])
+def test_of_nested_groups_the_one_with_the_least_left_counts(system, tightest):
+    root = system("0::/a/b/c\n")
+    for group in ("a", "a/b", "a/b/c"):
+        place = root / "sys/fs/cgroup" / group
+        place.mkdir(parents=True)
+        (place / "memory.max").write_text(f"{(150 if group == tightest else 400) * MIB}\n")
+        (place / "memory.current").write_text(f"{100 * MIB}\n")
+        (place / "cpu.max").write_text("30000 100000\n" if group == tightest else "max 100000\n")
+    assert free_memory(root) == 50 * MIB
+    assert cores(root) == 0.3
+    assert allowed(root) == Allowed(0.3, 0.1)
+
+
+def test_version_2_beside_version_1_has_a_directory_of_its_own(system):
+    root = system(
+        "4:memory:/\n0::/app\n",
+        memory__memory_dot_limit_in_bytes=f"{500 * MIB}",
+        memory__memory_dot_usage_in_bytes=f"{100 * MIB}",
+        unified__app__cpu_dot_max="20000 100000\n",
+        unified__app__memory_dot_max=f"{300 * MIB}",
+        unified__app__memory_dot_current=f"{100 * MIB}",
+    )
+    assert free_memory(root) == 200 * MIB
+    assert cores(root) == 0.2
+
+
+def test_a_group_of_version_1_whose_path_is_the_hosts(system):
+    root = system(
+        "9:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
+        memory__memory_dot_limit_in_bytes=f"{500 * MIB}",
+        memory__memory_dot_usage_in_bytes=f"{300 * MIB}",
+        memory__memory_dot_stat=f"total_inactive_file {100 * MIB}\n",
+        **{"cpu,cpuacct__cpu_dot_cfs_quota_us": "40000", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"},
+    )
+    assert free_memory(root) == 300 * MIB
+    assert cores(root) == 0.4
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("40000 100000", 0.4), ("100000 100000", 1.0)])
+def test_a_quota_limits_the_cores(system, quota, expected):
+    assert cores(system("0::/\n", cpu_dot_max=quota)) == expected
+
+
+def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monkeypatch):
+    for core, rating in enumerate((1024, 446, 446)):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{rating}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
+    assert capacities(tmp_path) == [446, 1024]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2}, raising=False)
+    assert capacities(tmp_path) == [446, 446]
+
+
+# -- what it says while it starts -------------------------------------------------------------------------------------
+
+
+class Told:
+    def __init__(self):
+        self.said, self.now = [], 0.0
+
+    def starting(self):
+        return Starting(self.said.append, 7, logging.getLogger("test.starting"), lambda: self.now)
+
+
+def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
+    monkeypatch.setattr("device_agent.background.SAY_S", 0.001)
+    told = Told()
+    with told.starting() as starting:
+        starting.tell("compiling kernels", 3, 23)
+        known = len(told.said)
+        while len(told.said) < known + 3:
+            pass
+        starting.tell("measuring")
+    assert told.said[0] == Status("starting", 7)
+    assert Status("starting", 7, "compiling kernels", 3, 23) in told.said[known:]
+    assert told.said[-1] == Status("starting", 7, "measuring")
+
+
+def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
+    told = Told()
+    with caplog.at_level(logging.INFO, "test.starting"), told.starting() as starting:
+        for step in range(4):
+            starting.tell("compiling kernels", step, 23)
+            told.now += LOG_S / 2
+        starting.tell("measuring")
+    assert len(caplog.messages) == 3
+
+
+def test_a_broker_that_is_gone_stops_nothing():
+    def publish(status):
+        raise NetworkError("gone")
+
+    with Starting(publish, 7, logging.getLogger("test.starting")) as starting:
+        starting.tell("measuring")
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+class Thing:
+    pass
+
+
+def tell_in_a_callback() -> None:
+    """Send SIGTERM in the callback of a weak reference, where Python drops what is raised."""
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+    del thing
+    assert reference() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_was_lost_comes_again():
+    with Signals() as signals:
+        signals.check()
+        tell_in_a_callback()
+        with pytest.raises(ToldToEnd):
+            signals.check()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_was_lost_ends_the_session_thread():
+    inbox: Inbox[AgentEvent] = Inbox()
+    with Signals() as signals:
+        tell_in_a_callback()
+        signals.deliver_to(inbox)
+    assert isinstance(inbox.get(0.0), Stop)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then(number):
+    inbox: Inbox[AgentEvent] = Inbox()
+    with Signals() as signals, pytest.raises(ToldToEnd):
+        signal.raise_signal(number)
+    with Signals() as signals:
+        signals.deliver_to(inbox)
+        signal.raise_signal(number)
+    assert isinstance(inbox.get(0.0), Stop)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number):
+    code = (
+        "import signal; from device_agent.agent import Signals, ToldToEnd\n"
+        "try:\n"
+        f"    with Signals(): exec('signal.raise_signal(signal.{number})')\n"
+        "except ToldToEnd: print('told')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
+
+
+def test_an_agent_started_with_nohup_outlives_its_terminal():
+    inbox: Inbox[AgentEvent] = Inbox()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signals.deliver_to(inbox)
+            signal.raise_signal(signal.SIGHUP)
+        assert inbox.empty()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AgentConfig(BrokerUrl.parse("mqtt://127.0.0.1:1"), "home", "a", cache_dir=tmp_path)
+
+
+def test_a_second_signal_does_not_keep_an_agent_from_closing_all(config, monkeypatch):
+    closed, close = [], _Agent.close
+
+    def close_told_again(agent):
+        signal.raise_signal(signal.SIGTERM)
+        close(agent)
+        closed.append(agent)
+
+    monkeypatch.setattr(_Agent, "run", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(_Agent, "close", close_told_again)
+    run_agent(config)
+    assert closed
+
+
+def test_a_signal_while_an_agent_is_put_together_ends_it_without_a_traceback(config, monkeypatch):
+    monkeypatch.setattr(_Agent, "__init__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    run_agent(config)

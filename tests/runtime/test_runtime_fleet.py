@@ -1,0 +1,651 @@
+"""Devices as they start, join, fall silent, die, are put aside and come back, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scripted_site import LOST_S, Site, caps, everyone, heartbeat, settled
+
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Endpoint, Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import (
+    AGAIN_S,
+    ASIDE_S,
+    BACK_S,
+    HELD_S,
+    MEMBERS,
+    PART,
+    RELAYED_S,
+    REST_S,
+    RETURN_S,
+    SILENT_S,
+    STARTING_S,
+    YOUNG_S,
+    Falls,
+    Introductions,
+    Membership,
+    Wills,
+)
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MOST_S
+from hepti_mqtt.runtime.coordinator.session import COMING_S
+
+
+def test_a_site_without_devices_refuses_requests_until_one_joins() -> None:
+    site = Site()
+    site.submit("r1")
+    site.tick(0.0)
+    site.tick(1.1)
+    assert isinstance(site.errors["r1"], PlanError)
+    site.submit("r2")
+    assert isinstance(site.errors["r2"], PlanError), "the next one is refused at once"
+    site.join("a")
+    site.submit("r3")
+    site.settle()
+    site.answer(1)
+    assert "r3" in site.answers
+
+
+def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
+    site = settled("a", "b", decider=everyone)
+    first = site.plan
+    assert set(first.devices) == {"a", "b"}
+    site.submit("r1")
+    site.leave("b")
+    assert ("a", messages.Cancel("m", first.epoch, 1)) in site.told
+    site.ready()
+    assert list(site.work) == [1, 2]
+    assert site.work[2].epoch > first.epoch
+    site.answer(2)
+    site.answer(1)  # what the survivors of the first run still send comes late
+    assert site.answers["r1"].plan.devices == ("a",)
+    assert site.session.counters["late"] > 0
+
+
+def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
+    site = Site()
+    site.join("a")
+    site.now += LOST_S
+    site.event(interface.Tick(behind=True))
+    assert "a" in site.session.membership.usable()
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
+    site.event(interface.Tick())
+    assert "a" in site.session.membership.usable()
+    site.now += LOST_S
+    site.event(interface.Tick())
+    assert "a" not in site.session.membership.usable()
+
+
+def test_silent_device_counts_as_lost_and_comes_back_with_a_heartbeat() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.submit("r1")
+    del site.boots["b"]
+    site.tick(LOST_S)
+    site.ready()
+    site.answer(2)
+    assert site.answers["r1"].plan.devices == ("a",)
+    site.boots["b"] = 1
+    site.tick(0.1)
+    assert site.notes()["joined"] == 3
+    site.settle()
+    assert set(site.plan.devices) == {"a", "b"}
+
+
+def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
+    site = settled("a")
+    plan = site.plan
+    site.submit("r1")
+    site.event(interface.Connection(online=False))
+    site.tick(100, alive=False)
+    site.event(interface.Connection(online=True))
+    site.tick(3, alive=False)
+    assert site.plan == plan
+    assert "r1" in site.errors, "but deadlines hold"
+    site.tick(LOST_S, alive=False)
+    assert site.plan is None
+
+
+def test_device_that_rejoins_drops_what_it_holds() -> None:
+    site = settled("a")
+    site.told.clear()
+    site.leave("a")
+    site.join("a")
+    kinds = [type(m) for d, m in site.told if d == "a"]
+    assert messages.Drain in kinds
+    assert messages.Prepare not in kinds[: kinds.index(messages.Drain)]
+
+
+def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothing() -> None:
+    site = Site()
+    site.join("a", boot=1)
+    site.settle()
+    site.submit("r1")
+    site.join("a", boot=2)
+    site.event(interface.DeviceStatus("a", Status("offline", 1)))
+    site.settle()
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+
+
+def test_no_prediction_stretches_the_time_after_which_a_run_is_overdue() -> None:
+    site = settled("a", decider=lambda q: _slow(everyone(q)))
+    site.submit("r1", within=1e9)
+    for _ in range(int(OVERDUE_MOST_S)):
+        assert not site.notes()["overdue"]
+        site.tick(1)
+    site.tick(1)
+    assert site.notes()["overdue"] == 1
+
+
+def _slow(decision: Decision) -> Decision:
+    return replace(decision, chosen=replace(decision.chosen, plan=replace(decision.chosen.plan, predicted_s=8.6e9)))
+
+
+def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_more() -> None:
+    site = settled("b", decider=everyone)
+    site.submit("r1", within=1e9)
+    site.join("a")
+    site.tick(1.1)
+    site.ready()  # r1 runs under the plan before, without a
+    site.event(interface.Pin("m", Pins(devices=("a",))))
+    site.leave("a")
+    for _ in range(int(RETURN_S)):
+        assert site.session.slots.own("m").plans.hopeful(), "a may come back"
+        assert "r1" not in site.errors, "it may yet be answered"
+        site.tick(1)
+    site.pass_by(20, 1)
+    assert not site.session.slots.own("m").plans.hopeful()
+    assert isinstance(site.errors["r1"], PlanError)
+
+
+def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
+    site = settled("a", "b")
+    for number in range(MEMBERS + 50):
+        name = f"invented{number}"
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
+        site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
+    assert len(site.session.membership.members) == MEMBERS
+    assert set(site.session.membership.usable()) == {"a", "b"}
+    site.join("late")
+    assert "late" in site.session.membership.usable()
+
+
+def test_devices_beyond_what_is_remembered_are_counted() -> None:
+    site = Site(searches=False)
+    site.join(*(f"d{number}" for number in range(MEMBERS)))
+    site.join("beyond")
+    assert "beyond" not in site.session.membership.members
+    assert site.session.counters["devices_beyond"] == 2
+    site.leave("d7")
+    site.join("beyond")
+    assert "beyond" in site.session.membership.usable()
+
+
+def test_a_device_that_beats_and_does_not_compute_is_put_aside_and_tried_again_later() -> None:
+    site = settled("a", "b", decider=everyone)
+    first = site.plan
+    site.mute = {"b"}
+    site.submit("r1")
+    site.pass_by(12, 0.1)
+    assert site.plan is None, "within a second"
+    assert list(site.session.membership.unused()) == ["b"]
+    site.ready("a")
+    second = site.plan
+    assert (set(first.devices), second.devices) == ({"a", "b"}, ("a",))
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+    for _ in range(int(ASIDE_S)):
+        assert site.plan == second, "its heartbeats say nothing of what computes"
+        site.tick(1)
+    site.tick(1)
+    site.tick(1.1)
+    site.ready()
+    assert set(site.plan.devices) == {"a", "b"}
+    assert not site.session.membership.unused()
+    site.submit("r2")
+    site.pass_by(12, 0.1)
+    assert site.session.membership.members["b"].aside_until_s - site.now > 1.5 * ASIDE_S, "longer each time"
+
+
+def test_a_device_that_was_stopped_is_back_with_its_first_word() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.mute = {"b"}
+    site.submit("r1")
+    site.pass_by(12, 0.1)
+    site.ready("a")
+    assert "b" not in site.session.membership.usable()
+    site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+    assert "b" in site.session.membership.usable()
+
+
+def test_nobody_is_put_aside_who_speaks_or_for_whom_nobody_else_can_serve() -> None:
+    site = settled("a", "b", decider=everyone)
+    plan = site.plan
+    site.submit("r1", within=1e9)
+    site.pass_by(25, 0.1)
+    assert site.plan == plan, "both say that they have it: it only takes long"
+    assert site.notes()["doubt"] == 1
+    site.mute = {"a", "b"}
+    site.submit("r2", within=1e9)
+    site.pass_by(12, 0.1)
+    assert set(site.session.membership.usable()) == {"a", "b"}
+
+
+def test_nobody_is_put_aside_whom_pins_name() -> None:
+    site = settled("a", "b", "c", pins=Pins(devices=("a", "b")), decider=everyone)
+    plan = site.plan
+    assert set(plan.devices) == {"a", "b"}
+    site.mute = {"b"}
+    site.submit("r1", within=1e9)
+    site.pass_by(20, 0.1)
+    assert set(site.session.membership.usable()) == {"a", "b", "c"}, "c cannot serve what a and b are asked for"
+    assert not site.errors
+
+
+def test_a_planner_that_was_held_up_itself_suspects_nobody() -> None:
+    site = settled("a", "b", decider=everyone)
+    plan = site.plan
+    site.mute = {"b"}
+    site.submit("r1", within=1e9)
+    site.pass_by(3, 0.7)
+    assert site.plan == plan
+
+
+def test_a_device_that_is_missing_for_a_moment_refuses_no_request() -> None:
+    site = settled("a", "b", decider=everyone)
+    pins = Pins(devices=("b",))
+    site.leave("b")
+    site.submit("r1", pins=pins)
+    site.ready()
+    site.tick(3)
+    assert not site.errors
+    site.join("b", boot=2)
+    for _ in range(3):
+        site.tick(1)
+        site.ready()
+    site.answer(max(site.work))
+    assert site.answers["r1"].plan.devices == ("b",)
+    site.leave("b")
+    site.submit("r2", pins=pins)
+    site.ready()
+    site.pass_by(int(RETURN_S) + 2, 1)
+    assert isinstance(site.errors["r2"], PlanError), "but not for ever"
+
+
+def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_and_its_runs_are_issued_again() -> None:
+    site = settled("a")
+    first = site.plan
+    site.submit("r1")
+    gone = messages.Failed(0, "m", first.epoch, "forgotten", "a has given it up", 0)
+    for _ in range(2):
+        site.event(interface.UpMessage("a", gone))
+    site.submit("r2")
+    assert list(site.work) == [1], "nothing more goes to a plan that is not there"
+    site.ready()
+    assert [frame.epoch > first.epoch for frame in site.work.values()] == [False, True, True]
+    site.answer(2)
+    site.answer(3)
+    assert set(site.answers) == {"r1", "r2"}
+
+
+@pytest.mark.parametrize(("model", "newer"), [("m", 1), ("n", 0)])
+def test_a_device_that_gives_up_a_plan_that_is_not_in_use_changes_nothing(model: str, newer: int) -> None:
+    site = settled("a")
+    plan = site.plan
+    site.submit("r1")
+    other = plan.epoch._replace(number=plan.epoch.number + newer)
+    site.event(interface.UpMessage("a", messages.Failed(0, model, other, "forgotten", "gone", 0)))
+    assert site.plan == plan
+    site.answer(1)
+    assert set(site.answers) == {"r1"}
+
+
+def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back() -> None:
+    site = settled("a", "b", decider=everyone)
+    plan = site.plan
+    site.submit("r1")
+    site.event(interface.Connection(online=False))
+    site.now += 0.2
+    site.event(interface.Connection(online=True))
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
+    assert list(site.work) == [1], "b is not there yet, and would miss it"
+    site.event(interface.DeviceHeartbeat("b", heartbeat(1)))
+    assert list(site.work) == [1, 2]
+    assert site.work[2].epoch == plan.epoch
+    site.answer(2)
+    assert "r1" in site.answers
+    assert not site.notes()["overdue"]
+
+
+def test_a_planner_that_meets_the_broker_just_now_gives_devices_a_moment_to_do_so_too() -> None:
+    site = Site()
+    site.event(interface.Connection(online=True))
+    site.submit("r1")
+    site.pass_by(2, 1.0)
+    assert not site.errors
+    site.join("a")
+    site.tick(1.0)
+    site.ready()
+    site.answer(1)
+    assert "r1" in site.answers
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def says_it_starts(site: Site, device: str, boot: int = 1, done: int = 0) -> None:
+    site.event(interface.DeviceStatus(device, Status("starting", boot, "compiling kernels", done, 23)))
+
+
+def passes(site: Site, seconds: float, *starting: str) -> None:
+    """Let time pass while devices go on saying that they start."""
+    for second in range(int(seconds)):
+        site.tick(1.0)
+        for device in starting:
+            says_it_starts(site, device, done=second)
+
+
+def test_a_request_waits_for_a_device_that_is_starting() -> None:
+    site = Site()
+    says_it_starts(site, "a")
+    site.submit("r1", within=600.0)
+    passes(site, 60, "a")
+    assert not site.errors
+    site.join("a")
+    site.settle()
+    site.answer(1)
+    assert "r1" in site.answers
+
+
+def test_a_device_that_says_it_starts_gives_hope_again() -> None:
+    site = Site()
+    site.submit("early")
+    site.tick(2.0)
+    assert isinstance(site.errors["early"], PlanError)
+    says_it_starts(site, "a")
+    site.submit("r1")
+    passes(site, 5, "a")
+    assert "r1" not in site.errors
+
+
+@pytest.mark.parametrize("end", ["it falls silent", "it never ends", "it is gone"])
+def test_nobody_waits_for_ever_for_a_device_that_starts(end: str) -> None:
+    site = Site()
+    says_it_starts(site, "a")
+    site.submit("r1", within=2 * STARTING_S)
+    site.tick(SILENT_S - 1.0)
+    assert not site.errors
+    if end == "it is gone":
+        site.event(interface.DeviceStatus("a", Status("offline", 1)))
+        site.tick(0.1)
+    elif end == "it never ends":
+        passes(site, STARTING_S + 2, "a")
+    else:
+        site.tick(2.0)
+    assert isinstance(site.errors["r1"], PlanError)
+
+
+def test_pins_wait_for_those_of_their_devices_that_are_starting() -> None:
+    site = settled("a", decider=everyone)
+    says_it_starts(site, "b")
+    before = len(site.solves)
+    site.submit("r1", pins=Pins(devices=("a", "b")))
+    passes(site, 10, "b")
+    assert len(site.solves) == before
+    site.join("b")
+    for _ in range(3):
+        site.tick(1.1)
+        site.ready()
+    assert ("a", "b") in [solve.question.devices for solve in site.solves[before:]]
+    assert not site.errors
+
+
+def test_a_plan_that_fits_nobody_yet_is_looked_for_again_while_others_start() -> None:
+    def large(question):
+        if len(question.cluster.devices) < 2:
+            raise PlanError("it does not fit")
+        return everyone(question)
+
+    site = Site(decider=large)
+    site.join("a")
+    says_it_starts(site, "b")
+    site.submit("r1")
+    passes(site, 3 * COMING_S, "b")
+    assert not site.errors
+    site.join("b")
+    assert set(site.settle().devices) == {"a", "b"}
+
+
+def test_a_device_that_restarts_is_gone_and_coming() -> None:
+    site = settled("a", decider=everyone)
+    says_it_starts(site, "a", boot=2)
+    assert not site.session.membership.usable()
+    assert site.session.membership.coming(site.now) == {"a"}
+    site.submit("r1")
+    site.boots.clear()
+    for _ in range(30):
+        site.tick(1.0)
+        says_it_starts(site, "a", boot=2)
+    assert not site.errors
+
+
+def test_nothing_is_searched_while_the_only_device_may_come_back() -> None:
+    site = settled("a")
+    site.leave("a")
+    site.submit("r1")
+    before = len(site.solves)
+    passes(site, RETURN_S - 1)
+    assert len(site.solves) == before
+    assert not site.errors
+    passes(site, 2)
+    assert isinstance(site.errors["r1"], PlanError)
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+def memory(site: Site, device: str) -> float:
+    """Return the memory that the last search could plan with."""
+    return site.solves[-1].question.cluster.devices[device].memory_bytes
+
+
+def test_a_device_that_dies_of_a_plan_again_gets_less_for_a_while() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.leave("b")
+    site.settle()
+    site.join("b", boot=2)
+    site.settle()
+    assert memory(site, "b") == 1 << 30, "somebody may have restarted it"
+    site.leave("b")
+    site.settle()
+    site.join("b", boot=3)
+    site.settle()
+    assert memory(site, "b") < 1 << 30
+    assert memory(site, "a") == 1 << 30
+    passes(site, REST_S + 1)
+    assert memory(site, "b") == 1 << 30
+
+
+def test_a_device_that_was_only_away_has_not_died() -> None:
+    """Its connection was lost, or it had no core for too long: it comes back as the same start."""
+    site = settled("a", "b", decider=everyone)
+    for _ in range(3):
+        site.leave("b")
+        site.settle()
+        site.join("b")
+        site.settle()
+    assert memory(site, "b") == 1 << 30
+
+
+def test_a_device_that_hangs_has_not_died() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.mute = {"b"}
+    for number in range(2):
+        site.submit(f"r{number}", within=1e9)
+        while "b" in site.session.membership.usable():
+            site.tick(0.1)
+        site.ready("a")
+        site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+        for _ in range(3):
+            site.tick(1.1)
+            site.ready()
+    assert memory(site, "b") == 1 << 30
+
+
+def test_each_death_makes_the_rest_longer_and_a_long_life_ends_that() -> None:
+    falls = Falls()
+    boots = iter(range(1, 100))
+
+    def fell(needed_bytes: int, given_s: float, now: float) -> None:
+        falls.gone("a", next(boots), needed_bytes, given_s, now)
+        falls.back("a", next(boots), now)
+
+    fell(1000, 0.0, YOUNG_S + 1.0)
+    fell(1000, 100.0, 108.0)
+    assert falls.most_bytes(108.0) == {}, "only one plan was young"
+    fell(1000, 110.0, 116.0)
+    assert falls.most_bytes(116.0) == {"a": int(PART * 1000)}
+    assert falls.rested(117.0) == []
+    fell(750, 120.0, 126.0)
+    assert falls.most_bytes(126.0 + 2 * REST_S - 1.0) == {"a": int(PART * 750)}
+    assert falls.rested(126.0 + 2 * REST_S) == ["a"]
+    assert falls.rested(127.0 + 2 * REST_S) == []
+    assert falls.most_bytes(126.0 + 2 * REST_S) == {}
+    falls.rested(127.0 + 2 * REST_S + AGAIN_S)
+    fell(1000, 900.0, 901.0)
+    assert falls.most_bytes(901.0) == {}, "it begins anew"
+
+
+# -- last wills -------------------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """A site of a and b whose events go through `Wills`, at seconds after the beginning."""
+
+    def __init__(self) -> None:
+        self.site = settled("a", "b", decider=everyone)
+        self.wills = Wills(self.site.session)
+
+    def __call__(self, event: interface.CoordinatorEvent, at_s: float = 0.0) -> object:
+        return self.wills.handle(event, self.site.now + at_s)
+
+    def word(self, device: str, state: str = "offline", boot: int = 1, at_s: float = 0.0) -> object:
+        return self(interface.DeviceStatus(device, Status(state, boot)), at_s)
+
+
+def test_a_broker_that_ends_takes_no_plan_with_it() -> None:
+    heard = Heard()
+    plan = heard.site.plan
+    assert [heard.word(device) for device in "ab"] == [[], []]
+    heard(interface.Connection(online=False), HELD_S / 2)
+    heard(interface.Connection(online=True), 1)
+    for device in "ab":  # what the broker has retained
+        heard.word(device, at_s=1.1)
+    heard(interface.Tick(), BACK_S)
+    for device in "ab":
+        heard.word(device, "online", at_s=BACK_S)
+    heard(interface.Tick(), 2 * BACK_S)
+    assert heard.site.plan == plan
+
+
+@pytest.mark.parametrize(("reconnected", "held_s"), [(False, HELD_S), (True, BACK_S)])
+def test_a_device_that_is_gone_is_so_in_the_end(reconnected: bool, held_s: float) -> None:
+    """Also by what a broker has retained."""
+    heard = Heard()
+    for online in (False, True) if reconnected else ():
+        heard(interface.Connection(online=online))
+    heard.word("b")
+    heard(interface.Tick(), held_s - 0.1)
+    assert heard.site.plan is not None
+    heard(interface.Tick(), held_s)
+    assert heard.site.plan is None
+    assert set(heard.site.session.membership.usable()) == {"a"}
+
+
+def test_a_device_that_starts_anew_is_a_new_one_at_once() -> None:
+    heard = Heard()
+    heard.word("b")
+    heard.word("b", "online", 2)
+    assert heard.site.plan is None
+
+
+# -- introductions ----------------------------------------------------------------------------------------------------
+
+HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)
+SECRET = bytes(range(32))
+SECURE = replace(THERE, fingerprint="0f" * 32)
+
+
+def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Membership:
+    members = Membership(mesh=mesh)
+    for name, endpoint in endpoints.items():
+        start(members, name, 1, endpoint)
+    return members
+
+
+def start(members: Membership, name: str, boot: int, endpoint: Endpoint | None) -> None:
+    members.caps(name, replace(caps(name, boot), endpoint=endpoint))
+    members.status(name, Status("online", boot), 0.0)
+
+
+def mesh(**more) -> Plan:
+    return Plan("m", Epoch(1, 1), "row", ("a", "b", "c"), "a", route="mesh", **more)
+
+
+@pytest.mark.parametrize(
+    ("places", "relayed"),
+    [
+        ((THERE, THERE, None), "ac ca bc cb"),
+        ((HERE, HERE, THERE), "ac bc"),  # what listens on loopback is heard on its own machine alone
+        ((THERE, SECURE, SECURE), "ab ba ac ca"),  # one with TLS and one without do not connect
+    ],
+)
+def test_pairs_that_cannot_connect_are_reached_over_the_broker(places: tuple, relayed: str) -> None:
+    members = membership(**dict(zip("abc", places, strict=True)))
+    assert members.relayed(0.0) == {tuple(pair) for pair in relayed.split()}
+    assert members.cluster({}).endpoints == {name for name, place in zip("abc", places, strict=True) if place}
+
+
+def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_start():
+    members = membership(a=THERE, b=THERE)
+    members.unheard("b", ("a", "nobody"), 10.0)
+    assert members.relayed(10.0) == {("a", "b")}
+    assert members.relayed(10.0 + RELAYED_S) == set()
+    members.unheard("b", ("a",), 10.0)
+    start(members, "a", 2, THERE)
+    assert members.relayed(11.0) == set()
+
+
+def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
+    members = membership(a=THERE, b=THERE, c=THERE)
+    introductions = Introductions(SECRET, members)
+    told = {d: {p.device: p for p in introductions.of(mesh(), d)} for d in "abc"}
+    for one in "abc":
+        for other in set("abc") - {one}:
+            assert told[one][other].token_in == told[other][one].token_out != ""
+    tokens = [p.token_in for peers in told.values() for p in peers.values()]
+    assert len(set(tokens)) == len(tokens) == 6
+    assert introductions.of(mesh(), "a") == tuple(told["a"].values()), "a Prepare that is repeated says the same"
+    later = Introductions(SECRET, members).of(replace(mesh(), epoch=Epoch(1, 2)), "a")
+    assert not {p.token_in for p in later} & set(tokens)
+
+
+def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
+    members = membership(a=THERE, b=THERE, c=None)
+    introductions = Introductions(SECRET, members)
+    (b,) = introductions.of(mesh(relayed=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
+    assert (b.device, b.token_out) == ("b", "")
+    assert b.token_in
+    assert introductions.of(replace(mesh(), route="broker"), "a") == ()
+
+
+def test_without_a_secret_nobody_is_introduced():
+    members = membership(mesh=False, a=THERE, b=THERE)
+    assert members.cluster({}).endpoints == frozenset()
+    assert all(not p.token_in and not p.token_out for p in Introductions(None, members).of(mesh(), "a"))

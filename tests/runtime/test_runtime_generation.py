@@ -1,0 +1,364 @@
+"""A generation goes on when the output is there; what devices report later is counted, and nothing waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from decoders_site import PROMPT, Decoders, expected, running
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_site import SPEC, everyone
+from sites import everyone as everyone_of
+from sites import tensors
+from swarm import MODEL, Swarm
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
+from hepti_mqtt.planner import Decision, Question
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import UNREPORTED
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS
+
+GPT = spec_of_kind("tiny-gpt2")
+
+
+def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_counted():
+    site = running()
+    job = site.ask(most=3)
+    for number in (1, 2, 3):
+        assert max(site.work) == number
+        site.step(reported=False)
+    assert site.tokens() == site.told_tokens["r"] == expected(3)
+    assert [s.reported for s in site.answers["r"].stats] == [False] * 3
+    assert site.running == {1, 2, 3}, "the reports are still to come"
+    for number in (2, 1, 3):
+        site.report(number)
+    assert not site.running
+    assert not site.session.counters["late"]
+    assert job.over
+
+
+def test_devices_have_their_next_run_before_users_are_told():
+    site = running(in_flight=1)
+    site.ask("r", most=2)
+    site.ask("s", most=1)
+    for kinds in (["Publish", "Token"], ["Publish", "Token", "Answer"], ["Token", "Answer"]):
+        site.compute(max(site.work))
+        del site.seen[:]
+        site.output(max(site.work))
+        assert [type(command).__name__ for command in site.seen] == kinds
+
+
+def test_reports_that_come_before_the_answer_are_in_it():
+    site = running()
+    site.ask(most=3)
+    site.step(reported=False)
+    site.step()
+    site.report(1)
+    site.step(reported=False)
+    assert [s.reported for s in site.answers["r"].stats] == [True, True, False]
+    assert [s.shape.size for s in site.answers["r"].stats] == [3, 1, 1]
+    assert site.answers["r"].stats[0].sent_bytes == {"a": 100, "b": 100}
+
+
+def test_who_asks_for_the_reports_has_tokens_at_once_and_the_answer_with_all_of_them():
+    site = running()
+    site.ask(most=3, report=True)
+    for _ in range(3):
+        site.step(reported=False)
+    assert site.told_tokens["r"] == expected(3)
+    site.report(3)
+    site.report(1)
+    assert not site.answers
+    site.report(2)
+    assert all(s.reported for s in site.answers["r"].stats)
+    assert not site.running
+
+
+@pytest.mark.parametrize("lost", ["reports", "a device", "a connection"])
+@pytest.mark.parametrize("whole", [True, False], ids=["all tokens", "in between"])
+def test_reports_that_never_come_keep_nobody_waiting(lost, whole):
+    site = running(pins=None, decider=everyone)
+    site.ask(most=2, report=True)
+    for _ in range(2 if whole else 1):
+        site.step(reported=False)
+    if lost == "a device":
+        site.leave("b")
+    elif lost == "a connection":
+        site.event(interface.Connection(online=False))
+        site.event(interface.Connection(online=True))
+    for _ in range(40):
+        site.tick(1.0)
+        site.ready()
+        for run in sorted(site.running - {1, 2}):
+            site.compute(run)
+            site.output(run)
+            site.report(run)
+        if "r" in site.answers:
+            break
+    assert site.tokens() == site.told_tokens["r"] == expected(2)
+    assert not site.answers["r"].stats[0].reported
+    assert not site.running
+    assert (max(site.work) == 2) == whole, "what was told is not computed again"
+
+
+def test_a_deadline_ends_what_waits_for_reports_alone_and_a_run_that_is_on_its_way():
+    site = running()
+    site.ask("all", most=1, report=True, within=2.0)
+    site.step(reported=False)
+    site.ask("some", most=2, within=2.0)
+    site.step(reported=False)
+    site.tick(2.5)
+    assert {name: type(error) for name, error in site.errors.items()} == dict.fromkeys(("all", "some"), DeadlineError)
+    assert site.running == {1, 2}
+    site.report(1)
+    site.report(2)
+    assert not site.running
+    assert not site.session.counters["late"]
+
+
+def test_steps_whose_reports_are_missing_are_few():
+    site = running()
+    job = site.ask(most=12)
+    while max(site.work) not in site.computed:
+        site.step(reported=False)
+    assert len(site.running) == UNREPORTED + site.session.in_flight
+    assert len(job.generation.tokens) == len(site.running)
+    site.report(1)
+    assert max(site.work) == UNREPORTED + site.session.in_flight + 1
+    while "r" not in site.answers:
+        for run in sorted(site.running):
+            site.compute(run)
+            site.output(run)
+            site.report(run)
+    assert site.tokens() == expected(12)
+    assert not site.running
+
+
+def for_steps(question: Question) -> Decision:
+    """Decide for a plan that was made for steps of 0.1 s."""
+    made = everyone(question)
+    chosen = replace(made.chosen, plan=replace(made.chosen.plan, predicted_s=0.1, predicted_tokens=1))
+    return replace(made, chosen=chosen)
+
+
+def test_what_steps_take_is_learned_though_the_next_one_has_begun():
+    site = running(pins=None, decider=for_steps)
+    site.ask(most=6)
+    for number in range(1, 7):
+        site.compute(number)
+        site.now += 0.2
+        site.output(number)
+        assert max(site.work) == min(number + 1, 6)
+        site.now += 0.05
+        site.report(number)
+    learned = site.session.slots.own("m").experience.learned(site.now)
+    assert learned.factor(site.plan) == pytest.approx(3.0), "from its dispatch to its last report"
+
+
+def test_steps_beside_other_requests_teach_nothing():
+    site = running(pins=None, decider=for_steps)
+    site.ask("r", most=4)
+    site.ask("s", most=4)
+    while len(site.answers) < 2:
+        for number in sorted(site.running):
+            site.compute(number)
+            site.now += 0.2
+            site.output(number)
+            site.report(number)
+    assert not site.session.slots.own("m").experience.learned(site.now).factors
+
+
+@pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])
+def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once(what):
+    site = running()
+    site.ask(most=4)
+    site.step()
+    site.step(reported=False)
+    site.compute(3)
+    if what == "numbers":
+        site.output(2, forged=0 if expected(2)[1] else 1)
+    elif what == "row":
+        sent = np.zeros((1, SPEC.hidden), np.float32)
+        frame = replace(site.work[2], kind="output", source="a", dtype="f32", shape=sent.shape, body=sent)
+        site.event(interface.UpFrame("a", replace(frame, row_start=1)))
+    elif what == "failure":
+        site.run_failed("b", 2, "device")
+    else:  # the head says that it has sent nothing, and the others say the same: the output was forged
+        for device in ("a", "b"):
+            done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
+            site.event(interface.UpFrame(device, replace(done, body=b"")))
+        done = replace(done, source="a", numbers=(1, 1, 1, 1))
+        site.event(interface.UpFrame("a", done))
+    assert site.running == {4}, "the step behind it is taken back, too"
+    assert site.asked(4) == (0, [*PROMPT, *expected(1)])
+    assert frames.decode_session(site.work[4]).number == 2
+    for _ in range(3):
+        site.step()
+    assert site.tokens() == site.told_tokens["r"] == expected(4)
+    assert len(site.answers["r"].stats) == 4
+    assert not site.running
+
+
+def test_a_forged_token_that_was_told_ends_in_an_error_and_no_wrong_answer():
+    site = running(orderly=False)
+    right = expected(1)[0]
+    site.ask(most=4)
+    site.compute(1)
+    site.output(1, forged=(right + 1) % SPEC.hidden)
+    assert site.told_tokens["r"] == [(right + 1) % SPEC.hidden]
+    site.output(1)
+    assert site.running == {3}
+    site.step()
+    assert isinstance(site.errors["r"], RemoteError)
+    assert not site.running
+
+
+def test_a_part_of_a_device_that_says_later_that_it_sent_none_is_no_token():
+    site = running(orderly=False)
+    site.ask(most=2)
+    site.output(1, forged=(expected(1)[0] + 1) % SPEC.hidden, source="b", part=3)
+    site.compute(1)
+    site.output(1)
+    site.report(1)
+    assert site.session.counters["foreign_frame"] == 1
+    site.step()
+    assert isinstance(site.errors["r"], RemoteError)
+
+
+def test_doubt_without_end_ends():
+    site = running()
+    site.ask(most=4)
+    for _ in range(ATTEMPTS):
+        last = max(site.work)
+        site.compute(last)
+        site.output(last)
+        site.output(last, forged=0 if expected(1)[0] else 1)
+    assert isinstance(site.errors["r"], RemoteError)
+    assert not site.running
+    assert site.told_tokens["r"] == expected(1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(bad):
+    site = running()
+    site.ask(most=2)
+    logits = np.full((1, SPEC.hidden), bad, np.float32)
+    sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=logits.shape, body=logits)
+    site.event(interface.UpFrame("a", sent))
+    assert not site.errors
+    site.report(1)
+    assert isinstance(site.errors["r"], RemoteError)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st.DataObject) -> None:
+    in_flight = data.draw(st.sampled_from([1, 2, 3]))
+    site = Decoders(pins=None, decider=everyone, in_flight=in_flight)
+    boots, asked = Counter[str](), dict[str, int]()
+    site.join("a", "b")
+    boots.update("ab")
+    site.settle()
+    acts = ["join", "leave", "tick", "ready", "ask", "offline", "broken", *["compute", "output", "report"] * 4]
+    for _ in range(data.draw(st.integers(5, 60))):
+        what, name = data.draw(st.sampled_from(acts)), data.draw(st.sampled_from("abc"))
+        runs = sorted(site.running)
+        if what == "join":
+            boots[name] += 1
+            for key in [key for key in site.caches if key[0] == name]:
+                del site.caches[key]
+            site.join(name, boot=boots[name])
+        elif what == "leave" and name in site.boots:
+            site.leave(name)
+        elif what == "tick":
+            site.tick(data.draw(st.sampled_from([0.1, 1.1, 5.0])))
+        elif what == "ready":
+            site.ready(name)
+        elif what == "ask":
+            most, report = data.draw(st.integers(1, 6)), data.draw(st.booleans())
+            asked[f"r{len(asked)}"] = most
+            site.ask(f"r{len(asked) - 1}", most, report)
+        elif what == "offline":
+            site.event(interface.Connection(online=data.draw(st.booleans())))
+        elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
+            site.run_failed(
+                name, data.draw(st.sampled_from(runs)), data.draw(st.sampled_from(["link", "wire", "device"]))
+            )
+        elif what == "compute" and runs:
+            run = data.draw(st.sampled_from(runs))
+            if name in site.plan_of(run).devices:
+                site.compute(run, name)
+        elif what == "output" and (able := [a for a in runs if a in site.able()]):
+            site.output(data.draw(st.sampled_from(able)))
+        elif what == "report" and (able := sorted(site.work)):
+            run = data.draw(st.sampled_from(able))
+            if name in site.computed[run]:
+                site.report(run, name)
+    site.event(interface.Connection(online=True))
+    for _ in range(60):
+        for name in "ab":
+            if name not in site.boots:
+                boots[name] += 1
+                site.join(name, boot=boots[name])
+        site.tick(1.0)
+        site.ready()
+        for run in sorted(site.running):
+            site.compute(run)
+        for run in sorted(site.running & set(site.able())):
+            site.output(run)
+        for run in sorted(site.running & set(site.able())):
+            site.report(run)
+    assert not site.running
+    assert site.answers.keys() | site.errors.keys() == asked.keys()
+    assert all(isinstance(error, RemoteError | PlanError) for error in site.errors.values())
+    for name, answer in site.answers.items():
+        assert site.tokens(name) == site.told_tokens[name] == expected(asked[name])
+        assert len(answer.stats) == asked[name]
+
+
+class LateReports(Swarm):
+    """A site of real sessions where what devices report takes long."""
+
+    def _host_publish(self, name, publish):
+        if publish.payload[:4] == frames.MAGIC and frames.decode(publish.whole).kind == "done":
+            self.after(self.rng.random() * 0.5, lambda: super(LateReports, self)._host_publish(name, publish))
+        else:
+            super()._host_publish(name, publish)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1 << 20), users=st.integers(1, 3), lost=st.sampled_from([None, "d1", "d2"]))
+def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, users, lost):
+    held = tensors(GPT)
+    hosts, decider = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30)), everyone_of(("decoder", {}))
+    swarm = LateReports(GPT, held, hosts, seed=seed, jitter_s=0.01, duplicates=0.2, decider=decider)
+    rng = np.random.default_rng(seed)
+    prompts = {f"r{n}": rng.integers(0, GPT.text.vocab, 3 + n).astype(np.int32) for n in range(users)}
+    swarm.run(20, until=lambda: swarm.planner.plan(MODEL) is not None)
+    for name, prompt in prompts.items():
+        swarm.generate(name, GPT, prompt, 6)
+    if lost is not None:
+        swarm.run(60, until=lambda: len(swarm.tokens.get("r0", ())) > 2)
+        swarm.kill(lost)
+        swarm.join(lost, 1e9, 1 << 30)
+    swarm.run(120, until=lambda: prompts.keys() == swarm.answers.keys() or bool(swarm.errors))
+    assert not swarm.errors, [note.text for note in swarm.notes]
+    for name, prompt in prompts.items():
+        ids = prompt.tolist()
+        for index, token in swarm.tokens[name]:
+            shape, inputs = models.packed(GPT, np.array(ids, np.int32))
+            assert token == models.reference(GPT, held, inputs, shape)[1].argmax()
+            assert index == len(ids) - len(prompt)
+            ids.append(token)
+        [(tokens, stats)] = swarm.answers[name]
+        assert tokens.tolist() == ids[len(prompt) :]
+        assert all(s.reported for s in stats) or lost is not None
+    swarm.run(2)
+    assert not swarm.planner.slots.own(MODEL).runs
+    assert not any(host.session.counters["session_given_up"] for host in swarm.hosts.values())

@@ -1,0 +1,480 @@
+"""What devices report of themselves, their links and their runs: what of it counts, and when it changes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import pytest
+from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat, settled
+
+from hepti_mqtt.client.described import cluster_described
+from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink, unseen
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs_digest
+from hepti_mqtt.planner import Decision, Question, price
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import CALM_S, SLOWDOWNS, Membership
+from hepti_mqtt.runtime.coordinator.requests import Pins
+
+
+@pytest.mark.parametrize(
+    ("limits", "smallest"),
+    [((0, 50_000, 60_000, 4 << 20), 50_000), ((0, 4 << 20, 256 << 20), None)],
+    ids=["met", "what passed on trial is no limit"],
+)
+def test_search_knows_the_smallest_packet_limit_that_a_device_met(
+    limits: tuple[int, ...], smallest: int | None
+) -> None:
+    site = Site(searches=False)
+    for name, limit in zip("abcd", limits, strict=False):
+        site.boots[name] = 1
+        site.event(interface.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
+    site.tick(1.1)
+    assert site.solves[-1].question.packet_bytes == smallest
+
+
+def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
+    site = settled("a", "b")
+    plan = site.plan
+    site.submit("r1")
+    site.answer(1)
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) > solves
+    assert site.notes()["drift"] >= 1
+    site.ready()
+    assert site.plan.devices != plan.devices, "another device is faster now"
+
+
+def test_a_device_that_slows_down_while_a_search_runs_is_no_part_of_what_its_plan_was_made_for() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.tick(1.1)
+    search = site.solves[-1]
+    site.drift({"b": 4.0}, 2)
+    site.solve(search)
+    site.ready()
+    plan = site.plan
+    assert plan is not None
+    site.submit("r1")
+    site.answer(1)
+    site.drift({"b": 4.0}, 20)
+    assert site.notes()["drift"] == 1
+    assert site.solves[-1] is not search
+
+
+def test_an_answer_knows_what_runs_before_it_had_taught() -> None:
+    site = settled("a", "b")
+    plan = site.plan
+    (model,) = site.session.slots.models()
+    site.submit("r1")
+    for _ in range(8):
+        model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+    site.answer(1)
+    site.submit("r2")
+    site.answer(2)
+    taught = [stats.learned for name in ("r1", "r2") for stats in site.answers[name].stats]
+    assert taught == pytest.approx([1.0, 3.0]), "as it was when each was dispatched"
+
+
+def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -> None:
+    site = settled("a", "b")
+    plan = site.plan
+    site.submit("r1")
+    site.answer(1)
+    (model,) = site.session.slots.models()
+    assert model.latest is not None
+
+    def slow_runs() -> float:
+        for _ in range(8):
+            model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+        return model.learned(site.now, plan)
+
+    assert slow_runs() == pytest.approx(3.0)
+    planned = dict(model.drift.planned)
+    rate = f"bandwidth of {plan.devices[0]}"
+    site.now += 60
+    model.drift.observe({rate: planned[rate] / 8}, site.now)
+    slow_runs()
+    site.now += 6
+    site.submit("r2")
+    assert model.drifted({rate: planned[rate] / 8}, site.now)
+    assert model.learned(site.now, plan) == 1.0, "what they took before it was noticed is forgotten"
+    assert slow_runs() == 1.0, "nor does the plan teach that was made for the link as it was"
+    assert model.keeps(model.latest, is_better=False) == plan.epoch
+    assert slow_runs() == pytest.approx(3.0), "its prediction is by the link of now"
+
+
+def test_a_device_outside_of_the_plan_starts_a_search_by_what_has_become_better_alone() -> None:
+    site = settled("a", "b")
+    plan = site.plan
+    assert len(plan.devices) == 1
+    (outside,) = {"a", "b"} - set(plan.devices)
+    site.submit("r1")
+    site.answer(1)
+    site.drift({outside: 0.95}, 20)  # whatever the first heartbeats told is planned for then
+    searched = site.notes()["drift"]
+    membership, model = site.session.membership, site.session.slots.own("m")
+    now, then = membership.observed(), model.drift.planned
+    site.drift({outside: 8.0}, 30)
+    assert site.notes()["drift"] == searched
+    told = membership.telling(plan.devices, then)
+    assert told[f"slowdown of {outside}"] == then[f"slowdown of {outside}"], "a moment that is better begins anew"
+    assert membership.observed()[f"slowdown of {outside}"] == 8.0
+    faster = {**then, f"slowdown of {outside}": 9.0, f"bandwidth of {outside}": now[f"bandwidth of {outside}"] / 2}
+    better = membership.telling(plan.devices, faster)
+    assert better[f"slowdown of {outside}"] == 8.0
+    assert better[f"bandwidth of {outside}"] == now[f"bandwidth of {outside}"]
+
+
+def test_a_model_that_nobody_asks_is_not_planned_again_for_drift() -> None:
+    site = settled("a", "b", decider=everyone)
+    plan = site.plan
+    solves = len(site.solves)
+    site.drift({plan.devices[0]: 8.0}, 40)
+    assert len(site.solves) == solves
+    site.submit("r1")
+    site.answer(1)
+    site.drift({plan.devices[0]: 8.0}, 7)
+    assert len(site.solves) == solves + 1
+
+
+def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
+    site = Site("m", "other", decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
+        plan = Plan.from_dict(message.plan)
+        digest = programs_digest(SPEC, plan)
+        site.event(interface.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+    site.submit("r1")
+    site.answer(1)
+    pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+    site.submit("r2", model="other", pins=pinned)
+    site.tick(0.1)
+    site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
+    assert not site.notes()["drift"]
+    assert {m.profile(0).slowdown for m in site.session.membership.usable().values()} == {1.0}
+    site.ready()
+    site.drift(dict.fromkeys(site.boots, 1.0), 30)
+    assert not site.notes()["drift"]
+
+
+def test_a_device_that_starts_anew_while_weights_are_loaded_is_not_what_it_was() -> None:
+    site = Site(searches=False)
+    site.join("a", "b")
+    site.drift({"a": 8.0}, 2)
+    membership = site.session.membership
+    membership.loading(site.now)
+    site.join("a", boot=2)
+    site.drift({"a": 9.0}, 1)
+    assert membership.members["a"].profile(0).slowdown == 1.0
+    assert membership.members["b"].calm is not None
+    site.drift({"a": 9.0}, int(CALM_S))
+    assert membership.members["a"].profile(0).slowdown == 9.0
+
+
+def test_a_moment_of_load_is_not_what_a_device_is() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+    site.drift({}, SLOWDOWNS)
+    site.drift({"a": 6.0}, SLOWDOWNS // 2)
+    assert member.profile(0).slowdown == 1.0
+    site.drift({"a": 6.0}, 1)
+    assert member.profile(0).slowdown == 6.0
+    site.join("a", boot=2)
+    site.drift({"a": 2.0}, 1)
+    assert member.profile(0).slowdown == 2.0, "what it was before it started anew does not count"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"a": 1.08}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"a": 1.14, "b": 1.2, "c": 1.09}, {"a": 1.14, "b": 1.14, "c": 1.14}),
+        ({"a": 0.92, "b": 0.94, "c": 0.98}, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ({"a": 1.2, "b": 2.0, "c": 1.2}, {"a": 1.2, "b": 2.0, "c": 1.2}),
+        ({"a": 1.2, "b": 0.3, "c": 1.2}, {"a": 1.2, "b": 0.9, "c": 1.2}),
+        ({"a": 0.33, "b": 0.5, "c": 0.4}, {"a": 0.9, "b": 0.9, "c": 0.9}),
+    ],
+    ids=["as measured", "noise", "all slow", "all fast", "one is far slower", "one seems faster", "all seem faster"],
+)
+def test_devices_that_differ_by_noise_are_as_slow_as_is_usual_on_the_site(told, expected) -> None:
+    site = Site(searches=False)
+    site.join("a", "b", "c")
+    site.drift(told, SLOWDOWNS)
+    found = {name: profile.slowdown for name, profile in site.session.membership.cluster({}).devices.items()}
+    assert found == expected
+    observed = site.session.membership.observed()
+    assert {name: observed[f"slowdown of {name}"] for name in expected} == expected
+
+
+def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
+    site = Site(searches=False)
+    site.join("a")
+    member = site.session.membership.members["a"]
+
+    def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
+        beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
+        site.event(interface.DeviceHeartbeat("a", beat))
+        return 2 * member.link().latency_s, member.link().up_bytes_per_s
+
+    assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
+    site.session.membership.loading(site.now)
+    assert told(1e-3, 1e8) == (1e-3, 1e8)
+    site.now += CALM_S
+    assert told(2e-3, 3e7) == (2e-3, 3e7), "calm again: the link is slower now"
+    site.session.membership.loading(site.now)
+    assert told(9e-3, 1e7) == (2e-3, 3e7), "it is full of weights"
+    assert told(None, None) == (2e-3, 3e7)
+
+
+def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
+    found = Membership(mesh=True)
+    for name in ("a", "b", "c"):
+        endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
+        found.caps(name, replace(caps(name, 1), endpoint=endpoint))
+        found.status(name, Status("online", 1), 0.0)
+    reports = {"b": LinkReport(4e-3, None), "c": LinkReport(2e-3, 3e7), "gone": LinkReport(1e-3, 1e6)}
+    found.heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
+    found.loading(0.0)
+    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
+    links = found.cluster({}).peer_links
+    assert links["a", "b"] == PeerLink(2e-3, None), "as a has measured it"
+    assert links["b", "a"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
+    assert links["c", "a"] == links["a", "c"] == PeerLink(1e-3, 3e7), "c has told nothing"
+    assert ("b", "c") not in links
+    assert not [pair for pair in links if "gone" in pair]
+    assert found.cluster({}).endpoints == {"a", "b"}
+
+
+# -- numbers that cannot be -------------------------------------------------------------------------------------------
+
+
+def points(
+    *seconds: object, k: object = 32, n: object = 32, rows: Sequence[object] = (1, 2, 4), **more: object
+) -> dict:
+    return {"linear": [{"k": k, "n": n, "points": [[r, s] for r, s in zip(rows, seconds, strict=False)], **more}]}
+
+
+IMPOSSIBLE = (
+    *(points(*s) for s in ((0.0, 0.0), (-1e-5, 1e-4), (1e-5, 10**400), (1e-5, float("inf")), (1e-3, 1e-5))),
+    *(points(*s) for s in ((1e-5, True), (1e-5, "1"), (1e9,))),
+    *(
+        points(1e-5, n=0),
+        points(1e-5, 1e-5, rows=(4, 2)),
+        points(1e-5, storage="f64"),
+        points(1e-5, 2e-5, rows=(1.2, 1.7)),
+    ),
+    *({"linear": CURVES["linear"] * 1000}, {"linear": []}),
+    *({"attention_flops_per_s": 0}, {"attention_flops_per_s": -1e9}, {"rowwise_bytes_per_s": 10**400}),
+    *({"op_overhead_s": 1e9}, {"frame_s": -1}, {"copy_bytes_per_s": 1e300}),
+    *({"mesh_frame_s": "fast"}, {"mesh_copy_bytes_per_s": 0}),
+)
+
+
+@pytest.mark.parametrize("wrong", IMPOSSIBLE, ids=str)
+def test_caps_that_no_device_can_have_are_refused_and_the_device_is_named_once(wrong: dict[str, object]) -> None:
+    site = Site()
+    for _ in range(3):
+        site.event(interface.DeviceCaps("x", replace(caps("x", 1), curves={**CURVES, **wrong})))
+    site.event(interface.DeviceStatus("x", Status("online", 1)))
+    site.join("a")
+    site.settle()
+    assert set(site.solves[-1].question.cluster.devices) == {"a"}
+    assert site.notes()["refused"] == 1
+    assert site.session.counters["foreign_caps"] == 3
+
+
+def test_memory_that_no_device_has_is_refused() -> None:
+    site = Site()
+    site.join("x", memory=1 << 60)
+    assert site.notes()["refused"] == 1
+    assert not site.session.membership.usable()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slowdown": 1e12},
+        {"round_trip_s": -5.0},
+        {"round_trip_s": 1e12},
+        {"bandwidth_bytes_per_s": 0.0},
+        {"bandwidth_bytes_per_s": -1e9},
+        {"peers": {"b": LinkReport(1e12, None)}},
+        {"peers": {"b": LinkReport(1e-3, 1e-9)}},
+    ],
+    ids=str,
+)
+def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+    site = settled("a")
+    member = site.session.membership.members["a"]
+    site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
+    rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
+    for _ in range(2 * SLOWDOWNS):
+        site.now += 1
+        site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
+        site.event(interface.Tick())
+    assert "a" in site.session.membership.usable(), "it is there"
+    assert member.profile(0).slowdown == slowdown
+    assert 0 <= member.link().latency_s < 1
+    assert member.link().up_bytes_per_s >= rate > 1
+    assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
+    assert not member.peer_links()
+    assert site.notes()["refused"] == 1
+
+
+def priced(question: Question) -> Decision:
+    decision = everyone(question)
+    chosen, seconds = decision.chosen, price(question, decision.chosen.plan).seconds
+    plan = replace(chosen.plan, predicted_s=seconds, predicted_tokens=question.shape.size)
+    return replace(decision, chosen=replace(chosen, plan=plan))
+
+
+def test_a_plan_that_is_found_again_has_its_price_by_the_measurements_of_now() -> None:
+    site = settled("a", "b", decider=priced)
+    plan = site.plan
+    site.submit("r1")
+    site.answer(1)
+    (before,) = site.session.snapshot()
+    site.drift(dict.fromkeys(site.boots, 2.0), 40)
+    assert site.notes()["drift"] >= 1
+    now = site.plan
+    assert now.epoch == plan.epoch, "the devices know of nothing"
+    assert now.predicted_s / now.predicted_tokens > 1.5 * plan.predicted_s / plan.predicted_tokens
+    (after,) = site.session.snapshot()
+    assert after.cluster != before.cluster
+    assert after.plan.predicted_s == now.predicted_s
+
+
+def test_the_own_simulation_of_the_search_goes_with_the_plan_that_it_simulated() -> None:
+    shares = [1.0]
+
+    def simulated(question: Question) -> Decision:
+        chosen = everyone(question).chosen
+        weights = (1.0, shares[0])
+        plan = make_plan(question.spec, chosen.plan, "row", chosen.plan.options, weights)
+        candidate = replace(chosen, plan=plan, price=price(question, plan, full=True))
+        return Decision(candidate, (candidate,), "", question.cluster, programs_digest(question.spec, plan))
+
+    site = settled("a", "b", decider=simulated)
+    (before,) = site.session.snapshot()
+    assert before.played == site.session.slots.own("m").plans.active.decision.chosen.price.played[0]
+    site.submit("r1", 16)
+    site.answer(1)
+    site.drift(dict.fromkeys(site.boots, 2.0), 40)
+    (slower,) = site.session.snapshot()
+    assert slower.plan.epoch == before.plan.epoch
+    assert slower.played.shape == before.played.shape
+    assert slower.played.simulation.seconds > before.played.simulation.seconds, "by the measurements of now"
+    shares[0] = 1.01
+    site.submit("r2", 16)
+    site.answer(2)
+    site.drift(dict.fromkeys(site.boots, 1.0), 60)
+    (other,) = site.session.snapshot()
+    assert other.plan.epoch == before.plan.epoch
+    assert other.cluster != slower.cluster, "it was found again, with shares that are as good as the same"
+    assert other.played is None, "which is not what the devices have"
+
+
+# -- what frames between peers cost -----------------------------------------------------------------------------------
+
+HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)
+MUCH = 1 << 20
+Told = tuple[float | None, float | None]
+
+
+def as_the_planner_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, float]]) -> Cluster:
+    """Return the cluster of devices that told what frames and bytes cost, and a slowdown."""
+    members = Membership(mesh=True)
+    for name, ((frame_s, byte_s), slowdown) in told.items():
+        members.caps(name, replace(caps(name, 1), endpoint=endpoint))
+        members.status(name, Status("online", 1), 0.0)
+        members.heartbeat(name, replace(heartbeat(1, slowdown), peer_frame_s=frame_s, peer_byte_s=byte_s), 0.0)
+    return members.cluster({})
+
+
+def as_a_client_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, float]]) -> Cluster:
+    found = [
+        {
+            "device": name,
+            "curves": caps(name, 1).curves,
+            "memory_budget_bytes": 1,
+            "endpoint": endpoint and asdict(endpoint),
+            "heartbeat": {"slowdown": slowdown, "peer_frame_s": frame_s, "peer_byte_s": byte_s},
+        }
+        for name, ((frame_s, byte_s), slowdown) in told.items()
+    ]
+    return cluster_described(found, [*told])
+
+
+NONE = (None, None)
+SEE = pytest.mark.parametrize("see", [as_the_planner_sees, as_a_client_sees])
+
+
+@SEE
+@pytest.mark.parametrize("endpoint", [HERE, None], ids=["on loopback", "no endpoint"])
+def test_frames_on_loopback_cost_what_was_measured_there(see, endpoint: Endpoint | None) -> None:
+    for device in see(endpoint, {"a": (NONE, 1.0), "b": (NONE, 3.0)}).devices.values():
+        cost = 2 * device.mesh_frame_s + MUCH / device.mesh_copy_bytes_per_s
+        assert device.frame_seconds(2, MUCH, "mesh") == pytest.approx(device.slowdown * cost)
+
+
+@SEE
+def test_before_anybody_has_met_tensors_bytes_cost_packets_off_loopback(see) -> None:
+    for device in see(THERE, {"a": (NONE, 1.0), "b": (NONE, 3.0)}).devices.values():
+        frame_s, byte_s = unseen(device)
+        assert device.frame_seconds(2, 0, "mesh") == pytest.approx(2 * device.slowdown * frame_s)
+        assert device.frame_seconds(0, MUCH, "mesh") == pytest.approx(device.slowdown * MUCH * byte_s)
+        assert byte_s > 1.5 / device.mesh_copy_bytes_per_s
+
+
+@SEE
+def test_who_has_met_none_is_priced_as_others_of_the_site_have_met_them(see) -> None:
+    told = {"a": (NONE, 3.0), "b": ((2e-4, 1e-8), 1.0), "c": ((4e-4, 3e-8), 1.0)}
+    devices = see(THERE, told).devices
+    assert devices["b"].frame_seconds(2, MUCH, "mesh") == pytest.approx(2 * 2e-4 + MUCH * 1e-8)
+    assert devices["a"].frame_seconds(2, MUCH, "mesh") == pytest.approx(3 * (2 * 3e-4 + MUCH * 2e-8))
+
+
+@pytest.mark.parametrize(
+    "told", [(1e12, 1e-8), (1e-4, 1.0), (None, 1e-8), (1e-4, None), (None, None), (-1.0, 1e-8)], ids=str
+)
+def test_half_a_word_and_an_implausible_one_count_as_none(told: Told) -> None:
+    site = settled("a")
+    member = site.session.membership.members["a"]
+    measured = member.profile(0).frame_seconds(2, MUCH, "mesh")
+    site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=told[0], peer_byte_s=told[1])))
+    assert member.profile(0).frame_seconds(2, MUCH, "mesh") == measured
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "factor", "again"),
+    [(THERE, 4.0, True), (THERE, 1.0, False), (HERE, 4.0, False)],
+    ids=["others than foreseen", "as foreseen", "on loopback"],
+)
+def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint, factor: float, again: bool) -> None:
+    site = Site(decider=everyone)
+    for name in "ab":
+        site.boots[name] = 1
+        site.event(interface.DeviceCaps(name, replace(caps(name, 1), endpoint=endpoint)))
+        site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
+        site.event(interface.DeviceStatus(name, Status("online", 1)))
+    site.settle()
+    site.submit("r1")
+    site.answer(1)
+    cost = unseen(site.session.membership.members["a"].profile(0))
+    told = {"peer_frame_s": factor * cost.frame_s, "peer_byte_s": factor * cost.byte_s}
+    for _ in range(40):
+        site.now += 1
+        for name in "ab":
+            site.event(interface.DeviceHeartbeat(name, replace(heartbeat(1), **told)))
+        site.event(interface.Tick())
+    assert bool(site.notes()["drift"]) is again

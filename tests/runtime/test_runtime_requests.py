@@ -1,0 +1,459 @@
+"""A request from its arrival to its one end, on a virtual clock: runs, reports, doubt, and all that ends it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_site import MANIFEST, ROW, SPEC, Site, everyone, settled
+from sites import FAMILIES, request, tensors
+from swarm import Swarm
+
+from hepti_mqtt.errors import DeadlineError, IdInUseError, PlanError, RemoteError
+from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import decide
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import Frame, decode_work
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.plans import Served
+from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, DISTURBED_S, OVERDUE_S
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.runtime.worker import session
+
+
+def part(site: Site, admission: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
+    """Return a part of the output of a run."""
+    body = np.ones((rows, width), np.float32)
+    return replace(site.work[admission], kind="output", source=source, dtype="f32", shape=body.shape, body=body, **more)
+
+
+def done(site: Site, admission: int = 1, source: str = "a", parts: int = 1) -> Frame:
+    numbers = (2000, 500, 100, parts)
+    frame = replace(site.work[admission], kind="done", source=source, dtype="u8", shape=(0,), numbers=numbers)
+    return replace(frame, body=b"")
+
+
+def hear(site: Site, *frames: Frame) -> None:
+    for frame in frames:
+        site.event(interface.UpFrame(frame.source, frame))
+
+
+def test_devices_that_join_together_get_one_plan() -> None:
+    site = Site()
+    site.join("a", "b")
+    assert not site.solves, "it waits for others that come up at the same time"
+    site.tick(1.1)
+    assert len(site.solves) == 1
+    assert set(site.solves[0].question.cluster.devices) == {"a", "b"}
+    plan = site.prepares().popitem()[1].plan
+    assert site.plan is None, "a plan is active only when every device is ready"
+    site.ready()
+    active = site.plan
+    assert active is not None
+    assert active.to_dict() == plan
+
+
+def test_answer_carries_output_plan_and_counters() -> None:
+    site = settled("a")
+    plan = site.plan
+    site.submit("r1", 8)
+    site.answer(1)
+    answer = site.answers["r1"]
+    assert answer.plan == plan
+    assert answer.job.output().tolist() == [[8.0] * SPEC.hidden]
+    (stats,) = answer.stats
+    assert (stats.compute_us, stats.wait_us, stats.sent_bytes) == ({"a": 2000}, {"a": 500}, {"a": 100})
+    assert stats.dispatch_bytes > len(site.work[1].body)
+
+
+def test_a_request_that_computes_nothing_is_answered_when_its_plan_is_up() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.submit("r1", 8)
+    site.submit("r2", 3, 5, pins=Pins("column", {}, ("a", "b")), computes=False)
+    assert "r2" not in site.answers, "its pins are not those of the plan"
+    site.answer(1)
+    site.tick(0.1)
+    site.ready()
+    answer = site.answers["r2"]
+    assert answer.plan.strategy == "column"
+    assert site.plan != answer.plan, "which pins it changed for nobody else"
+    assert [(run.shape.tokens, run.compute_us, run.dispatch_bytes) for run in answer.stats] == [(3, {}, 0), (5, {}, 0)]
+    assert list(site.work) == [1]
+
+
+def test_a_request_that_computes_nothing_ends_without_a_plan_too() -> None:
+    site = Site()
+    site.submit("r1", computes=False, within=2.0)
+    site.tick(10.0)
+    assert isinstance(site.errors["r1"], PlanError | DeadlineError)
+
+
+def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
+    site = settled("a")
+    site.submit("r1", within=1e6)
+    for attempt in range(ATTEMPTS):
+        site.pass_by(2 + 2 ** (attempt + 1), 2)
+        site.ready()
+    assert isinstance(site.errors["r1"], RemoteError)
+    assert len(site.work) == ATTEMPTS
+
+
+def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
+    site = settled("a", "b", decider=everyone)
+    first = site.plan
+    site.submit("r1", within=1e6)
+    site.submit("r2", within=1e6)
+    site.answer(2)
+    site.told.clear()
+    site.pass_by(4, 2)
+    assert set(site.prepares()) == {"a", "b"}
+    assert not any(isinstance(m, messages.Release) for _, m in site.told), "the weights stay while they are needed"
+    assert list(site.work) == [1, 2], "nothing more goes to a plan that lost a run"
+    site.ready()
+    second = site.plan
+    assert second.epoch > first.epoch
+    assert ("a", first.epoch) in [(d, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
+    site.answer(3)
+    assert set(site.answers) == {"r1", "r2"}
+
+
+def test_deadline_ends_waiting_and_running_requests() -> None:
+    site = settled("a", in_flight=1)
+    plan = site.plan
+    site.submit("r1", within=1.0)
+    site.submit("r2", within=1.0)
+    site.submit("r3", within=100.0)
+    site.tick(1.1)
+    assert isinstance(site.errors["r1"], DeadlineError)
+    assert isinstance(site.errors["r2"], DeadlineError)
+    assert ("a", messages.Cancel("m", plan.epoch, 1)) in site.told
+    site.answer(2)
+    assert "r3" in site.answers
+
+
+def test_repeated_request_on_its_way_runs_once() -> None:
+    site = settled("a", in_flight=1)
+    site.submit("r1")
+    site.submit("r2")
+    site.submit("r1")
+    site.submit("r2")
+    for admission in list(site.work):
+        site.answer(admission)
+    site.answer(2)
+    assert set(site.answers) == {"r1", "r2"}
+    assert len(site.work) == 2
+
+
+def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
+    site = settled("a", in_flight=1)
+    job = site.submit("r1", 8)
+    site.submit("r2", 8)
+    for name, admission in (("r1", 1), ("r2", 2)):
+        other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
+        (refused,) = (
+            c for c in site.session.handle(interface.Submit(other), site.now) if isinstance(c, interface.Refuse)
+        )
+        assert refused.job.token == "other"
+        assert isinstance(refused.error, IdInUseError)
+        site.answer(admission)
+    assert set(site.answers) == {"r1", "r2"}
+
+
+def test_a_request_that_a_device_cannot_compute_ends_with_what_the_device_said_after_a_second_attempt() -> None:
+    site = settled("a")
+    site.submit("r1")
+    site.run_failed("a", 1, "device")
+    assert not site.errors, "it is tried once more"
+    said = messages.RequestFailed("m", site.plan.epoch, 2, "device", "linear failed: nan")
+    site.event(interface.UpMessage("a", said))
+    assert site.errors["r1"].code == RemoteError.code
+    assert said.text in str(site.errors["r1"])
+
+
+@pytest.mark.parametrize(("device", "number"), [("b", 0), ("a", 1)])
+def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, number: int) -> None:
+    site = settled("a")
+    plan = site.plan
+    site.submit("r1")
+    epoch = plan.epoch._replace(number=plan.epoch.number + number)
+    for code in ("device", "request", "wire"):
+        site.event(interface.UpMessage(device, messages.RequestFailed("m", epoch, 1, code, "no")))
+    assert list(site.work) == [1]
+    assert not site.errors
+    site.answer(1)
+    assert set(site.answers) == {"r1"}
+
+
+@pytest.mark.parametrize("forged_first", [True, False])
+@pytest.mark.parametrize("what", ["numbers", "row", "shape", "another part", "parts sent"])
+def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issued_again(
+    what: str, forged_first: bool
+) -> None:
+    site = settled("a")
+    site.submit("r1")
+    sent, end = part(site), done(site)
+    forged = {
+        "numbers": replace(sent, body=sent.body * 2),
+        "row": replace(sent, row_start=1),
+        "shape": part(site, rows=2),
+        "another part": replace(sent, part=1),
+        "parts sent": done(site, parts=2),
+    }[what]
+    hear(site, *((forged, sent, end) if forged_first else (sent, forged, end)))
+    assert not site.answers
+    assert not site.errors
+    site.answer(2)
+    assert site.answers["r1"].job.output()[0, 0] == 8
+
+
+def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
+    """A step of a decoder was forgotten then: its request had no end."""
+    site = settled("a")
+    chunk = Chunk(PackedTokens((3,), cache=8), np.zeros(4, np.int32))
+    job = Job(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
+    site.event(interface.Submit(job))
+    hear(site, part(site), part(site, width=SPEC.hidden + 1, part=1), done(site))
+    assert list(site.work) == [1, 2, 3], "the second began with the first part, which is in doubt then"
+    assert not site.session.slots.own("m").runs.keys() & {1, 2}
+
+
+def test_an_answer_that_comes_twice_is_taken_once() -> None:
+    site = settled("a")
+    site.submit("r1")
+    sent = replace(part(site), body=np.full((1, SPEC.hidden), np.nan, np.float32))
+    hear(site, sent, replace(sent, body=sent.body.copy()))
+    assert list(site.work) == [1]
+    hear(site, done(site))
+    assert set(site.answers) == {"r1"}
+
+
+def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None:
+    """Both ends tell of its loss and both of its return; only one that is lost again and again ends the request."""
+    site = settled("a")
+    site.submit("r1", within=1e6)
+    for _ in range(3 * ATTEMPTS):
+        site.run_failed("a", max(site.work), "link")
+    assert not site.errors
+    for _ in range(ATTEMPTS - 1):
+        site.tick(DISTURBED_S / 2)
+        site.tick(DISTURBED_S / 2 + 0.1)
+        site.run_failed("a", max(site.work), "link")
+    assert isinstance(site.errors["r1"], RemoteError)
+
+
+def test_two_models_do_not_plan_with_the_same_memory() -> None:
+    site = Site("m", "n")
+    site.join("a")
+    site.tick(1.1)
+    first, second = site.solves
+    need = next(iter(decide(first.question).chosen.price.needs.values()))
+    room = (s.question.cluster.devices["a"].memory_bytes for s in (first, second))
+    assert next(room) - next(room) == need
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
+    batching = data.draw(st.sampled_from([Batching(1), Batching(16), Batching(4, 0.2)]))
+    site = Site(decider=everyone, batching=batching)
+    pins = (None, ROW, Pins(devices=("b",)), Pins(storage="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
+    boot, submitted = Counter[str](), 0
+    acts = ["join", "leave", "tick", "ready", "submit", "answer", "fail", "broken", "offline"]
+    for _ in range(data.draw(st.integers(5, 40))):
+        what, name = data.draw(st.sampled_from(acts)), data.draw(st.sampled_from("ab"))
+        if what == "join":
+            boot[name] += 1
+            site.join(name, boot=boot[name])
+        elif what == "leave" and name in site.boots:
+            site.leave(name)
+        elif what == "tick":
+            site.tick(data.draw(st.sampled_from([0.1, 1.1, 5.0])))
+        elif what == "ready":
+            site.ready(name)
+        elif what == "submit":
+            submitted += 1
+            lengths = data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=3))
+            client, pinned = data.draw(st.sampled_from("cd")), data.draw(st.sampled_from(pins))
+            site.submit(f"r{submitted}", *lengths, pins=pinned, within=30, client=client)
+        elif what == "answer" and site.work:
+            site.answer(data.draw(st.sampled_from(sorted(site.work))))
+        elif what == "fail" and name in site.prepares():
+            site.failed(name, data.draw(st.sampled_from(["memory", "wire"])))
+        elif what == "broken" and site.work:
+            run, code = data.draw(st.sampled_from(list(site.work))), data.draw(st.sampled_from(["wire", "x"]))
+            site.run_failed(name, run, code)
+        elif what == "offline":
+            site.event(interface.Connection(online=data.draw(st.booleans())))
+    site.pass_by(8, 5)
+    assert len(site.answers) + len(site.errors) == submitted
+    for answer in site.answers.values():
+        wanted = answer.job.pins or Pins()
+        assert (answer.plan.wire, answer.plan.storage) == (wanted.wire, wanted.storage), "each under its own pins"
+        assert answer.job.output()[:, 0].tolist() == [c.shape.tokens for c in answer.job.chunks]
+
+
+def test_counters_and_foreign_frames_change_nothing() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.submit("r1")
+    other = next(d for d in site.plan.devices if d != site.plan.head)
+    stray = part(site, source=other)
+    hear(site, stray)  # says later that it has sent none
+    site.event(interface.UpFrame("stranger", stray))
+    assert site.session.counters["late"] == 1
+    site.answer(1)
+    assert site.session.counters["foreign_frame"] == 1
+    assert site.answers["r1"].job.output()[0, 0] == 8
+
+
+@pytest.mark.parametrize("shape", [(64,), (1,)])
+def test_default_plan_length_is_bounded_by_the_model(shape: tuple[int]) -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1", *shape)
+    site.tick(1.1)
+    assert site.solves[0].question.shape.tokens == shape[0]
+
+
+def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
+    spec = FAMILIES["bert-embedding"]
+    swarm = Swarm(spec, tensors(spec), {"d0": (1e9, 1 << 30)})
+    shape, inputs = request(spec, (6,))
+    swarm.submit("r", shape, inputs)
+    swarm.run(10, until=lambda: "r" in swarm.answers)
+    former = swarm.planner
+    swarm.planner = CoordinatorSession("home", former.boot + 1, (Served("m", spec, MANIFEST, 16),))
+    host = swarm.hosts["d0"]
+    swarm._host_commands("d0", host, host.session.handle(session.PlannerLost(former.boot + 1), swarm.now))
+    member = former.membership.members["d0"]
+    swarm.tell_planner(interface.DeviceCaps("d0", member.caps))
+    swarm.tell_planner(interface.DeviceStatus("d0", Status("online", member.boot)))
+    swarm.submit("s", shape, inputs)
+    swarm.run(OVERDUE_S - 1, until=lambda: "s" in swarm.answers)
+    np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def running(**options) -> tuple[Site, Plan]:
+    site = settled("a", "b", pins=ROW, **options)
+    return site, site.plan
+
+
+def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
+    chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+    job = Job(RequestKey("m", "c", name), chunks, None, site.now + 60, report=report)
+    site.event(interface.Submit(job))
+    return job
+
+
+def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:
+    """Send rows of the output, which are the lengths of the sequences."""
+    whole = np.repeat(np.array(decode_work(site.work[admission])[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
+    body, first = whole[rows], rows.start or 0
+    sent = replace(site.work[admission], kind="output", source=source or plan.head, part=part, dtype="f32")
+    hear(site, replace(sent, shape=body.shape, row_start=first, body=body))
+
+
+def report(site: Site, plan: Plan, admission: int, *devices: str, parts: int = 1) -> None:
+    hear(site, *(done(site, admission, device, parts if device == plan.head else 0) for device in devices))
+
+
+def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
+    site, plan = running()
+    ask(site, "r")
+    report(site, plan, 1, "b")
+    assert not site.answers
+    output(site, plan, 1)
+    (stats,) = site.answers["r"].stats
+    assert not stats.reported
+    assert site.session.slots.own("m").runs, "the devices are not through"
+    report(site, plan, 1, "a")
+    assert not site.session.slots.own("m").runs
+    assert not site.session.counters["late"]
+    for n in range(2, 5):  # what is learned of runs is learned of these too
+        ask(site, f"r{n}")
+        output(site, plan, n)
+        site.now += 1.0
+        report(site, plan, n, "a", "b")
+    assert len(site.answers) == 4
+
+
+def test_who_asks_for_the_reports_waits_for_them_and_others_of_the_run_do_not():
+    site, plan = running(in_flight=1, batching=Batching(4))
+    ask(site, "first")
+    ask(site, "soon", 3)
+    ask(site, "whole", 5, report=True)
+    output(site, plan, 1)
+    report(site, plan, 1, "a", "b")
+    output(site, plan, 2)
+    assert set(site.answers) == {"first", "soon"}
+    report(site, plan, 2, "a", "b")
+    (stats,) = site.answers["whole"].stats
+    assert stats.reported
+    assert set(stats.sent_bytes) == {"a", "b"}
+    for name, length in (("soon", 3), ("whole", 5)):
+        np.testing.assert_array_equal(site.answers[name].job.output(), np.full((1, SPEC.hidden), length))
+
+
+def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
+    site, plan = running()
+    chunk = Chunk(PackedTokens((4, 5)), np.zeros(9, np.int32))
+    site.event(interface.Submit(Job(RequestKey("m", "c", "two"), (chunk,), None, 60.0, report=False)))
+    output(site, plan, 1, slice(1, 2), part=1)
+    output(site, plan, 1, slice(1, 2), part=2, source="b")  # of a device that will say that it sent none
+    output(site, plan, 1, slice(0, 1))
+    assert not site.answers, "rows that came twice: only the reports say whose are the answer"
+    report(site, plan, 1, "a", "b", parts=2)
+    np.testing.assert_array_equal(site.answers["two"].job.output()[:, 0], [4, 5])
+    assert site.session.counters["foreign_frame"] == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, SPEC.hidden + 1), (1, SPEC.hidden, 1)])
+def test_an_output_of_another_shape_is_no_answer_before_the_reports(shape):
+    site, _plan = running()
+    ask(site, "r")
+    frame = site.work[1]
+    body = np.zeros(shape, np.float32)
+    site.event(interface.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body)))
+    assert not site.answers
+    assert not site.errors
+
+
+@pytest.mark.parametrize("lost", ["reports", "a device", "a failure"])
+def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
+    site, plan = running()
+    ask(site, "r")
+    output(site, plan, 1)
+    assert set(site.answers) == {"r"}
+    if lost == "a device":
+        site.leave("b")
+    elif lost == "a failure":
+        site.run_failed("b", 1, "internal")
+    else:
+        for _ in range(400):
+            site.tick(1.0)
+            if not site.session.slots.own("m").runs:
+                break
+    assert not site.session.slots.own("m").runs
+    assert set(site.work) == {1}
+    assert not site.errors
+
+
+def test_a_chunk_whose_output_is_there_is_not_computed_again_when_its_run_is_lost():
+    site, plan = running(in_flight=1)
+    ask(site, "r", 3, 4)
+    output(site, plan, 1)
+    site.event(interface.Connection(online=False))
+    site.event(interface.Connection(online=True))
+    site.tick(0.5)
+    assert site.session.slots.own("m").runs.keys() == {2}
+    output(site, plan, 2)
+    assert [s.shape.lengths for s in site.answers["r"].stats] == [(3,), (4,)]

@@ -1,0 +1,316 @@
+"""Requests that wait: runs of several, turns between clients, bounds, failures, and which replica takes what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_site import SPEC, Site, everyone, settled
+from sites import EVERY_FAMILY, FAMILIES, MODEL, TOLERANCE, request, tensors
+
+from hepti_mqtt import models
+from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.frames import decode_work
+from hepti_mqtt.runtime.coordinator import interface, scheduler
+from hepti_mqtt.runtime.coordinator.requests import (
+    Batching,
+    Chunk,
+    Item,
+    Job,
+    RequestKey,
+    Waiting,
+    micro_batches,
+    packed,
+    parted,
+)
+from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, QUEUE, QUEUE_ALL, Hand, Lane, next_hand
+from hepti_mqtt.schedule import deal
+
+TOGETHER = Batching(16)
+
+
+def busy(batching: Batching = TOGETHER, **more: object) -> Site:
+    """Return a site of one device whose one run, the first, is under way."""
+    site = settled("a", in_flight=1, batching=batching, decider=everyone, **more)
+    site.submit("first", 3)
+    assert lengths(site, 1) == (3,)
+    return site
+
+
+def behind(site: Site, *waiting: int) -> Site:
+    """Let requests r0, r1, ... of these lengths wait, and the first run end."""
+    for i, length in enumerate(waiting):
+        site.submit(f"r{i}", length)
+    site.answer(1)
+    return site
+
+
+def lengths(site: Site, admission: int) -> tuple[int, ...]:
+    """Return the lengths of the sequences of a run."""
+    return decode_work(site.work[admission])[0].sizes
+
+
+def test_what_waits_runs_together_sorted_by_length_and_each_has_its_own_answer() -> None:
+    site = busy()
+    for i, length in enumerate((9, 4, 7, 4)):
+        site.submit(f"r{i}", length)
+    site.answer(1)
+    assert lengths(site, 2) == (4, 4, 7, 9)
+    site.answer(2)
+    assert {n: a.job.output()[:, 0].tolist() for n, a in site.answers.items()} == {
+        "first": [3], "r0": [9], "r1": [4], "r2": [7], "r3": [4],
+    }  # fmt: skip
+    (stats,) = site.answers["r0"].stats
+    assert (stats.requests, stats.shape.lengths) == (4, (4, 4, 7, 9))
+    assert site.answers["first"].stats[0].requests == 1
+
+
+def test_equal_requests_make_few_shapes_however_many_wait() -> None:
+    shapes = set()
+    for count in range(1, 40):
+        site = busy()
+        for i in range(count):
+            site.submit(f"r{i}", 4)
+        while len(site.answers) <= count:
+            shapes.add(lengths(site, max(site.work)))
+            site.answer(max(site.work))
+    assert {len(shape) for shape in shapes} == {1, 2, 4, 8, 16}
+
+
+def test_a_run_holds_no_more_tokens_than_the_longest_request() -> None:
+    site = busy()
+    for i in range(4):
+        site.submit(f"r{i}", 30)
+    site.submit("short", 4)
+    site.answer(1)
+    assert lengths(site, 2) == (30, 30), "64 at the most, and a power of two of requests"
+
+
+def test_chunks_of_one_request_run_apart_beside_those_of_others() -> None:
+    site = busy()
+    site.submit("long", 4, 5, 6)
+    site.submit("short", 7)
+    for admission in (1, 2, 3, 4):
+        site.answer(admission)
+    assert [lengths(site, admission) for admission in (2, 3, 4)] == [(4, 7), (5,), (6,)]
+    assert site.answers["long"].job.output()[:, 0].tolist() == [4, 5, 6]
+    assert [s.requests for s in site.answers["long"].stats] == [2, 1, 1]
+
+
+def test_turns_are_by_tokens() -> None:
+    """Three clients, one with long requests: until all is done each has had as many tokens as the others."""
+    site = busy(Batching(1))
+    wanted = {"long": (32, 8), "short": (4, 64), "middle": (8, 32)}
+    for client, (length, count) in wanted.items():
+        for i in range(count):
+            site.submit(f"{client}{i}", length, client=client)
+    had = dict.fromkeys(wanted, 0)
+    site.answer(1)
+    for _ in range(70):
+        (length,) = lengths(site, max(site.work))
+        had[next(c for c, (n, _) in wanted.items() if n == length)] += length
+        assert max(had.values()) - min(had.values()) <= 32, had
+        site.answer(max(site.work))
+
+
+def test_a_client_that_was_away_saves_no_turns_up() -> None:
+    site = busy(Batching(1))
+    for i in range(20):
+        site.submit(f"a{i}", 8, client="a")
+    for _ in range(10):
+        site.answer(max(site.work))
+    for i in range(20):
+        site.submit(f"b{i}", 7, client="b")
+    ran = []
+    for _ in range(8):
+        site.answer(max(site.work))
+        ran += lengths(site, max(site.work))
+    assert 3 <= ran.count(8) <= 5, "by turns, not first what the other has had meanwhile"
+
+
+def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
+    site = busy()
+    for i in range(QUEUE + 1):
+        site.submit(f"a{i}", 4, client="a")
+    assert list(site.errors) == [f"a{QUEUE}"]
+    site.submit("b", 4, client="b")
+    assert "b" not in site.errors
+    for i in range(QUEUE_ALL):
+        site.submit(f"c{i}", 4, client=f"c{i // QUEUE}")
+    refused = [e for e in site.errors.values() if isinstance(e, OverloadedError)]
+    assert len(refused) == 1 + QUEUE + 1
+
+
+def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = busy()
+    monkeypatch.setattr(scheduler, "QUEUE_BYTES", 100)
+    for name, length in (("r0", 20), ("r1", 8), ("r2", 5)):
+        site.submit(name, length, client=f"c-{name}")
+    assert {name: type(error) for name, error in site.errors.items()} == {"r1": OverloadedError}
+
+
+# -- errors of a run --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fails_runs_again_one_by_one_so_that_only_the_bad_request_ends() -> None:
+    site = behind(busy(), 4, 5, 6, 7)
+    site.run_failed("a", 2, "device")
+    assert not site.errors
+    failed = 0
+    for admission in range(3, 8):
+        assert bool(site.errors) == (failed == 2), "it is tried once more by itself"
+        assert len(lengths(site, admission)) == 1
+        is_bad = lengths(site, admission) == (6,)
+        site.run_failed("a", admission, "device") if is_bad else site.answer(admission)
+        failed += is_bad
+    assert list(site.errors) == ["r2"]
+    assert set(site.answers) == {"first", "r0", "r1", "r3"}
+
+
+def test_a_run_that_is_lost_is_run_again_and_one_that_is_lost_often_spoils_nobody_elses() -> None:
+    site = behind(busy(), 4, 5, 6, 7)
+    site.run_failed("a", 2, "wire")
+    assert lengths(site, 3) == (4, 5, 6, 7), "devices come and go: at first all of it again"
+    site.run_failed("a", 3, "wire")
+    while len(site.answers) + len(site.errors) < 5:
+        admission = max(site.work)
+        assert len(lengths(site, admission)) == 1
+        site.run_failed("a", admission, "wire") if lengths(site, admission) == (6,) else site.answer(admission)
+    assert {name: type(error) for name, error in site.errors.items()} == {"r2": RemoteError}
+    assert max(site.work) == 3 + 3 + ATTEMPTS - 2, "the others once more, that one until it has had its attempts"
+
+
+def test_a_deadline_ends_its_request_alone_and_a_run_that_nobody_waits_for_is_cancelled() -> None:
+    site = busy()
+    for name, within in (("short", 1.0), ("long", 30.0)):
+        site.submit(name, 4, within=within)
+    site.answer(1)
+    site.tick(1.5)
+    assert isinstance(site.errors["short"], DeadlineError)
+    assert not any(isinstance(m, messages.Cancel) for _, m in site.told), "somebody waits for the run"
+    site.tick(29.0)
+    assert isinstance(site.errors["long"], DeadlineError)
+    assert [m.admission for _, m in site.told if isinstance(m, messages.Cancel)] == [2]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_after_an_output_of_another_size_each_runs_by_itself_until_it_has_failed_too_often(rows: int) -> None:
+    """One of its parts may be forged."""
+    site = behind(busy(), 4, 4)
+    misfit(site, 2, rows)
+    assert not site.errors
+    site.answer(3)
+    assert set(site.answers) == {"first", "r0"}
+    for admission in range(4, 4 + ATTEMPTS):
+        assert not site.errors
+        assert lengths(site, admission) == (4,)
+        misfit(site, admission, rows)
+    assert isinstance(site.errors["r1"], RemoteError)
+
+
+def misfit(site: Site, admission: int, rows: int) -> None:
+    """Let the device answer with so many rows, which nobody asked for."""
+    frame, body = site.work[admission], np.zeros((rows, SPEC.hidden + 1), np.float32)
+    output = replace(frame, kind="output", source="a", dtype="f32", shape=body.shape, body=body)
+    done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
+    for sent in (output, done):
+        site.event(interface.UpFrame("a", sent))
+
+
+# -- delay ------------------------------------------------------------------------------------------------------------
+
+
+def test_with_a_delay_requests_wait_for_others_but_never_longer() -> None:
+    site = settled("a", batching=Batching(4, 0.05), decider=everyone)
+    site.submit("r0", 4)
+    assert not site.work
+    assert site.session.due_s == pytest.approx(site.now + 0.05)
+    site.tick(0.02)
+    site.submit("r1", 5)
+    site.tick(0.04)
+    assert lengths(site, 1) == (4, 5)
+    assert site.session.due_s == float("inf")
+
+
+def test_a_full_run_does_not_wait() -> None:
+    site = settled("a", batching=Batching(4, 0.05), decider=everyone)
+    for i in range(4):
+        site.submit(f"r{i}", 4)
+    assert lengths(site, 1) == (4, 4, 4, 4)
+    site.submit("long", 64)
+    assert lengths(site, 2) == (64,)
+
+
+def test_a_delay_leaves_time_until_the_deadline() -> None:
+    site = settled("a", batching=Batching(4, 10.0), decider=everyone)
+    site.submit("r", 4, within=12.0)
+    assert site.session.due_s == pytest.approx(site.now + 2.0)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_goes_where_it_is_answered_first_behind_those_before_it():
+    assert list(deal(10.0, [(9.0, 4.0), (12.0, 1.0)], [1.0])) == [1]
+    assert list(deal(10.0, [(9.0, 2.0), (12.0, 1.0)], [1.0])) == [0]
+    assert list(deal(10.0, [(0.0, 1.0), (0.0, 1.0)], [1.0])) == [0]
+    unequal = [(0.0, 0.95), (0.0, 2.8), (0.0, 5.7)]
+    assert list(deal(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0], "the slowest would be last"
+    assert list(deal(0.0, unequal, [1.0] * 9))[-1] == 2
+    assert list(deal(0.0, unequal, [4.0, 1.0])) == [0, 1]
+
+
+def test_what_a_busy_fast_replica_answers_sooner_waits_for_it():
+    def plan(name, seconds):
+        return Plan(MODEL, Epoch(1, 1), "single", (name,), name, predicted_s=seconds, predicted_tokens=128)
+
+    def lanes(fast_until_s, has_room):
+        return [Lane(plan("fast", 1.0), fast_until_s, 1 / 128, has_room), Lane(plan("slow", 6.0), 0.0, 6 / 128, True)]
+
+    shape, inputs = request(SPEC, (12,))  # as long as one of 64 tokens, half of what plans are made for
+    queue = Waiting()
+    for number in range(8):
+        job = Job(RequestKey(MODEL, "c", f"r{number}"), (Chunk(shape, inputs),), None, None)
+        queue.add([Item(job, 0)])
+        hand = next_hand(0.0, lanes(2.0, False), queue)
+        assert hand == (None if number < 2 else Hand(lanes(0, True)[1].plan, 1)), number
+    assert next_hand(0.0, lanes(0.0, True), queue) == Hand(lanes(0, True)[0].plan, 7)
+    assert next_hand(0.0, lanes(0.0, True)[1:], queue) == Hand(lanes(0, True)[1].plan)
+
+
+def test_a_batch_is_cut_into_micro_batches_in_its_order():
+    spec = FAMILIES["bert-mask"]
+    shape, inputs = request(spec, (40, 30, 20, 50, 3, 2))
+    parts = micro_batches([Chunk(shape, inputs)])
+    assert [part.shape.lengths for part in parts] == [(40, 30), (20, 50, 3, 2)]
+    assert all(len(part.inputs) == part.shape.tokens for part in parts)
+    again = packed(parts)
+    assert again.shape == shape
+    assert again.inputs.tolist() == inputs.tolist()
+
+
+# -- any mix ----------------------------------------------------------------------------------------------------------
+
+PACKED = [name for name in EVERY_FAMILY if name not in {"tiny-gpt2", "tiny-convnet"}]  # which hold one each
+
+
+@pytest.mark.parametrize("family", PACKED)
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_the_answer_of_a_batch_is_that_of_each_of_its_requests(family: str, data: st.DataObject) -> None:
+    spec = EVERY_FAMILY[family]
+    weights = tensors(spec)
+    want = data.draw(st.sampled_from(["task", "hidden"]))
+    batches = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
+    chunks = [Chunk(*request(spec, batch, want, seed=i)) for i, batch in enumerate(batches)]
+    whole = packed(chunks)
+    output = models.reference(spec, weights, whole.inputs, whole.shape)[1]
+    assert output.shape == spec.output_shape(whole.shape)
+    for chunk, mine in zip(chunks, parted(spec, chunks, output), strict=True):
+        np.testing.assert_allclose(mine, models.reference(spec, weights, chunk.inputs, chunk.shape)[1], atol=TOLERANCE)

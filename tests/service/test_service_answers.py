@@ -1,0 +1,708 @@
+"""Answers: from the runs of a request to JSON, by a broker that may be full or deaf, over the lives of a planner."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from swarm import profile_curve
+
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming, sent_bytes, simulate
+from hepti_mqtt.errors import NetworkError, OverloadedError, PacketLimitError, RemoteError
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.protocol.messages import answer_lacks
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.interface import Answer, Refuse
+from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.runtime.coordinator.requests import Chunk, Item, Job, Pins, RequestKey, Run, RunStats, packed
+from hepti_mqtt.service import channel as journal_module
+from hepti_mqtt.service import channel as post_module
+from hepti_mqtt.service import handler as desk_module
+from hepti_mqtt.service.channel import KEPT, LIVES, UNHEARD, UNHEARD_BYTES, Journal, Post
+from hepti_mqtt.service.decoder import Asked, Decoder
+from hepti_mqtt.service.forecast import PAUSE_S, Forecasts
+from hepti_mqtt.service.handler import Desk, Model, Reply
+from hepti_mqtt.service.requests import Room
+from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
+
+TOPICS = Topics("home")
+
+
+_PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
+
+
+CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
+
+
+@pytest.fixture
+def clock():
+    return Mock(return_value=100.0)
+
+
+@pytest.fixture
+def forecasts(checkpoints, clock):
+    return Forecasts("home", {n: c.spec for n, c in checkpoints.items()}, clock)
+
+
+@pytest.fixture
+def desk(checkpoints, forecasts):
+    return Desk("home", {n: Model(n, c, Pins()) for n, c in checkpoints.items()}, forecasts)
+
+
+def foreseen(forecasts, answer):
+    """Return an Answer whose runs' forecasts are made."""
+    made = []
+    forecasts.then(answer.stats, lambda: made.append(True))
+    assert forecasts.step()
+    assert made
+    return answer
+
+
+def ask(desk, data, model="bert", client="me", now=100.0):
+    payload = data if isinstance(data, bytes) else json.dumps(data).encode()
+    return desk.request(model, client, payload, now)
+
+
+def told(reply):
+    assert isinstance(reply, Reply)
+    return json.loads(reply.payload)
+
+
+def plan_for(checkpoint, number=1):
+    template = Plan(checkpoint.model, Epoch(9, number), "row", ("a", "b"), "a")
+    return replace(make_plan(checkpoint.spec, template, "row", {"variant": "kv"}, (3.0, 1.0)), predicted_s=0.004)
+
+
+def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
+    """Return the Answer of a job whose runs all ended."""
+    for place, chunk in enumerate(job.chunks):
+        plan = plans[place] if plans else plan_for(checkpoint)
+        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, alone=True)
+        run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+        job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
+        job.stats.append(run.stats())
+    return Answer(job, job.stats[-1].plan, tuple(job.stats))
+
+
+def test_a_text_becomes_a_job(desk):
+    job = ask(desk, {"text": "hello world", "id": "q1", "deadline_ms": 250})
+    assert isinstance(job, Job)
+    assert (job.key.model, job.key.client, job.key.request) == ("bert", "me", "q1")
+    assert (job.deadline_s, job.pins) == (100.25, None)
+    assert job.chunks[0].inputs.dtype == np.int32
+    again, other = (ask(desk, {"text": text, "id": "q1"}) for text in ("hello world", "other"))
+    assert job.digest == again.digest != other.digest
+    assert again.deadline_s == 100.0 + desk_module.DEADLINE_S, "every request has an end"
+
+
+def test_a_name_is_made_only_where_it_is_needed(desk):
+    def made():
+        raise AssertionError("the request has a name")
+
+    assert desk.request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.request == "q1"
+    assert desk.request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.request == "m1"
+    assert desk.request("bert", "me", b"{", 0.0, lambda: "m2").request == "m2"
+
+
+def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
+    bits = np.random.default_rng(0).integers(0, 2**32, 32, np.uint32).view(np.float32)
+    row = np.where(np.isfinite(bits), bits, 0)
+    row[:3] = 16777217, 1e-45, 0.1
+    checkpoint = checkpoints["bert"]
+    job = ask(desk, {"text": "hello"})
+    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint, [row[None]])), now=100.5)
+    found = told(reply)["result"]["embedding"]
+    assert np.array(found, np.float32).tolist() == row.tolist()
+    assert b"0.100000001," in reply.payload
+
+
+def test_an_answer_tells_everything(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    job = ask(desk, {"texts": ["hello world", "more"], "id": "q1"})
+    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint)), now=100.5)
+    assert reply.topic == TOPICS.response("bert", "me", "q1")
+    data = told(reply)
+    plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    assert answer_lacks(data) is None
+    assert data["ok"] is True
+    assert data["id"] == "q1"
+    assert data["result"]["results"][0]["embedding"] == [1.0] * 32
+    assert data["plan"]["id"] == "9.1"
+    assert data["plan"]["epoch"] == [9, 1]
+    assert data["plan"]["predicted_ms"] == pytest.approx(4.0)
+    parts = programs(checkpoint.spec, plan_for(checkpoint), job.chunks[0].shape)
+    played = simulate(Naming("home", "bert"), checkpoint.spec, job.chunks[0].shape, parts, CLUSTER)
+    assert data["predicted_ms"] == pytest.approx(played.seconds * 1e3)
+    assert sum(data["plan"]["devices"].values()) == pytest.approx(1.0)
+    assert data["plan"]["devices"]["a"] > data["plan"]["devices"]["b"] > 0
+    assert data["tokens"] == shape.tokens
+    assert data["batched_with"] == 0
+    assert data["compute_ms"] == {"a": 2.0, "b": 1.0}
+    assert data["wait_ms"] == {"a": 0.5, "b": 1.5}
+    assert data["bytes_on_wire"] == 100 + 70 + 30
+    parts = programs(checkpoint.spec, plan, shape)
+    assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    assert data["forecast"] == "simulated"
+    assert data["latency_ms"] == pytest.approx(500.0)
+
+
+def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
+    items = tuple(Item(job, 0) for job in jobs)
+    whole = packed([item.part for item in items])
+    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, 0.0, 0.0, 100, alone=True)
+    run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+    for job in jobs:
+        job.outputs[0] = np.ones((1, 32), np.float32)
+        told_of = told(desk.answer(foreseen(forecasts, Answer(job, run.plan, (run.stats(),))), now=100.5))
+        assert told_of["batched_with"] == 1
+        assert told_of["tokens"] == job.chunks[0].shape.tokens
+        assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
+        parts = programs(checkpoint.spec, run.plan, whole.shape)
+        assert told_of["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, whole.shape, parts)
+
+
+def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    limit = checkpoint.spec.max_tokens
+    job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
+    assert len(job.chunks) == 2
+    plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), weights={"rows": (1.0, 1.0)})]
+    data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
+    exact = sum(
+        sent_bytes(Naming("home", "bert"), checkpoint.spec, c.shape, programs(checkpoint.spec, p, c.shape))
+        for p, c in zip(plans, job.chunks, strict=True)
+    )
+    assert data["predicted_bytes"] == exact
+    assert data["runs"] == 2
+    assert data["compute_ms"]["a"] == 4.0
+    assert data["plan"]["id"] == "9.2"
+
+
+def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints, forecasts):
+    checkpoint, found = checkpoints["bert"], []
+    for number, begun_s in enumerate((100.03, 100.02, 100.5, 100.0)):  # the third one has waited for others
+        job = ask(desk, {"text": "hello", "id": f"q{number}"})
+        answer = foreseen(forecasts, finish(job, checkpoint, begun_s=begun_s))
+        found.append(told(desk.answer(answer, now=101.0))["predicted_ms"])
+    assert [ms - found[3] for ms in found] == pytest.approx([30.0, 20.0, 20.0, 0.0])
+
+
+def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    answer = foreseen(forecasts, finish(ask(desk, {"text": "hello"}), checkpoint, begun_s=100.02))
+    taught = replace(answer, stats=tuple(replace(stats, learned=1.5) for stats in answer.stats))
+    data = told(desk.answer(taught, now=101.0))
+    assert data["expected_ms"] - 20.0 == pytest.approx(1.5 * (data["predicted_ms"] - 20.0))
+
+
+def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):
+    checkpoint = checkpoints["bert"]
+    job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
+    assert not job.computes
+    plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    answer = Answer(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
+    data = told(desk.answer(foreseen(forecasts, answer), now=100.5))
+    parts = programs(checkpoint.spec, plan, shape)
+    assert (
+        data["predicted_ms"] == 1e3 * simulate(Naming("home", "bert"), checkpoint.spec, shape, parts, CLUSTER).seconds
+    )
+    assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    assert (data["result"], data["runs"], data["bytes_on_wire"], data["compute_ms"]) == (None, 0, 0, {})
+    assert data["plan"]["id"] == "9.1"
+
+
+def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
+    job = ask(desk, {"text": "hello", "id": "q1"})
+    first = desk.answer(finish(job, checkpoints["bert"]), now=101.0)
+    assert ask(desk, {"text": "hello", "id": "q1"}, now=200.0) == first
+    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Job), "ids belong to a client"
+
+
+def test_a_request_nested_deeply_under_an_id_is_an_error(desk):
+    deep = b'{"id": "q", "text": ' + b"[" * 990 + b"]" * 990 + b"}"
+    assert told(ask(desk, deep))["error"]["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"text": ""},
+        {"text": "x", "image": "y"},
+        {"text": "x", "colour": 1},
+        {"text": "x", "reply_to": "hepti/v1/home/dev/a/cmd"},
+        {"text": "x", "reply_to": "hepti/v1/home/infer/bert/res/you/q"},
+        {"text": "x", "strategy": "magic"},
+    ],
+    ids=str,
+)
+def test_errors_are_answered_under_the_requests_id(desk, wrong):
+    reply = ask(desk, {"id": "q", **wrong})
+    assert reply.topic == TOPICS.response("bert", "me", "q")
+    assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q", "bad_request")
+    assert list(wrong)[-1] in told(reply)["error"]["message"]
+
+
+def test_reply_to_is_honoured(desk, checkpoints):
+    topic = TOPICS.response("bert", "me", "q1") + "/there"
+    job = ask(desk, {"text": "hello", "id": "q1", "reply_to": topic})
+    assert desk.answer(finish(job, checkpoints["bert"]), now=101.0).topic == topic
+
+
+def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
+    checkpoint = checkpoints["bert"]
+    limit = checkpoint.spec.max_tokens
+    job = ask(desk, {"ids": [[1] * limit, [2] * 3], "want": "hidden"})
+    values = np.arange((limit + 3) * 32, dtype=np.float32).reshape(-1, 32)
+    data = told(desk.answer(finish(job, checkpoint, outputs=[values[:limit], values[limit:]]), now=101.0))
+    assert data["result"]["shape"] == [limit + 3, 32]
+    np.testing.assert_array_equal(
+        np.frombuffer(base64.b64decode(data["result"]["base64"]), "<f4").reshape(-1, 32), values
+    )
+
+
+@pytest.mark.parametrize("output", [np.ones((7, 3), np.float32), np.full((1, 32), np.nan, np.float32)])
+def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output):
+    job = ask(desk, {"text": "hello", "id": "q1"})
+    data = told(desk.answer(finish(job, checkpoints["bert"], outputs=[output]), now=101.0))
+    assert data["ok"] is False
+    job = ask(desk, {"ids": [[1] * checkpoints["bert"].spec.max_tokens, [2]], "id": "q2"})
+    odd = [np.ones((1, 32), np.float32), np.ones((1, 31), np.float32)]
+    data = told(desk.answer(finish(job, checkpoints["bert"], outputs=odd), now=101.0))
+    assert data["error"]["code"] == RemoteError.code
+
+
+def test_a_forecast_is_made_on_a_thread_of_its_own(desk, checkpoints, forecasts, clock, monkeypatch):
+    checkpoint = checkpoints["bert"]
+    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
+    built = []
+    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", lambda *a: built.append(a) or programs(*a))
+    job = ask(desk, {"text": "hello"})
+    desk.foresee(job)
+    assert not built, "not on the desk's thread"
+    clock.return_value += PAUSE_S
+    assert forecasts.step()
+    assert len(built) == 1
+    data = told(desk.answer(finish(job, checkpoint), now=101.0))
+    assert len(built) == 1, "the answer found it ready"
+    assert data["forecast"] == "simulated"
+
+
+def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
+    checkpoint = checkpoints["bert"]
+    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
+    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", None)
+    job = ask(desk, {"text": "hello"})
+    desk.foresee(job)
+    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.chunks[0].shape.tokens)
+    data = told(desk.answer(finish(job, checkpoint, plans=[plan]), now=101.0))
+    assert data["forecast"] == "estimated"
+    assert data["predicted_ms"] == pytest.approx(2.0)
+    assert data["predicted_bytes"] == 500
+    assert data["plan"]["devices"] == {"a": 0.75, "b": 0.25}
+
+
+@pytest.mark.parametrize("request_of", ['{{"id": "q7", "text": "{}"}}', '{{"text": "{}", "id" :"q7"}}'])
+def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, request_of):
+    # Quotes within a text are escaped: what stands there is no id.
+    reply = desk.request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
+    assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
+    assert reply.topic.endswith("/q7")
+
+
+def test_an_unread_request_is_refused_under_its_id(desk):
+    reply = desk.refuse_unread("bert", "me", b'{"id": "q7", "text": "x"}', OverloadedError("later"))
+    assert told(reply)["id"] == "q7"
+    assert reply.topic.endswith("/q7")
+    assert told(desk.refuse_unread("bert", "me", b"{", OverloadedError("later")))["id"] is None
+
+
+def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id(desk):
+    payload = json.dumps({"id": "q", "ok": True, "result": [0] * 1000}).encode()
+    long = Reply(TOPICS.response("bert", "me", "q"), payload, "q")
+    short = desk.too_large(long, PacketLimitError("raise max_packet_size"))
+    assert short.topic == long.topic
+    assert told(short) == {
+        "id": "q",
+        "ok": False,
+        "error": {"code": "packet_limit", "message": "raise max_packet_size"},
+    }
+
+
+def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, monkeypatch):
+    desk._room = Room(100)
+    first = ask(desk, {"ids": [7] * 20})
+    assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
+    assert isinstance(ask(desk, {"ids": [7] * 5}), Job)
+    answer = finish(first, checkpoints["bert"])
+    desk.answer(answer, 101.0)
+    del first, answer
+    gc.collect()  # a traceback of the refusal may hold the answer's frame
+    assert isinstance(ask(desk, {"ids": [7] * 20}), Job)
+
+
+@pytest.mark.parametrize("pin", [{"strategy": "auto"}, {"weights": "f16"}, {"devices": ["a"]}])
+def test_an_operator_may_forbid_pins(checkpoints, forecasts, pin):
+    desk = Desk("home", {"bert": Model("bert", checkpoints["bert"], Pins())}, forecasts, "none")
+    assert isinstance(ask(desk, {"text": "hello"}), Job)
+    assert told(ask(desk, {"text": "hello", **pin}))["error"]["code"] == "bad_request"
+
+
+TOPIC = "hepti/v1/home/infer/m/req/me"
+
+
+class Answers:
+    """A connection that answers go out on; room: for how many more. limit: of bytes, that the broker takes."""
+
+    def __init__(self):
+        self.room, self.limit, self.sent = 10_000, 10_000_000_000, []
+
+    def publish(self, topic, payload, qos, taken=None):
+        if len(payload) > self.limit:
+            raise PacketLimitError("it is too large")
+        if not self.room:
+            raise NetworkError("it is full")
+        self.room -= 1
+        self.sent.append((topic, payload, taken))
+
+    def taken(self, heard):
+        """The broker has all that was sent; return the payloads."""
+        sent, self.sent = self.sent, []
+        for _, _, taken in sent:
+            if taken is not None:
+                taken(heard)
+        return [payload for _, payload, _ in sent]
+
+
+class Site:
+    """The post of a planner that is not connected, and what it does. settled: packet ids of acknowledged requests."""
+
+    def __init__(self, place, monkeypatch):
+        self.answers, self.asked, self.settled = Answers(), [], []
+        url, log = BrokerUrl.parse("mqtt://127.0.0.1:1"), logging.getLogger("hepti.planner")
+        decoder, nothing = Decoder("home"), lambda _state: None
+        self.post = Post(url, "p", place, self.answers, None, decoder, self.asked.append, nothing, log)
+        self.counters = decoder.counters
+        monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
+
+    def answer(self, packet, payload=b"{}"):
+        """Answer a request that the broker keeps."""
+        asked = Asked("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        self.post.reply(asked, Reply("res", payload, f"q{packet}"))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    made = Site(tmp_path / "requests", monkeypatch)
+    monkeypatch.setattr(made.post, "_look_s", float("inf"))
+    yield made
+    made.post.close()
+
+
+@pytest.fixture
+def post_clock(monkeypatch):
+    """The time, as the post has it; it stands still until a test moves it."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(post_module, "time", made)
+    return made
+
+
+def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site, caplog):
+    """It would be computed again at every start and reconnection."""
+    for packet, topic in enumerate((TOPIC, TOPIC, f"{TOPIC}2")):
+        site.post.delivered(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
+    assert (site.asked, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
+    assert len(caplog.records) == 2, "once of each topic"
+    assert all(topic in record.getMessage() for topic, record in zip((TOPIC, f"{TOPIC}2"), caplog.records, strict=True))
+    site.post.delivered(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
+    assert (len(site.asked), site.settled) == (1, [0, 1, 2])
+    for n in range(post_module.RETAINED + 10):
+        site.post.delivered(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
+    assert len(caplog.records) == post_module.RETAINED, "they do not fill the log"
+
+
+def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock):
+    site.answer(1)
+    until = post_clock.now + post_module.UNHEARD_S
+    while post_clock.now <= until:
+        assert site.answers.taken(heard=False) == [b"{}"]
+        assert not site.settled
+        post_clock.now += post_module.AGAIN_S
+        site.post.again(post_clock.now)
+    site.answers.taken(heard=False)
+    assert site.settled == [1]
+
+
+def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, post_clock):
+    for packet in range(UNHEARD):
+        site.answer(packet)
+    site.answers.taken(heard=False)
+    assert not site.settled, "as when a broker has been killed, and all readers are on their way back"
+    for packet in range(UNHEARD, UNHEARD + 100):
+        site.answer(packet)
+    site.answers.taken(heard=False)
+    assert site.settled == list(range(UNHEARD, UNHEARD + 100))
+    post_clock.now += post_module.AGAIN_S
+    site.post.again(post_clock.now)
+    site.answers.taken(heard=True)
+    assert sorted(site.settled) == list(range(UNHEARD + 100)), "one that is heard makes room"
+    del site.settled[:]
+    site.answer(1000)
+    site.answers.taken(heard=False)
+    assert not site.settled
+
+
+def test_answers_that_nobody_hears_fill_no_memory(site, post_clock):
+    for packet in range(3):
+        site.answer(packet, b"{%d" % packet + b" " * (UNHEARD_BYTES // 2))
+    site.answers.taken(heard=False)
+    assert site.settled == [1, 2]
+    post_clock.now += post_module.AGAIN_S
+    site.post.again(post_clock.now)
+    site.answers.taken(heard=True)
+    site.answer(3, b" " * (2 * UNHEARD_BYTES))
+    site.answers.taken(heard=False)
+    assert site.settled == [1, 2, 0], "one waits, however large"
+
+
+def test_an_answer_that_finds_no_room_goes_out_when_there_is_some(site, post_clock, caplog):
+    site.answers.room = 1
+    for packet in range(4):
+        site.answer(packet, b"%d" % packet)
+    assert site.answers.taken(heard=True) == [b"0"]
+    post_clock.now += post_module.AGAIN_S
+    site.post.again(post_clock.now)
+    assert site.counters["unpublished"] == 4, "who finds no room is the last that is tried"
+    site.answers.room = 10
+    while len(site.settled) < 4:
+        post_clock.now += post_module.AGAIN_S
+        site.post.again(post_clock.now)
+        site.answers.taken(heard=True)
+    assert sorted(site.settled) == [0, 1, 2, 3]
+    assert "it is full" in caplog.text
+    assert len(caplog.records) == 3, "the 1st, the 2nd and the 4th"
+
+
+def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, post_clock):
+    site.answers.room = 0
+    site.answer(1)
+    post_clock.now += 2 * post_module.UNHEARD_S
+    site.answers.room = 10
+    site.post.again(post_clock.now)
+    assert site.answers.taken(heard=False) == [b"{}"]
+    assert not site.settled
+
+
+@pytest.mark.parametrize("limit", [1000, 10])
+def test_an_answer_that_the_broker_does_not_take_becomes_an_error_or_ends(site, limit):
+    site.post._desk = SimpleNamespace(too_large=partial(Desk.too_large, None))
+    site.answers.limit = limit
+    site.answer(1, b'{"id": "q1"}' + b" " * 2000)
+    said = [json.loads(payload)["error"]["code"] for payload in site.answers.taken(heard=True)]
+    assert said == (["packet_limit"] if limit > 100 else [])
+    assert site.settled == [1], "or it would come again for ever"
+
+
+KEY = RequestKey("m", "me", "q1")
+
+
+@pytest.fixture
+def live(tmp_path):
+    """Return a new life of the planner: its journal, and the receipts that it has acknowledged."""
+    lives = []
+
+    def begin():
+        acknowledged = []
+        lives.append(Journal(tmp_path / "requests", acknowledged.append))
+        return lives[-1], acknowledged
+
+    yield begin
+    for one in lives:
+        one.close()
+
+
+def delivered(packet=1, repeated=False, payload=b"{}"):
+    return Asked("m", "me", payload, Delivery("t", payload, Receipt(1, packet), repeated))
+
+
+def job_of(key=KEY, digest=b"d"):
+    return Job(key, (Chunk(PackedTokens((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
+
+
+def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live):
+    journal, acknowledged = live()
+    for packet in (1, 2):
+        journal.wait(delivered(packet), job_of())
+    journal.wait(delivered(3), job_of(digest=b"other"))
+    taken = journal.over(job_of())
+    assert not acknowledged
+    taken()
+    assert acknowledged == [Receipt(1, 1), Receipt(1, 2)], "another request under the same id has an end of its own"
+    journal.turned_away(delivered(4))()
+    assert acknowledged[2:] == [Receipt(1, 4)]
+
+
+def test_an_answer_of_an_earlier_life_is_known(live):
+    first, _ = live()
+    assert not first.answer(KEY)
+    second, _ = live()
+    assert second.answered(KEY)
+    assert second.answer(KEY)
+    assert not second.answered(RequestKey("m", "you", "q1"))
+
+
+def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
+    first, _ = live()
+    name = first.name(delivered())
+    second, _ = live()
+    assert second.name(delivered(repeated=True)) == name
+    assert second.name(delivered(packet=2, repeated=True)) != name
+    assert second.name(Asked("m", "me", b"{}")) != name
+    second.answer(RequestKey("m", "me", name))
+    assert second.name(delivered()) != name, "the broker has begun to count its packets anew"
+
+
+def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
+    for life in range(LIVES + 1):
+        journal, _ = live()
+        assert (
+            journal.lives(delivered(repeated=True))
+            == journal.lives(delivered(repeated=True))
+            == min(life + 1, LIVES + 1)
+        )
+        assert journal.lives(delivered(payload=b"[]")) == 0
+    journal.turned_away(delivered(repeated=True))()
+    journal, _ = live()
+    assert journal.lives(delivered(repeated=True)) == 1
+
+
+class _Yielding(OrderedDict):
+    """Lets other threads run between a look and what follows from it."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        os.sched_yield()
+        return found
+
+
+def test_several_desk_threads_use_it_at_once(live, tmp_path):
+    """Each delivery is acknowledged once, and of the answers to one request one is the first."""
+    journal, acknowledged = live()
+    journal._answered = _Yielding()
+    keys = [RequestKey("m", "me", f"q{n}") for n in range(100)]
+    together, firsts, settle = threading.Barrier(4), [], []
+
+    def desk(thread):
+        for n, key in enumerate(keys):
+            together.wait()
+            journal.wait(delivered(4 * n + thread), job_of(key))
+            settle.append(journal.over(job_of(key)))
+            if not journal.answer(key):
+                firsts.append(key)
+
+    threads = [threading.Thread(target=desk, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for taken in settle:
+        taken()
+    assert sorted(receipt.packet for receipt in acknowledged) == list(range(4 * len(keys)))
+    assert sorted(key.request for key in firsts) == sorted(key.request for key in keys)
+    assert (tmp_path / "requests").stat().st_size == 17 * len(keys)
+
+
+def test_what_is_kept_is_bounded(live, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "FILE_BYTES", KEPT * 17 + 100)
+    journal, _ = live()
+    for n in range(KEPT + 50):
+        journal.answer(RequestKey("m", "me", f"q{n}"))
+    assert not journal.answered(RequestKey("m", "me", "q49"))
+    assert journal.answered(RequestKey("m", "me", "q50"))
+    assert (tmp_path / "requests").stat().st_size <= KEPT * 17 + 117
+
+
+def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_path, caplog):
+    first, _ = live()
+    first.answer(KEY)
+    with (tmp_path / "requests").open("ab") as file:
+        file.write(b"A123")
+    second, _ = live()
+    assert second.answer(KEY)
+    assert not second.answer(RequestKey("m", "me", "q2"))
+    assert live()[0].answered(RequestKey("m", "me", "q2"))
+    nowhere = Journal(tmp_path / "missing" / "requests", print)
+    assert not nowhere.answer(KEY)
+    assert nowhere.answer(KEY)
+    assert "make room" in caplog.text
+
+
+def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
+    first = desk.answer(finish(ask(desk, {"text": "hello", "id": "q1"}), checkpoints["bert"]), now=101.0)
+    for other in ({"text": "other"}, {"text": "hello", "top_k": 3}, {"text": "hello", "wire": "f16"}):
+        reply = ask(desk, {**other, "id": "q1"})
+        assert (reply.topic, told(reply)["error"]["code"]) == (first.topic, "id_in_use")
+    again = {"reply_to": TOPICS.response("bert", "me", "there"), "deadline_ms": 9, "id": "q1", "text": "hello"}
+    assert ask(desk, again) == Reply(again["reply_to"], first.payload, "q1"), "when and where is not what is asked"
+
+
+def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
+    monkeypatch.setattr(desk_module, "KEPT", 2)
+    for name in ("q1", "q2", "q3"):
+        desk.answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
+    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Job)
+    assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Reply)
+    monkeypatch.setattr(desk_module, "KEPT_BYTES", 10)
+    desk.answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
+    assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Job)
+    refused = told(desk.refuse(Refuse(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much"))))
+    assert refused == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
+    assert isinstance(ask(desk, {"text": "hello", "id": "q5"}), Job)
+
+
+def test_what_has_no_id_or_no_model_is_answered_too(desk):
+    reply = ask(desk, b"{broken")
+    assert reply.topic.startswith(TOPICS.responses("me", "bert").removesuffix("+"))
+    assert (told(reply)["id"], told(reply)["error"]["code"]) == (None, "bad_request")
+    reply = ask(desk, {"text": "x", "id": "q"}, model="nothing")
+    assert reply.topic == TOPICS.response("nothing", "me", "q")
+    assert told(reply)["error"]["code"] == "unknown_model"
+
+
+def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(site, post_clock):
+    def tried_again():
+        site.answers.room = 10
+        post_clock.now += post_module.AGAIN_S
+        site.post.again(post_clock.now)
+        return site.answers.sent
+
+    site.answers.room = 0
+    site.post._send(Reply("res", b"{}", "q1"))
+    assert not tried_again(), "the answer has all parts"
+    site.post.close()
+    site.answers.room = 0
+    site.answer(1)
+    assert not tried_again()

@@ -1,0 +1,274 @@
+"""Clients in turn, threads that work for them, and searches that leave the processor to requests."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sites import FAMILIES
+
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import shape_for
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, Crew, Pace, Turns
+
+ROOM = 1 << 30
+
+
+def play(arrivals, workers, turns=None):
+    """Return when each (time, client, seconds) was begun, in the order of arrival."""
+    turns = turns or Turns(ROOM, ROOM)
+    begun, running, free, now = {}, [], workers, 0.0
+    waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
+    while waiting or running:
+        now = min([arrivals[i][0] for i in waiting[:1]] + [end for end, _ in running[:1]])
+        while running and running[0][0] <= now:
+            turns.done(heapq.heappop(running)[1])
+            free += 1
+        while waiting and arrivals[waiting[0]][0] <= now:
+            place = waiting.pop(0)
+            assert not turns.put(arrivals[place][1], place, 1)
+        while free and (taken := turns.take()) is not None:
+            client, place = taken
+            begun[place] = now
+            heapq.heappush(running, (now + arrivals[place][2], client))
+            free -= 1
+    return [begun[i] for i in range(len(arrivals))]
+
+
+def test_a_client_with_much_to_do_leaves_a_worker_to_others():
+    load = [(0.0, "greedy", 1.0)] * 100
+    *_, begun = play([*load, (0.5, "small", 0.001)], workers=2)
+    assert begun == 0.5
+
+
+def test_clients_with_one_worker_have_one_thing_done_in_turn():
+    load = [(0.0, name, 1.0) for name in ("a", "b", "c") for _ in range(50)]
+    *_, begun = play([*load, (0.5, "small", 0.001)], workers=1)
+    assert begun == 3.0  # what runs, then one of each other
+
+
+def test_what_one_client_asks_is_done_in_its_order_one_at_a_time():
+    assert play([(0.0, "a", 2.0), (0.0, "a", 1.0), (0.0, "a", 1.0)], workers=3) == [0.0, 2.0, 3.0]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9), st.sampled_from("abcde"), st.floats(0.01, 1)), max_size=60),
+    st.integers(1, 3),
+    st.floats(0, 9),
+)
+def test_nobody_waits_longer_than_one_turn_of_each_other(load, workers, at):
+    *_, begun = play([*load, (at, "small", 0.01)], workers)
+    others = len({client for _, client, _ in load})
+    longest = max((seconds for *_, seconds in load), default=0.0)
+    assert begun - at <= -(-others // workers) * longest + 1e-9
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=40))
+def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
+    turns = Turns(8, 100)
+    refused, waiting = [], {}
+    for number, (client, nbytes) in enumerate(puts):
+        waiting[number] = nbytes
+        for gone in turns.put(client, number, nbytes):
+            refused.append(gone)
+            del waiting[gone]
+        assert len(waiting) <= 8
+        assert sum(waiting.values()) <= 100
+    taken = []
+    while (found := turns.take()) is not None:
+        taken.append(found[1])
+        turns.done(found[0])
+    assert sorted(taken) == sorted(waiting)
+
+
+def test_where_there_is_no_room_the_newest_of_who_has_most_goes():
+    turns = Turns(4, ROOM)
+    for number in range(4):
+        assert turns.put("greedy", number, 1) == []
+    assert turns.put("greedy", 4, 1) == [4]
+    assert turns.put("small", 5, 1) == [3]
+    assert turns.put("other", 6, 1) == [2]
+    assert turns.put("greedy", 7, 1) == [7]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_client_of_whom_everything_was_dropped_is_forgotten(taken):
+    turns = Turns(1, 10)
+    assert turns.put("a", 1, 5) == []
+    if taken:
+        assert turns.take() == ("a", 1)
+    assert turns.put("a", 2, 11) == [2]
+    if taken:
+        turns.done("a")
+    else:
+        assert turns.take() == ("a", 1)
+        turns.done("a")
+    assert turns.take() is None
+    assert not turns._lines
+
+
+PATIENCE_S = 30
+
+
+def at_once(act):
+    act()
+
+
+@pytest.fixture
+def crew():
+    made = Crew("crew", 2, at_once)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_client_that_is_busy_holds_nobody_else_up(crew):
+    release, small, ended = threading.Event(), threading.Event(), []
+    for number in range(3):
+        crew.post("greedy", lambda number=number: (release.wait(PATIENCE_S), ended.append(number)))
+    crew.post("small", small.set)
+    assert small.wait(PATIENCE_S)
+    assert not ended
+    over = threading.Event()
+    crew.post("greedy", over.set)
+    release.set()
+    assert over.wait(PATIENCE_S)
+    assert ended == [0, 1, 2]
+
+
+def test_what_there_is_no_room_for_is_refused():
+    crew, refused = Crew("crew", 0, at_once, limit=1), []
+    crew.offer("a", lambda: None, 5, lambda: refused.append("first"))
+    crew.offer("a", lambda: None, 5, lambda: refused.append("second"))
+    assert refused == ["second"]
+    assert crew.step()
+    assert not crew.step()
+
+
+def test_after_the_end_nothing_is_begun():
+    crew = Crew("crew", 0, at_once)
+    crew.post("a", lambda: pytest.fail("begun"))
+    crew.close()
+    assert not crew.step(wait=True)
+
+
+def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
+    """Else it would come before what the same client had asked for earlier."""
+    crew, done = Crew("crew", 0, at_once), []
+    crew.post("a", lambda: done.append("here"), here=True)
+    assert done == ["here"]
+    crew.post("a", lambda: done.append("first"))
+    crew.post("a", lambda: done.append("second"), here=True)
+    assert done == ["here"]
+    while crew.step():
+        continue
+    assert done == ["here", "first", "second"]
+    crew.post("b", lambda: (crew.post("b", lambda: done.append("within"), here=True), done.append("last")))
+    assert crew.step()
+    assert done[3:] == ["last"]
+    assert crew.step()
+    assert done[4:] == ["within"]
+
+
+SPEC = FAMILIES["bert-embedding"]
+
+
+DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, 1e9) for n in ("a", "b")}
+
+
+CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
+
+
+QUESTION = Question(Naming("home", "m"), SPEC, CLUSTER, shape_for(SPEC, 8), Epoch(1, 2))
+
+
+PLAN = decide(QUESTION).chosen.plan
+
+
+class Processor:
+    """A processor of which a search gets a part; `waited` has its pauses."""
+
+    def __init__(self) -> None:
+        self.now_s = self.computed_s = 0.0
+        self.waited: list[float] = []
+        self.in_hand_until_s = 0.0
+        clocks = (lambda: self.now_s, lambda: self.computed_s)
+        self.pace = Pace(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
+
+    def compute(self, seconds: float, part: float) -> None:
+        self.now_s += seconds / part
+        self.computed_s += seconds
+
+    def wait(self, seconds: float) -> None:
+        self.sleep(seconds)
+        self.waited.append(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def searching(processor: Processor, **changes: Any) -> Solve:
+    return processor.pace.paced(replace(Solve("m", 1, QUESTION, PLAN), **changes))
+
+
+@pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
+def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part: float, pause: float) -> None:
+    processor = Processor()
+    processor.pace.serving(True)
+    pauses = searching(processor).question.pause
+    processor.compute(5.0, 0.1)  # another search, long ago
+    pauses()
+    for _ in range(3):
+        processor.compute(0.1, part)
+        pauses()
+    assert processor.waited == pytest.approx([pause] * 3)
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, IN_HAND_S)])
+def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds: float, pause: float) -> None:
+    processor = Processor()
+    processor.in_hand_until_s = seconds
+    searching(processor).question.pause()
+    assert processor.now_s == pytest.approx(pause, abs=LOOKS_S)
+
+
+def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
+    processor = Processor()
+    pauses = searching(processor).question.pause
+    processor.pace.first(pauses)
+    assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S)
+    with pytest.raises(ZeroDivisionError):
+        processor.pace.first(lambda: print(1 / 0))
+    pauses()
+    assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S), "it is over"
+
+
+def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
+    processor = Processor()
+    pauses = searching(processor).question.pause
+    for _ in range(3):
+        processor.compute(0.1, 0.25)
+        pauses()
+    assert processor.waited == []
+
+
+@pytest.mark.parametrize("changes", [{"hurried": True}, {"running": None}])
+def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any]) -> None:
+    processor = Processor()
+    processor.pace.serving(True)
+    assert searching(processor, **changes).question.pause is QUESTION.pause
+
+
+def test_every_price_of_a_search_may_be_paused_at() -> None:
+    paused: list[int] = []
+    decide(replace(QUESTION, pause=lambda: paused.append(1)))
+    assert len(paused) > 5

@@ -1,0 +1,354 @@
+"""Solvers for shares: rows of maps, stages of a pipeline and the ring of `galaxy`, against all others."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import net
+from sites import FAMILIES, plan, request
+from swarm import profile_curve
+
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, Power
+from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.ids import Epoch
+from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.program import Compute, Recv, Send
+from hepti_mqtt.shares import Lane
+from hepti_mqtt.shares.maps import Costs, costs_of, least, pixels, seconds_of, shares_of, units
+from hepti_mqtt.shares.share import consecutive, greedy
+from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, of_units, stages
+from hepti_mqtt.strategies import STRATEGIES
+
+# Pools, a residual, strides, and a window of seven rows on maps of six and three.
+VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
+
+
+SLOW = Lane(3e3, 1e-3)
+
+
+@given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))
+def test_greedy_rows_end_as_early_as_any(total, speeds):
+    ranges = greedy(total, speeds)
+    counts = [z - a for a, z in ranges]
+    assert ranges[0][0] == 0
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    assert sum(counts) == total
+    assert not any(n for n, s in zip(counts, speeds, strict=True) if s == 0)
+    able = [s for s in speeds if s]
+    every = (c for c in product(range(total + 1), repeat=len(able)) if sum(c) == total)
+    best = min(max(n / s for n, s in zip(c, able, strict=True)) for c in every)
+    assert max(n / s for n, s in zip(counts, speeds, strict=True) if s) == pytest.approx(best)
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_consecutive_ranges_are_the_best_of_all(devices, points, seed):
+    costs = np.random.default_rng(seed).random((devices, points + 1, points + 1))
+    costs[:, np.tri(points + 1, k=-1, dtype=bool)] = np.inf
+    found = consecutive(costs)
+    every = [(0, *ends, points) for ends in product(range(points + 1), repeat=devices - 1)]
+
+    def cost(ends):
+        return max(costs[i, a, z] for i, (a, z) in enumerate(pairwise(ends)))
+
+    assert cost((0, *[z for _, z in found])) == min(map(cost, every))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_linear_programme_against_all_vertices(n, m, seed):
+    """The least of a linear programme is at a point where n of its constraints are exact, if there is one."""
+    rng = np.random.default_rng(seed)
+    costs, rows, bounds = rng.random(n) + 0.1, rng.integers(-3, 4, (m, n)).astype(float), rng.integers(-3, 4, m) * 1.0
+    every, limits = np.vstack([rows, np.eye(n)]), np.concatenate([bounds, np.zeros(n)])
+    best = None
+    for chosen in combinations(range(m + n), n):
+        square = every[list(chosen)]
+        if abs(np.linalg.det(square)) > 1e-9:
+            x = np.linalg.solve(square, limits[list(chosen)])
+            if (every @ x >= limits - 1e-9).all():
+                best = min(costs @ x, np.inf if best is None else best)
+    found = least(costs, rows, bounds)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert (every @ found >= limits - 1e-7).all()
+        assert costs @ found == pytest.approx(best, abs=1e-7)
+
+
+def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) -> Costs:
+    n = len(compute)
+    gathers = np.array([0.0] + [gather] * (n - 1))
+    return Costs(np.array([compute] * layers), np.full((layers, n), halo), gathers, np.full(n, most), smallest)
+
+
+def test_shares_are_by_speed_where_links_cost_nothing():
+    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 2.0, 4.0))), np.array([4, 2, 1]) / 7)
+
+
+def test_shares_by_memory_and_by_the_link_to_the_head():
+    fitting = shares_of(costs(compute=(1.0, 9.0), most=0.6))
+    np.testing.assert_allclose(fitting, [0.6, 0.4])
+    assert shares_of(costs(compute=(1.0, 1.0), most=0.4)) is None
+    # Bringing the second one's part to the head costs three times what computing it there does.
+    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 1.0), gather=9.0)), [1.0, 0.0])
+
+
+def test_a_share_is_nothing_or_at_least_the_halo():
+    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 1.0, 30.0), smallest=0.1)), [0.5, 0.5, 0.0])
+
+
+def test_energy_under_a_deadline():
+    asked = costs(compute=(1.0, 4.0))
+    power = [Power(10.0, 0.0), Power(1.0, 0.0)]  # the slow one takes 4 J a layer, the fast one 10
+    np.testing.assert_allclose(shares_of(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
+    np.testing.assert_allclose(shares_of(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
+    assert shares_of(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
+
+
+def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
+    asked = costs(compute=(1.0, 4.0), smallest=0.3)
+    power = [Power(10.0, 0.0), Power(1.0, 0.0)]
+    # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
+    np.testing.assert_allclose(shares_of(asked, power, deadline_s=11.0), [0.3, 0.7])
+
+
+def test_the_estimate_of_shares_is_what_the_programme_makes_least():
+    asked = costs(compute=(1.0, 4.0), gather=2.0)
+    found = shares_of(asked)
+    assert seconds_of(asked, found) == pytest.approx(
+        min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
+    )
+
+
+def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
+    strong, weak = (Lane(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
+
+    small = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3)])
+
+    def shares(*lanes):
+        return STRATEGIES["coedge"].divide(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
+
+    assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
+    alone = seconds_of(costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
+    soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
+    assert 0.2 < shares(*soon)[0] < 0.5
+    with pytest.raises(ValueError, match=r"no shares meet the deadline of 1 ms: the fastest take \d+ ms"):
+        shares(*(lane._replace(deadline_s=1e-3) for lane in (strong, weak)))
+
+
+def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
+    graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
+    found = costs_of(graph, (2.0, 1.0), [Lane(100.0, 0.5), Lane(50.0, 0.25)])
+    first, second = (2 * 8 * 8 * (9 * c + 1) * 4 + 0 for c in (3, 4))
+    np.testing.assert_allclose(found.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
+    np.testing.assert_allclose(found.compute_s[:, 1], 2 * found.compute_s[:, 0])
+    row = 8 * 4 * 4
+    np.testing.assert_allclose(found.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
+    np.testing.assert_allclose(found.gather_s, [0, 0.25 + 8 * row / 50])
+    assert found.least == 1 / 8
+
+
+def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
+    _, free = STRATEGIES["edgeflow"].divide(VGG, {}, (1.0, 1.0, 2.0))
+    assert {unit.op.name for unit in units(VGG)} == set(free)
+    assert all(len({r for r in ranges if r[0] < r[1]}) > 1 for name, ranges in free.items() if name != "6.map")
+    assert free["0.map"] == ((0, 6), (6, 12), (12, 24))
+    _, slow = STRATEGIES["edgeflow"].divide(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
+    behind = slow["fc1"]
+    assert len([r for r in behind if r[0] < r[1]]) == 1
+
+
+def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
+    lanes = [Lane(row_flops_per_s=1.0), Lane(row_flops_per_s=3.0), Lane(row_flops_per_s=1.0)]
+    for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
+        _, ranges = STRATEGIES[method].divide(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
+        assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
+    _, ranges = STRATEGIES["edgeflow"].divide(VGG, {}, (9.0, 3.0, 0.0), lanes)
+    assert ranges["fc1"][1][1] - ranges["fc1"][1][0] > ranges["fc1"][0][1] - ranges["fc1"][0][0]
+    assert ranges["0.map"][0][1] == 18
+
+
+def test_pixels_of_a_net_are_those_of_half_its_work():
+    assert pixels(VGG) == 12 * 12
+    assert pixels(net(8, [("conv", 4, 3), ("conv", 4, 3)])) == 64
+
+
+def test_stages_of_a_pipeline_are_by_work():
+    found = of_units(VGG, (1.0, 1.0), [Lane()] * 2)
+    work = [unit.flops * unit.size for unit in units(VGG)]
+    slowest = max(sum(work[a:z]) for a, z in found)
+    assert slowest == min(max(sum(work[:i]), sum(work[i:])) for i in range(len(work) + 1))
+
+
+ENCODER = FAMILIES["bert-embedding"]
+
+
+def seconds(chain, speeds, lanes, goal, order):
+    """Return what stages cost, given as (device, first, stop) in the order of the parts."""
+
+    def way(source, target, cut):
+        a, b = lanes[source], lanes[target]
+        rate = min(a.bytes_per_s, b.bytes_per_s)
+        return 0.0 if source == target else a.latency_s + b.latency_s + chain.cuts[cut] / rate
+
+    times, before = [], 0
+    for device, first, stop in order:
+        times += [way(before, device, first), sum(chain.flops[first:stop]) / speeds[device]]
+        before = device
+    times.append(way(before, 0, len(chain.flops)))
+    return sum(times) if goal == "latency" else max(times)
+
+
+def every(n, devices):
+    """Yield all ways to give n parts to some devices, in any order."""
+    for count in range(1, min(n, devices) + 1):
+        for cuts in itertools.combinations(range(1, n), count - 1):
+            for order in itertools.permutations(range(devices), count):
+                yield list(zip(order, (0, *cuts), (*cuts, n), strict=True))
+
+
+numbers = st.floats(0.1, 10.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), goal=st.sampled_from(["latency", "throughput"]))
+def test_no_other_cut_and_no_other_order_costs_less(data, goal):
+    n, devices = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 3))
+    chain = Chain(*(data.draw(st.lists(numbers, min_size=size, max_size=size)) for size in (n, n, n + 1)))
+    speeds = data.draw(st.lists(numbers, min_size=devices, max_size=devices))
+    lanes = [Lane(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds]
+    found = stages(chain, speeds, lanes, goal)
+    order = sorted(((i, *parts) for i, parts in enumerate(found) if parts[0] < parts[1]), key=lambda s: s[1])
+
+    def fits(stages):
+        return all(sum(chain.weights[a:z]) <= lanes[i].memory_bytes for i, a, z in stages)
+
+    possible = list(every(n, devices))
+    fitting = [stages for stages in possible if fits(stages)] or possible
+    least = min(seconds(chain, speeds, lanes, goal, stages) for stages in fitting)
+    assert [a for _, a, _ in order] == [0, *(z for _, _, z in order[:-1])]
+    assert order[-1][2] == n
+    assert fits(order) or not any(map(fits, possible))
+    assert seconds(chain, speeds, lanes, goal, order) == pytest.approx(least)
+
+
+def test_more_than_eight_devices_keep_the_order_of_the_plan():
+    chain = Chain([1.0] * 12, [1.0] * 12, [0.0] * 13)
+    found = stages(chain, [1.0] * 12, [Lane()] * 12, "throughput")
+    assert found == tuple((i, i + 1) for i in range(12))
+
+
+def test_a_layer_is_four_parts_and_a_cut_inside_it_sends_the_residual_too():
+    shape, _ = request(ENCODER, (10,))
+    chain = chain_of(graph(ENCODER, shape))
+    m, h, f = 10, ENCODER.hidden, ENCODER.mlp
+    assert len(chain.flops) == PARTS * ENCODER.layers
+    assert chain.flops[:4] == [2 * m * h * 3 * h + 4 * m * m * h, 2 * m * h * h, 2 * m * h * f, 2 * m * f * h]
+    assert chain.weights[:4] == [4 * 3 * h * h, 4 * h * h, 4 * h * f, 4 * h * f]
+    assert [c / (4 * m * h) for c in chain.cuts[:5]] == [1, 2, 1, 1 + f / h, 1]
+
+
+@pytest.mark.parametrize("part", range(1, PARTS))
+@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
+def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(family, part):
+    spec = FAMILIES[family]
+    shape, _ = request(spec, (10,), "hidden")
+    ranges = {"stages": ((0, PARTS + part), (PARTS + part, PARTS * spec.layers))}
+    cut = replace(plan(spec, ("pipeline", {}), (1.0, 1.0)), ranges=ranges)
+    made = programs(spec, cut, shape)["d0"]
+    sent = sum(prod(made.slots[op.slot].shape) for op in made.ops if isinstance(op, Send) and "d1" in op.to)
+    assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
+
+
+def site(devices, memory=float("inf")):
+    curve = Curve(1024, 1024, ((64, 1e-3), (256, 4e-3)))
+    names = [f"d{i}" for i in range(devices)]
+    profiles = {n: DeviceProfile(n, (curve,), 1e9, 1e9, memory_bytes=memory) for n in names}
+    return Cluster(profiles, {n: Link() for n in names})
+
+
+def asked_of(cluster, **pins):
+    return decide(Question(Naming("home", "m"), ENCODER, cluster, largest_shape(ENCODER), Epoch(1, 1), **pins))
+
+
+def test_least_latency_is_one_device_where_memory_does_not_forbid_it():
+    chosen = asked_of(site(3), strategy="pipeline", options={"goal": "latency"}, devices=("d0", "d1", "d2")).chosen.plan
+    assert sorted(chosen.ranges["stages"]) == [(0, 0), (0, 0), (0, PARTS * ENCODER.layers)]
+
+
+SPEC = replace(FAMILIES["bert-embedding"], layers=6)
+
+
+RING = ("galaxy", {"exchange": "ring"})
+
+
+RING_DEVICES, TOKENS, LAYER = 4, 16, 3  # a layer in the middle
+
+
+SHAPE, _ = request(SPEC, (TOKENS,), "hidden")
+
+
+def of_a_layer(kind, method=RING):
+    """Return the ops of each device in the middle layer."""
+    found = programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
+    return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in found.items()}, found
+
+
+def test_each_device_sends_to_its_neighbour_alone_what_a_reduce_scatter_and_an_all_gather_are():
+    sends, found = of_a_layer(Send)
+    names = list(found)
+    for i, (device, ops) in enumerate(sends.items()):
+        assert {op.to for op in ops} == {(names[(i + 1) % RING_DEVICES],)}
+        assert len(ops) == 4 * (RING_DEVICES - 1)
+        sizes = {found[device].slots[op.slot].shape for op in ops}
+        assert sizes == {(TOKENS // RING_DEVICES, SPEC.hidden)}
+
+
+def test_a_chunk_of_a_sum_leaves_before_the_matmul_is_done_and_own_rows_come_last():
+    for device, program in of_a_layer(Compute)[1].items():
+        ops = list(program.ops)
+        down = [i for i, op in enumerate(ops) if isinstance(op, Compute) and "3.down" in program.node(op.node)]
+        matmuls = [i for i in down if ops[i].weights]
+        sent = [i for i, op in enumerate(ops) if isinstance(op, Send) and program.node(op.node) == "3.down"]
+        assert len(matmuls) == RING_DEVICES, device
+        assert [sum(at < i for at in matmuls) for i in sent] == [1, 2, 3]
+        heard = [i for i, op in enumerate(ops) if isinstance(op, Recv) and program.node(op.node) == "3.down"]
+        assert len(heard) == RING_DEVICES - 1
+
+
+def cluster(*devices):
+    """Return devices (GFLOP/s, bytes) behind good links."""
+    profiles = {
+        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
+        for i, (speed, memory) in enumerate(devices)
+    }
+    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
+
+
+def planned(site, options):
+    names = tuple(site.devices)
+    asked = Question(
+        Naming("home", "m"), SPEC, site, SHAPE, Epoch(1, 1), strategy="galaxy", options=options, devices=names
+    )
+    return decide(asked).chosen
+
+
+@pytest.mark.parametrize("options", [{"exchange": "direct"}, {"exchange": "ring"}], ids=str)
+def test_shares_follow_speed_and_what_memory_leaves(options):
+    fast = planned(cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), options)
+    widths = [z - a for a, z in fast.plan.ranges["mlp"]]
+    assert widths[0] > widths[1]
+    assert dict(fast.plan.options) == options
+    room = 0.5 * fast.price.needs["d0"]
+    tight = planned(cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), options)
+    assert tight.price.feasible
+    assert tight.price.needs["d0"] <= room
+    assert tight.plan.ranges["mlp"][0] != fast.plan.ranges["mlp"][0]
