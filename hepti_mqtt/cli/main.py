@@ -153,7 +153,7 @@ def _doctor(_sub: argparse.ArgumentParser) -> None:
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--kind", choices=("mosquitto", "unpacked", "amqtt"), help="insist on one kind of broker")
+    sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="insist on one kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
     sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
     sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
@@ -18,7 +19,7 @@ PATIENCE_S = 20.0
 pytestmark = pytest.mark.broker
 
 
-@pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])
+@pytest.fixture(params=[4, pytest.param(5, marks=needs_mosquitto)], ids=["3.1.1", "5"])
 def protocol(request):
     return request.param
 

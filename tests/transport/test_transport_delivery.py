@@ -7,10 +7,11 @@ import threading
 import uuid
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.transport import Connected, Subscribed
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, needs_mosquitto]
 PATIENCE_S = 20.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import NetworkError
@@ -13,12 +14,11 @@ from hepti_mqtt.transport.limits import _payload_bytes
 TOPIC = "hepti/v1/home/dev/pi/probe"
 
 
+@needs_mosquitto
 @pytest.mark.broker
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_the_limit_of_a_broker_is_found(cache, protocol):
+def test_the_limit_of_a_broker_is_found(protocol):
     with start_broker(max_packet_bytes=100_000) as limited:
-        if limited.kind == "amqtt":
-            pytest.skip("amqtt knows no limit")
         found = largest_packet(
             BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
         )

@@ -1,9 +1,10 @@
-"""A broker as a child process on a free port, ready when it answers and gone when its parent is."""
+"""A broker as a child process: Mosquitto where it is installed, else amqtt."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import pwd
@@ -19,14 +20,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self, get_args
 
-from hepti_mqtt.embedded_broker import keeper
 from hepti_mqtt.embedded_broker.settings import closed_configuration, configuration, password_lines
-from hepti_mqtt.embedded_broker.sources import BrokerKind, Source
 from hepti_mqtt.errors import ConfigError, NetworkError
 
+BrokerKind = Literal["mosquitto", "amqtt"]
+KINDS: Final[tuple[BrokerKind, ...]] = get_args(BrokerKind)
+
 HOST: Final = "127.0.0.1"
+SBIN: Final = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/sbin")
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 6.0
 _TRIES: Final = 5
@@ -40,38 +43,90 @@ _CONNACK: Final = 0x20
 _DISCONNECT: Final = b"\xe0\x00"
 
 
-class EmbeddedBroker:
-    """A running broker, made by `start_broker`; a context manager that closes it.
+def find_mosquitto() -> str | None:
+    """Return the path of the installed Mosquitto; None if there is none, or HEPTI_NO_MOSQUITTO hides it."""
+    if os.environ.get("HEPTI_NO_MOSQUITTO"):
+        return None
+    return shutil.which("mosquitto", path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
 
-    kind: mosquitto, unpacked (from Debian packages) or amqtt. reason: why this one. closed: the directory of a closed
-    site's broker (passwd, acl, broker.crt, broker.key). stored: the directory of what it keeps over restarts, made
-    if missing; None for one that `close` deletes. It ends with this process, also when that is killed.
+
+def start_broker(
+    only: str | None = None,
+    *,
+    users: Mapping[str, str] | None = None,
+    max_packet_bytes: int | None = None,
+    address: str = HOST,
+    port: int = 0,
+    closed: Path | None = None,
+    stored: Path | None = None,
+) -> EmbeddedBroker:
+    """Start Mosquitto, or amqtt where that is not installed, or the `only` kind; return it when it answers.
+
+    users: user -> password; None lets everyone in who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size
+    instead of 32 MiB; amqtt has no limit. port: 0 for a free one. closed: the directory of a closed site's broker,
+    instead of users; Mosquitto only. stored: the directory of what Mosquitto keeps over its restarts; None for one that
+    ends with this process. Raises ConfigError if `only` is unknown, no broker is installed or the port is taken, and
+    NetworkError if the broker does not start.
+    """
+    if only is not None and only not in KINDS:
+        raise ConfigError(f"unknown broker {only!r}; choose one of {', '.join(KINDS)}")
+    if closed is not None and only == "amqtt":
+        raise ConfigError("amqtt has no access lists, which a closed site needs; use mosquitto")
+    program = None if only == "amqtt" else find_mosquitto()
+    if program is None and (only == "mosquitto" or closed is not None):
+        raise ConfigError(
+            "mosquitto is not installed; install it (Debian, Ubuntu, Raspberry Pi OS: apt install mosquitto)"
+        )
+    if program is None and importlib.util.find_spec("amqtt") is None:
+        raise ConfigError(
+            "no broker is installed; install mosquitto, run pip install 'hepti[broker]', or name a running broker with "
+            "--broker or HEPTI_BROKER"
+        )
+    broker = EmbeddedBroker(
+        program,
+        users=users,
+        max_packet_bytes=max_packet_bytes,
+        address=address,
+        port=port,
+        closed=closed,
+        stored=stored,
+    )
+    try:
+        broker.start()
+    except BaseException:
+        broker.close()
+        raise
+    return broker
+
+
+class EmbeddedBroker:
+    """A broker that ends with this process, even if that is killed; a context manager that closes it.
+
+    program: the path of Mosquitto, None for amqtt. port: 0 until it is started for the first time, if any is right.
+    closed: the directory of a closed site's broker (passwd, acl, broker.crt, broker.key). stored: the directory of what
+    it keeps over restarts, made if missing; None for one that `close` deletes.
     """
 
     def __init__(
         self,
-        source: Source,
-        reason: str,
+        program: str | None,
         *,
-        users: Mapping[str, str] | None,
-        max_packet_bytes: int | None,
+        users: Mapping[str, str] | None = None,
+        max_packet_bytes: int | None = None,
         address: str = HOST,
+        port: int = 0,
         closed: Path | None = None,
         stored: Path | None = None,
     ) -> None:
         if stored is not None:
             _make_writable(stored)
-        self.reason, self.address, self._closed = reason, address, closed
-        self.port = 0
-        self._source, self._users, self._max_packet_bytes = source, users, max_packet_bytes
+        self.kind: BrokerKind = "amqtt" if program is None else "mosquitto"
+        self.reason = f"mosquitto ({program})" if program else "amqtt, since mosquitto is not installed"
+        self.address, self.port = address, port
+        self._program, self._users, self._max_packet_bytes, self._closed = program, users, max_packet_bytes, closed
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # readable by us alone
         self._stored = self._directory if stored is None else stored.resolve()
-
-    @property
-    def kind(self) -> BrokerKind:
-        """Return which broker runs."""
-        return self._source.kind
 
     @property
     def url(self) -> str:
@@ -87,7 +142,7 @@ class EmbeddedBroker:
     def start(self) -> None:
         """Start it, on the same port as before if it has been stopped, and return when it answers.
 
-        Raises NetworkError with its last words if it does not, ConfigError if the port that was asked for is taken.
+        Raises NetworkError with its last words if it does not, ConfigError if the requested port is taken.
         """
         if self.running:
             return
@@ -127,12 +182,12 @@ class EmbeddedBroker:
                 )
 
     def restart(self) -> None:
-        """Stop it and start it on the same port; sessions and retained messages of Mosquitto are there again."""
+        """Stop it and start it on the same port; Mosquitto restores its sessions and retained messages."""
         self.stop()
         self.start()
 
     def close(self) -> None:
-        """End the process and delete its files, but for what it has `stored`. A second call does nothing."""
+        """End the process and delete its files, except those in `stored`. A second call does nothing."""
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -152,41 +207,38 @@ class EmbeddedBroker:
         self.close()
 
     def _spawn(self, port: int) -> None:
-        keep = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(os.getpid())]
+        keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
+        path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with open(self._directory / "log", "wb") as log:
             self._process = subprocess.Popen(
-                [*keep, *self._command(port)],
+                [*keeper, *self._command(port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._source.environment},
-                # Ctrl-C in a terminal is for us; the broker goes when we have said goodbye to it.
-                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                start_new_session=True,  # Ctrl-C in a terminal is for us; `stop` ends the broker
             )
 
     def _command(self, port: int) -> list[str]:
-        program = list(self._source.program)
-        if self.kind == "amqtt":
+        if self._program is None:
+            users = [self._private("users", json.dumps(self._users))] if self._users else []
             return [
-                *program,
-                self.address,
-                str(port),
-                *([self._private("users", json.dumps(self._users))] if self._users else []),
+                *(sys.executable, "-m", "hepti_mqtt.embedded_broker.child", "amqtt", self.address, str(port)),
+                *users,
             ]
         user, stored = _account(), f"{self._stored}/"
         if self._closed is not None:
             text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
         else:
-            passwords = None if self._users is None else self._private("passwd", password_lines(self._users))
             text = configuration(
                 self.address,
                 port,
                 user=user,
                 stored_in=stored,
-                password_file=passwords,
+                password_file=None if self._users is None else self._private("passwd", password_lines(self._users)),
                 max_packet_bytes=self._max_packet_bytes,
             )
-        return [*program, "-c", self._private("mosquitto.conf", text)]
+        return [self._program, "-c", self._private("mosquitto.conf", text)]
 
     def _private(self, name: str, text: str) -> str:
         path = self._directory / name
@@ -212,7 +264,7 @@ class EmbeddedBroker:
 
 
 def _account() -> str:
-    """Return the name of the account that this process runs as, whatever the environment says; "" if it has none."""
+    """Return the name of this process's account, whatever the environment says; "" if it has none."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -234,9 +286,7 @@ def _make_writable(stored: Path) -> None:
 
 
 def _free_port(address: str) -> int:
-    """Return a port below those from which systems take ports of outgoing connections: one of them would keep a broker
-    that has been stopped from coming back on its port.
-    """
+    """Return a port below those of outgoing connections: one of them would keep a stopped broker from its port."""
     found = (random.randrange(*_PORTS) for _ in range(_LOOKS))
     return next((port for port in found if _is_free(address, port)), 0) or _any_port(address)
 
@@ -259,7 +309,6 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _answers_connect(address: str, port: int, tls: bool) -> bool:
-    # Who listens everywhere is asked on the loopback address.
     host = {"0.0.0.0": HOST, "::": "::1"}.get(address, address)
     try:
         with socket.create_connection((host, port), timeout=1.0) as plain:
