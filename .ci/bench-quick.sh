@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sample the experiments that come with Hepti within a time: .ci/bench-quick.sh HEPTI_BENCH OUT SECONDS NAME...
+# Sample the experiments that come with Hepti within a time: .ci/bench-quick.sh BENCHMARKS OUT SECONDS NAME...
 # What the time cuts off keeps the turns that it has, and its report; what is not reached at all is named at the end.
 set -u
 bench=$1 out=$2 seconds=$3
@@ -20,16 +20,14 @@ for name in "$@"; do
         continue
     fi
     # INT, as from a keyboard: a lab is taken down by who made it. What does not end by that is killed.
-    case $name in
-        kernels) timeout -s INT -k 30 "$limit" $bench kernels --quick --seconds 10 --out "$out/kernels" ;;
-        *) timeout -s INT -k 30 "$limit" $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" ;;
-    esac
+    more=""
+    [ "$name" != kernels ] || more="seconds=10"
+    timeout -s INT -k 30 "$limit" $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" $more
     status=$?
     case $status in
         0) ;;
         124 | 137)
             cut="$cut $name"
-            $bench report "$out/$name" || echo "nothing of $name was measured in the time"
             ;;
         130) exit 130 ;;
         *) failed="$failed $name" ;;
@@ -37,7 +35,7 @@ for name in "$@"; do
     echo "$name: $(($(date +%s) - begun)) s of $seconds"
 done
 echo "reports:"
-ls "$out"/kernels/kernels.md "$out"/*/report.md 2>/dev/null
+ls "$out"/*/report.md 2>/dev/null
 [ -z "$cut" ] || echo "cut off, so that $seconds s are enough for all:$cut"
 [ -z "$missed" ] || echo "not reached in $seconds s:$missed; QUICK=\"$(echo $missed)\" samples them"
 [ -z "$failed" ] || echo "failed:$failed"

@@ -394,13 +394,10 @@ class _Agent:
 
     def _measure(self, starting: Starting) -> tuple[Workers, Curves]:
         config = self._config
-        shared: Path | None = jit.cache_directory()
-        before = written(measurement_places(self._places.state, shared, config.threads))
-        prepare_kernels(config.threads, config.hold is not None, starting, self._log)
+        places = measurement_places(self._places.state, jit.cache_directory(), config.threads)
+        before = written(places)
+        prepare_kernels(config.threads, starting, self._log)
         self._workers = workers = Workers(config.threads)
-        if config.hold is not None:
-            shared = config.hold()
-        places = self._places_of_measurement(shared)
         memory_bytes = config.memory_bytes or free_memory()
         with compile_lock(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
             starting.tell("measuring")
@@ -411,11 +408,6 @@ class _Agent:
         )
         release_compiler()
         return workers, curves
-
-    def _places_of_measurement(self, shared: Path | None) -> list[Path]:
-        places = measurement_places(self._places.state, shared, self._config.threads)
-        alike = self._config.hold is not None and shared is not None
-        return places[1:] if alike else places  # hosts of a lab measure anew, and once for all that are alike
 
     def _after(self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: Shell) -> Afterwards:
         """Return what goes on beside the session, from when the device is online for the first time."""
@@ -428,15 +420,13 @@ class _Agent:
             self._network.publish("control", topic, encode_caps(caps(largest, link.protocol)), 1, True)
 
         memory_bytes = config.memory_bytes or free_memory()
-        steady = config.hold is not None  # a lab measures: nothing changes meanwhile
         return Afterwards(
-            self._places_of_measurement(None if steady else jit.cache_directory()),
+            measurement_places(self._places.state, jit.cache_directory(), config.threads),
             config.threads,
             memory_bytes,
             meter,
             lambda: shell.stepped_s,
             announce,
-            steady,
             self._log,
         )
 

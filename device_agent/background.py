@@ -78,10 +78,10 @@ class Starting:
             self._say()
 
 
-def prepare_kernels(threads: int, everything: bool, starting: Starting, log: logging.Logger) -> None:
-    """Compile what f32 weights need, or `everything`, in other processes; load what is there."""
+def prepare_kernels(threads: int, starting: Starting, log: logging.Logger) -> None:
+    """Compile what f32 weights need in other processes; load what is there."""
     start = perf_counter()
-    whole = everything or precompile.ready(threads)
+    whole = precompile.ready(threads)
     most = max(1, min(ceil(cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
         "all" if whole else "first",
@@ -138,7 +138,7 @@ class Afterwards:
     """A thread from `start` to `close`.
 
     places: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
-    last run. announce: tells the site what `meter` has as curves now. steady: measure nothing again.
+    last run. announce: tells the site what `meter` has as curves now.
     """
 
     def __init__(
@@ -149,11 +149,10 @@ class Afterwards:
         meter: Meter,
         stepped_s: Callable[[], float],
         announce: Callable[[], None],
-        steady: bool,
         log: logging.Logger,
     ) -> None:
         self._places, self._threads, self._memory_bytes = places, threads, memory_bytes
-        self._meter, self._stepped_s, self._announce, self._steady = meter, stepped_s, announce, steady
+        self._meter, self._stepped_s, self._announce = meter, stepped_s, announce
         self._log = log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
@@ -174,8 +173,7 @@ class Afterwards:
             warm = precompile.load_rest(self._threads, lambda *_: self._give_up())
             release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
-            if not self._steady:
-                self._watch()
+            self._watch()
         except InterruptedError:
             pass
         except Exception:

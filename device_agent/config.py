@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,11 +71,10 @@ class AgentConfig:
     memory_bytes: budget for weights and live slots, beside what the idle agent takes; None for 80 % of what is free.
     cache_dir: place of everything the device keeps on disk; None for the user's own directories.
     cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
-    also hears, on the loader's thread, how far the weights are. hold: called when everything is compiled, before the
-    device measures itself; returns where others of this machine with the same share of its cores measure too. mesh: be
-    an endpoint for what this device sends its peers; mesh_host: where they reach it, None for its own address on the
-    way to the broker; mesh_port: 0 for any that is free. mesh_tls: certificate and key (PEM); without it a device whose
-    broker's connection is encrypted is no endpoint.
+    also hears, on the loader's thread, how far the weights are. mesh: be an endpoint for what this device sends its
+    peers; mesh_host: where they reach it, None for its own address on the way to the broker; mesh_port: 0 for any that
+    is free. mesh_tls: certificate and key (PEM); without it a device whose broker's connection is encrypted is no
+    endpoint.
     """
 
     url: BrokerUrl
@@ -89,7 +87,6 @@ class AgentConfig:
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
     retry: bool = True
     watch: Callable[[LoadEvent], None] | None = None
-    hold: Callable[[], Path | None] | None = None
     mesh: bool = True
     mesh_host: str | None = None
     mesh_port: int = 0
@@ -110,21 +107,8 @@ class AgentConfig:
             cache_bytes=CACHE_BYTES if options.cache_size is None else parse_size(options.cache_size),
             retry=options.retry,
             watch=watch,
-            hold=_hold if options.hold else None,
             mesh=options.mesh,
             mesh_host=None if options.mesh_host is None else checked_address(options.mesh_host),
             mesh_port=options.mesh_port or 0,
             mesh_tls=options.mesh_tls,
         )
-
-
-def _hold() -> Path | None:
-    """Say that everything is compiled and wait for a line: a lab slows the host down before it measures itself.
-
-    The line is `measure DIRECTORY`, or `measure` where no other host of the lab is on this machine.
-    """
-    print("compiled", flush=True)
-    if not (line := sys.stdin.readline()):
-        raise ConfigError("--hold waits for a line on stdin, which is closed; start the agent without it")
-    _, _, shared = line.strip().partition(" ")
-    return Path(shared) if shared else None

@@ -61,24 +61,11 @@ def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
     return whole - LOADING_BYTES
 
 
-class Allowed(NamedTuple):
-    """How many cores this process has, and the seconds of a period of the quota that says so, None without one."""
-
-    cores: float
-    period_s: float | None
-
-
-def allowed(root: Path = SYSTEM) -> Allowed:
-    """Return what the affinity and the quotas of the control groups leave this process."""
+def cores(root: Path = SYSTEM) -> float:
+    """Return how many cores the affinity and the quotas of the control groups leave this process."""
     whole = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(group) for group in _groups(root, "cpu"))
-    least = min((quota for quota in quotas if quota is not None), default=None)
-    return least if least is not None and least.cores < whole else Allowed(float(whole), None)
-
-
-def cores(root: Path = SYSTEM) -> float:
-    """Return how many cores this process has, by what is allowed and by the quota of the control groups."""
-    return allowed(root).cores
+    return min([float(whole), *(quota for quota in quotas if quota is not None)])
 
 
 def capacities(root: Path = SYSTEM) -> list[int]:
@@ -115,14 +102,14 @@ def _inactive_files(stat: Path) -> int:
     return max(found.values())
 
 
-def _quota(group: Path) -> Allowed | None:
+def _quota(group: Path) -> float | None:
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
-        return None if quota == "max" else Allowed(int(quota) / int(period), int(period) / 1e6)
+        return None if quota == "max" else int(quota) / int(period)
     quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
     if quota_us is None or not period_us or quota_us <= 0:
         return None
-    return Allowed(quota_us / period_us, period_us / 1e6)
+    return quota_us / period_us
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
@@ -244,7 +231,7 @@ def local_brokers() -> list[psutil.Process]:
     for process in psutil.process_iter(["name", "cmdline"]):
         info: dict[str, Any] = process.info
         words = [info["name"] or "", *(info["cmdline"] or [])[1:3]]  # a broker in Python is `python -m its.module`
-        if any(word.rsplit("/", 1)[-1].startswith(BROKERS) or ".amqtt_child" in word for word in words):
+        if any(word.rsplit("/", 1)[-1].startswith(BROKERS) or "embedded_broker.child" in word for word in words):
             found.append(process)
     return found
 

@@ -1,19 +1,14 @@
-"""What a quota of processor time really gives, and which times of runs that it stops count.
-
-The kernel looks at a quota no more often than its clock ticks.
-"""
+"""A mesh of this process with itself, through which frames are sent to measure what they cost."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +17,7 @@ from typing import Any, Final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from device_agent.machine import Allowed, allowed, capacities, cores, last_level_bytes
+from device_agent.machine import capacities, cores, last_level_bytes
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.profiles import profile_from_caps
@@ -35,72 +30,6 @@ from hepti_mqtt.program import Builder, Compute, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, Step, bind
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
-
-EXACT_S: Final = 0.01  # a period of several ticks (of 1 to 4 ms): quotas of Docker and systemd have 0.1 s
-PERIODS: Final = 50
-WINDOWS: Final = 3  # the most of them counts: what others take of the machine is not the quota's doing
-HELD_UP: Final = 4.0  # times as long as any other run
-_BLOCK: Final = bytes(1 << 16)  # hashed without the interpreter's lock
-
-
-@lru_cache(maxsize=8)
-def given(allowed: Allowed, threads: int) -> float:
-    """Return how many cores so many busy threads get of those that are allowed.
-
-    With periods shorter than a tick it is less: at 250 ticks a second, 0.45 of a core for a quota of 1 ms in 1.85, and
-    0.56 for 1 ms in 1.25. A device that believed its quota found itself a fifth faster than its requests did.
-    """
-    if allowed.cores >= threads or allowed.period_s is None or allowed.period_s >= EXACT_S:
-        return allowed.cores
-    return min(allowed.cores, busy(threads, PERIODS * allowed.period_s))
-
-
-def busy(
-    threads: int,
-    window_s: float,
-    clock: Callable[[], float] = time.perf_counter,
-    cpu: Callable[[], float] = time.process_time,
-) -> float:
-    """Return the cores that so many threads were given in the best of a few windows, in which they did nothing else."""
-    enough = threading.Event()
-    crew = [threading.Thread(target=_spin, args=(enough.is_set,), daemon=True) for _ in range(threads - 1)]
-    for member in crew:
-        member.start()
-    most = 0.0
-    for _ in range(WINDOWS):
-        begin, spent = clock(), cpu()
-        _spin(partial(_past, clock, begin + window_s))
-        most = max(most, (cpu() - spent) / (clock() - begin))
-    enough.set()
-    for member in crew:
-        member.join()
-    return most
-
-
-def not_held_up(spent: Sequence[float]) -> list[float]:
-    """Return times without the longest, while that is out of all proportion to the next one.
-
-    Not all that are far above the usual: of an op that fits several times into what a hidden quota gives at once, every
-    few take ten times as long, and they are what the quota costs.
-    """
-    left = sorted(spent)
-    while len(left) > 1 and left[-1] > HELD_UP * left[-2]:
-        left.pop()
-    return left
-
-
-def _past(clock: Callable[[], float], until_s: float) -> bool:
-    return clock() >= until_s
-
-
-def _spin(enough: Callable[[], bool]) -> None:
-    while not enough():
-        hashlib.sha256(_BLOCK)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A mesh of this process with itself, through which frames are sent to measure what they cost.
-
 
 _TOPIC: Final = "x/m/0/near/far"
 _PATIENCE_S: Final = 0.5
@@ -174,6 +103,7 @@ MOST_COLD: Final = 64 << 20  # of weights, however large the caches are: making 
 TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
 DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
 
+HELD_UP: Final = 4.0  # times as long as any other run
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
 _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measurement
 
@@ -204,7 +134,6 @@ def self_measurement(
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
         "weights": "cold, of twice the caches",
-        "quota": "given",
     }
     curves = None if anew else _just_made(places, key, before)
     cached = curves is not None
@@ -262,7 +191,6 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
 def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
     """Return what `measure` does; raises ValueError for what no device can be."""
     linear: list[Curves] = []
-    given.cache_clear()  # a measurement that is made again must not go on with a trial that others disturbed
     begin = time.perf_counter()
     for k, n in SHAPES:
         too_slow = bool(linear) and time.perf_counter() - begin + _expected(linear[-1], k, n) > BUDGET_S
@@ -399,7 +327,7 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
     shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that
     were held up (swapping, a process that was stopped) do not count.
     """
-    share = given(allowed(), threads)
+    share = cores()
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
     act()
     spent: list[float] = []
@@ -411,6 +339,18 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
         act()
         spent.append(clock() - begin)
     return max(fmean(not_held_up(spent)) / part, 1e-9)
+
+
+def not_held_up(spent: Sequence[float]) -> list[float]:
+    """Return times without the longest, while that is out of all proportion to the next one.
+
+    Not all that are far above the usual: of an op that fits several times into what a hidden quota gives at once, every
+    few take ten times as long, and they are what the quota costs.
+    """
+    left = sorted(spent)
+    while len(left) > 1 and left[-1] > HELD_UP * left[-2]:
+        left.pop()
+    return left
 
 
 def _attention(workers: Workers) -> float:

@@ -114,15 +114,3 @@ class RemoteError(HeptiError):
     """Another process of the site failed; the text carries its words."""
 
     code = "remote"
-
-
-class LabError(HeptiError):
-    """A host of a lab does not answer, a tool is missing, or the machine cannot give what the lab asks for."""
-
-    code = "lab"
-
-
-class BenchError(HeptiError):
-    """A measurement cannot be made, or its results would not be what they say."""
-
-    code = "bench"

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from broker_kinds import mosquitto_or_skip
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
-from hepti_mqtt.embedded_broker.sources import Unavailable, mosquitto_on_path
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State, Subscribed
 
 PATIENCE_S = 20.0
@@ -27,10 +26,7 @@ def closed_broker(
     path: Path, users: Mapping[str, Role], site: str = "home", host: str = "127.0.0.1"
 ) -> Iterator[tuple[SiteFolder, EmbeddedBroker]]:
     """Yield a closed site with its users, and its broker, which runs with the site's files."""
-    try:
-        mosquitto_on_path()
-    except Unavailable as why:
-        pytest.skip(str(why))
+    mosquitto_or_skip()
     with socket.socket() as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]

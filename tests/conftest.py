@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from broker_kinds import NEEDS_MOSQUITTO
 from coverage.collector import Collector
 
 # No test may fail because the machine was busy.
@@ -69,6 +70,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         below[0].resume()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line how many tests were skipped for want of Mosquitto."""
+    skipped = terminalreporter.getreports("skipped")
+    count = sum(isinstance(r.longrepr, tuple) and NEEDS_MOSQUITTO in r.longrepr[2] for r in skipped)
+    if count:
+        terminalreporter.write_line(f"{count} tests need Mosquitto: apt install mosquitto")
 
 
 def _fewer_examples(test: Any) -> None:

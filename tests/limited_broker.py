@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+from broker_kinds import mosquitto_or_skip
 from site_processes import poll
 
 
 @contextlib.contextmanager
 def mosquitto_with(directory: Path, *lines: str) -> Iterator[SimpleNamespace]:
     """Run Mosquitto with the project's settings and these lines; skips the test where it is not installed."""
-    program = shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if program is None:
-        pytest.skip("Mosquitto is not installed")
+    program = mosquitto_or_skip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

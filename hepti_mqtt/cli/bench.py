@@ -1,184 +1,260 @@
-"""`hepti bench`: experiments."""
+"""`hepti bench`: what each method takes on your own devices, measured through the broker."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-from datetime import UTC, datetime
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.config.options import natural, positive, seconds
+from hepti_mqtt.errors import ConfigError, HeptiError, RemoteError
+
+if TYPE_CHECKING:
+    from hepti_mqtt.client import Hepti
+    from hepti_mqtt.spec import Spec
+
+AUTO: Final = "auto"
+ALONE: Final = "single"
+# |error| / |reference| (Euclidean norms of all final hidden states) up to which an answer counts as right, by wire.
+BOUNDS: Final[Mapping[str, float]] = {"f32": 1e-4, "f16": 1e-2, "i8": 0.2}
 
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
+    sub.add_argument("model", nargs="?", help="name of the model, as the planner serves it (default: the only one)")
     sub.add_argument(
-        "what", nargs="?", metavar="EXPERIMENT", help="a name or a file; or kernels, transport, report, compare"
+        "--methods",
+        type=_words,
+        metavar="NAME,..",
+        help="such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)",
     )
-    sub.add_argument("results", nargs="*", type=Path, metavar="RESULTS", help="of report (one) and compare (two)")
-    sub.add_argument("--list", action="store_true", help="list the experiments that come with Hepti")
-    sub.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: a new directory in ./results)")
-    sub.add_argument("--resume", action="store_true", help="go on with what --out has not got yet")
-    sub.add_argument(
-        "--calibrations", type=Path, metavar="DIR", help="verify the quotas kept there instead of finding them anew"
-    )
-    sub.add_argument("--lab", metavar="FILE", help="another lab than the experiment's; of transport: its hosts")
-    sub.add_argument("--rate", type=float, action="append", metavar="MBIT", help="other rates; may be repeated")
-    sub.add_argument("--dilation", type=float, metavar="TIMES", help="the lab so many times as slow: hosts and links")
-    sub.add_argument(
-        "--quick", action="store_true", help="the experiment with its `quick:` values; a sample of the kernels"
-    )
-    kernels = sub.add_argument_group("of `bench kernels`")
-    kernels.add_argument("--threads", type=_counts, default=(1, 2), metavar="1,2", help="thread counts (default 1,2)")
-    kernels.add_argument(
-        "--only", type=_groups, metavar="GROUP,..", help="groups of cases (default: all; a wrong one lists them)"
-    )
-    kernels.add_argument("--seed", type=int, default=1, help="of the data and the sample (default 1)")
-    kernels.add_argument("--seconds", type=float, help="stop after so long; the same command goes on from there")
+    sub.add_argument("--lengths", type=_lengths, default=(128,), metavar="N,..", help="tokens of a text (default 128)")
+    sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
+    sub.add_argument("--rounds", type=positive, default=5, help="turns of each method (default 5)")
+    sub.add_argument("--repeat", type=positive, default=3, help="timed requests in a turn (default 3)")
+    sub.add_argument("--seed", type=natural, default=0, help="of the inputs and the order (default 0)")
+    sub.add_argument("--timeout", type=seconds, default=300.0, help="seconds to wait for an answer (default 300)")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (needs matplotlib)")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = (0,)
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of thread counts, such as 1,2")
-    return numbers
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
-def _groups(text: str) -> tuple[str, ...]:
-    from hepti_mqtt.bench.kernel_options import GROUPS
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(positive(word) for word in _words(text))
 
-    chosen = tuple(text.split(","))
-    if unknown := set(chosen) - set(GROUPS):
-        raise argparse.ArgumentTypeError(
-            f"there is no group {', '.join(sorted(unknown))}; the groups are {', '.join(GROUPS)}"
-        )
-    return chosen
+
+@dataclass
+class Cell:
+    """One method with inputs of one length; times in ms, by round.
+
+    pins: what a request asks for. error: of the hidden states, relative to one device's; None before it is checked.
+    failed: why there are no times.
+    """
+
+    method: str
+    tokens: int
+    pins: Mapping[str, Any]
+    times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    plan: Mapping[str, Any] | None = None
+    predicted_ms: float | None = None
+    bytes_on_wire: int | None = None
+    error: float | None = None
+    failed: str = ""
+
+    @property
+    def rounds(self) -> dict[int, float]:
+        """Return the median of each round."""
+        return {number: statistics.median(times) for number, times in self.times.items()}
+
+    @property
+    def ms(self) -> float:
+        """Return the median of the rounds."""
+        return statistics.median(self.rounds.values())
+
+    def speed_up(self, alone: Cell | None) -> float | None:
+        """Return the median ratio to one device within rounds: slow drift of the machines is in both."""
+        if alone is None:
+            return None
+        shared = self.rounds.keys() & alone.rounds.keys()
+        return statistics.median(alone.rounds[n] / self.rounds[n] for n in shared) if shared else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        known = {"method": self.method, "tokens": self.tokens, "rounds_ms": list(self.rounds.values())}
+        known |= {"plan": self.plan, "predicted_ms": self.predicted_ms, "bytes_on_wire": self.bytes_on_wire}
+        return {**known, "error": self.error, "median_ms": self.ms if self.times else None, "failed": self.failed}
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run `hepti bench`."""
-    if args.list:
-        return _list(args)
-    action, count = {
-        "kernels": (_kernels, 0),
-        "transport": (_transport, 0),
-        "report": (_report, 1),
-        "compare": (_compare, 2),
-    }.get(args.what, (_run, 0))
-    if args.what is None or len(args.results) != count:
+    """Check every method's answer, time all in turns, and print one table."""
+    from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
+    from hepti_mqtt.client import Hepti
+    from hepti_mqtt.models import spec_from_dict
+
+    with Hepti.connect(require_broker(args), site=args.site) as hepti:
+        model = args.model or _only_model(hepti)
+        with read_here("the model"):
+            spec = spec_from_dict(hepti.wait_ready(model, args.timeout, patience_s=PLANNER_S)["spec"])
+        devices = sorted(d["device"] for d in hepti.devices() if d["status"] == "online")
+        cells = cells_of(spec, devices, args.methods, args.lengths, args.wire)
+        measure(hepti, model, spec, cells, args, lambda line: output.err.print(line, markup=False))
+    drawn = None if args.plot is None else _plot(cells, model, args.plot)
+    if args.json:
+        output.print_json({"ok": True, "model": model, "devices": devices, "cells": [c.to_dict() for c in cells]})
+        return 0
+    report(cells, model, devices)
+    if drawn is not None:
+        output.print_lines([drawn])
+    return 0
+
+
+def _only_model(hepti: Hepti) -> str:
+    if len(models := hepti.models()) != 1:
+        raise ConfigError(f"name a model; the planner serves {', '.join(models) or 'none yet'}")
+    return models[0]
+
+
+def cells_of(
+    spec: Spec, devices: Sequence[str], methods: Sequence[str] | None, lengths: Sequence[int], wire: str
+) -> list[Cell]:
+    """Return what is measured; raises ConfigError for a method that does not exist or cannot divide the model."""
+    from hepti_mqtt.models import graph, largest_shape
+    from hepti_mqtt.models.shapes import Pictures
+    from hepti_mqtt.strategies import STRATEGIES
+
+    known: dict[str, Mapping[str, Any]] = {AUTO: {}, ALONE: {"strategy": ALONE}}
+    usual = [AUTO, ALONE]
+    whole = graph(spec, largest_shape(spec))
+    for s in STRATEGIES.values():
+        if s.most_devices == 1 or len(devices) < 2 or s.unsupported(whole) is not None:
+            continue
+        for options in s.choices(len(devices), whole):
+            name = "/".join([s.name, *options.values()])
+            known[name] = {"strategy": s.name, "options": dict(options), "devices": list(devices)}
+            usual += [name] if s.offered and len(options) < 2 else []
+    chosen = list(methods or usual)
+    if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(
-            "use `hepti bench EXPERIMENT`, `kernels` or `transport`, `bench report RESULTS`, `bench compare A B` or "
-            "`bench --list`"
+            f"{unknown[0]} is no method for this model on {len(devices)} devices; there are {', '.join(known)}"
         )
-    return action(args)
+    if ALONE not in chosen:
+        chosen.append(ALONE)  # what answers are checked against
+    sizes = [largest_shape(spec).size] if isinstance(spec.reads, Pictures) else lengths
+    return [Cell(name, tokens, {**known[name], "wire": wire}) for tokens in sizes for name in chosen]
 
 
-def _list(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench.experiment import names
-    from hepti_mqtt.bench.kinds import load
+def measure(
+    hepti: Hepti, model: str, spec: Spec, cells: Sequence[Cell], args: argparse.Namespace, say: Callable[[str], None]
+) -> None:
+    """Check each cell once against one device, then time all in turns; what fails has its reason instead of times.
 
-    loaded = [(name, load(name), load(name, quick=True)) for name in names()]
-    rows = [(name, kind.count(whole), kind.count(quick)) for name, (kind, whole), (_, quick) in loaded]
-    if args.json:
-        output.print_json({"experiments": [{"name": n, "cells": c, "quick_cells": q} for n, c, q in rows]})
-    else:
-        output.print_table("experiments", ("name", "cells", "with --quick"), rows)
-    return 0
+    args: rounds, repeat, seed, timeout, wire.
+    """
+    from hepti_mqtt.client.described import random_input
+    from hepti_mqtt.models.shapes import Pictures
 
-
-def _run(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench.kinds import load
-
-    given = {"lab": args.lab, "rates": args.rate, "dilation": args.dilation}
-    kind, experiment = load(args.what, args.quick, {key: value for key, value in given.items() if value is not None})
-    if args.resume and args.out is None:
-        raise ConfigError("--resume goes on with a directory: name it with --out")
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    out = args.out or Path("results") / f"{experiment.name}-{stamp}"
-    command = shlex.join(["hepti", *sys.argv[1:]])
-    kind.run(experiment, out, command, resume=args.resume, console=output.err, calibrations=args.calibrations)
-    return _written(args, out)
-
-
-def _kernels(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench import kernel_bars, kernel_report, kernels
-    from hepti_mqtt.bench.kernel_options import GROUPS, OUT, Options
-
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    only = args.only or GROUPS
-    options = Options(args.out or OUT, args.quick, args.threads, only, args.seed, args.seconds, command)
-    results = kernels.run(options)
-    if args.json:
-        figures = [figure._asdict() for figure in kernel_report.summary(results.records)]
-        bars = [
-            {"name": name, "bar": bar, "measured": found and found.value, "met": met}
-            for name, bar, found, met in kernel_bars.verdicts(results.records)
-        ]
-        said = {"provenance": results.provenance, "missing": results.missing, "bars": bars, "figures": figures}
-        output.print_json(said)
-        return 0
-    output.print_lines(kernel_report.markdown(results.records, results.provenance).splitlines())
-    output.print_lines([f"written to {options.out}"])
-    if results.missing:
-        output.print_lines([f"{results.missing} cases are not measured yet; the same command goes on"])
-    return 0
+    of_pictures = isinstance(spec.reads, Pictures)
+    for tokens in dict.fromkeys(cell.tokens for cell in cells):
+        own = sorted((cell for cell in cells if cell.tokens == tokens), key=lambda cell: cell.method != ALONE)
+        body = random_input(spec, 1 if of_pictures else tokens, args.seed, photographs=True)
+        expected = None
+        for cell in own:
+            say(f"checking {cell.method}, {tokens} tokens")
+            try:
+                hidden = hepti.infer(model, **body, **cell.pins, want="hidden", timeout_s=args.timeout).hidden
+                expected = hidden if expected is None else expected  # one device's, or the first that answers
+                cell.error = relative_error(hidden, expected)
+                if not cell.error <= BOUNDS[args.wire]:
+                    raise RemoteError(f"the answer is off by {cell.error:.1e} of its norm: it is not timed")
+            except HeptiError as error:
+                cell.failed = str(error).splitlines()[0]
+        for number in range(args.rounds):
+            say(f"round {number + 1} of {args.rounds}, {tokens} tokens")
+            good = [cell for cell in own if not cell.failed]
+            for cell in random.Random(f"{args.seed}/{number}").sample(good, len(good)):
+                try:
+                    _turn(hepti, model, body, cell, number, args)
+                except HeptiError as error:
+                    cell.failed = str(error).splitlines()[0]
 
 
-def _transport(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench import transport, transport_report
-
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    out = args.out or transport.OUT
-    if args.lab:
-        results = _transport_in_lab(args, out, command)
-    else:
-        options = transport.Options.quick(out, command) if args.quick else transport.Options(out, command=command)
-        results = transport.run(options)
-    if args.json:
-        output.print_json(results)
-        return 0
-    output.print_lines(transport_report.markdown(results))
-    output.print_lines([f"written to {out}"])
-    return 0
+def _turn(hepti: Hepti, model: str, body: Mapping[str, Any], cell: Cell, number: int, args: argparse.Namespace) -> None:
+    """Bring the plan up, warm it up with a request, and time others from publish to answer."""
+    request = {**body, **cell.pins, "timeout_s": args.timeout}
+    hepti.infer(model, **request, want="plan")
+    hepti.infer(model, **request)
+    answers = [hepti.infer(model, **request, report=True) for _ in range(args.repeat)]
+    cell.times[number] += [answer.latency_ms for answer in answers]
+    last = hepti.foretold(answers[-1], **request).raw
+    cell.plan, cell.predicted_ms, cell.bytes_on_wire = last["plan"], last["predicted_ms"], last["bytes_on_wire"]
 
 
-def _transport_in_lab(args: argparse.Namespace, out: Path, command: str) -> dict[str, Any]:
-    from hepti_mqtt.bench import transport_lab
+def relative_error(found: Any, expected: Any) -> float:
+    """Return |found - expected| / |expected| by Euclidean norms; inf where shapes differ or a value is not finite."""
+    import numpy as np
 
-    place = transport_lab.place(Path(args.lab), args.dilation, args.rate or (), args.calibrations, output.err.print)
-    return transport_lab.run(transport_lab.options(out, command, quick=args.quick), place)
-
-
-def _report(args: argparse.Namespace) -> int:
-    return _written(args, args.results[0])
-
-
-def _written(args: argparse.Namespace, directory: Path) -> int:
-    from hepti_mqtt.bench.kinds import write
-
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory of results")
-    files = write(directory)
-    if args.json:
-        output.print_json({"files": [str(path) for path in files]})
-    else:
-        output.print_lines([f"wrote {path}" for path in files])
-    return 0
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return float("inf")
+    scale = float(np.linalg.norm(expected.astype(np.float64)))
+    return float(np.linalg.norm(found.astype(np.float64) - expected)) / max(scale, 1e-30)
 
 
-def _compare(args: argparse.Namespace) -> int:
-    from hepti_mqtt.bench.report import compare
-    from hepti_mqtt.bench.results import read
+def report(cells: Sequence[Cell], model: str, devices: Sequence[str]) -> None:
+    """Print the table, and what was fastest."""
+    rows: list[tuple[Any, ...]] = []
+    said: list[str] = []
+    for tokens in dict.fromkeys(cell.tokens for cell in cells):
+        own = [cell for cell in cells if cell.tokens == tokens]
+        alone = next((cell for cell in own if cell.method == ALONE and cell.times), None)
+        for cell in sorted(own, key=lambda cell: cell.ms if cell.times else float("inf")):
+            if not cell.times:
+                rows.append((tokens, cell.method, *["-"] * 7, cell.failed))
+                continue
+            low, high, gain = min(cell.rounds.values()), max(cell.rounds.values()), cell.speed_up(alone)
+            times = (f"{cell.ms:.1f}", f"{low:.1f} to {high:.1f}", "-" if gain is None else f"{gain:.2f}")
+            predicted = "-" if cell.predicted_ms is None else f"{cell.predicted_ms:.1f}"
+            figures = (predicted, cell.bytes_on_wire, f"{cell.error:.0e}", _plan_words(cell))
+            rows.append((tokens, cell.method, *times, *figures, cell.failed))
+        if timed := [cell for cell in own if cell.times]:
+            best = min(timed, key=lambda cell: cell.ms)
+            gain = best.speed_up(alone)
+            beside = f", speed-up {gain:.2f} over one device" if gain is not None and best is not alone else ""
+            said.append(f"Fastest with {tokens} tokens: {best.method} ({_plan_words(best)}), {best.ms:.1f} ms{beside}.")
+    names = ["tokens", "method", "median ms", "rounds", "speed-up", "predicted ms", "bytes", "error", "plan", "failure"]
+    if not any(row[-1] for row in rows):
+        names, rows = names[:-1], [row[:-1] for row in rows]
+    output.print_table(f"{model} on {', '.join(devices)}", names, rows)
+    output.print_lines(said or ["No method gave an answer that could be timed."])
 
-    same, lines = compare(*(read(path) for path in args.results))
-    if args.json:
-        output.print_json({"agree": same, "cells": lines})
-    else:
-        output.print_lines(lines)
-    return 0 if same else 1
+
+def _plan_words(cell: Cell) -> str:
+    plan = cell.plan or {"strategy": cell.method, "options": {}, "devices": ()}
+    return f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
+
+
+def _plot(cells: Sequence[Cell], model: str, file: Path) -> str:
+    """Draw the median times with the span of the rounds, a panel for each length; return what to say of it."""
+    timed = [cell for cell in cells if cell.times]
+    if find_spec("matplotlib") is None or not timed:
+        return "No picture: " + ("nothing was timed." if not timed else "install matplotlib (pip install matplotlib).")
+    from matplotlib.figure import Figure
+
+    lengths = list(dict.fromkeys(cell.tokens for cell in timed))
+    figure = Figure(figsize=(6.4 * len(lengths), 1.5 + 0.3 * len(timed) / len(lengths)), layout="constrained")
+    for place, tokens in enumerate(lengths, 1):
+        own = sorted((cell for cell in timed if cell.tokens == tokens), key=lambda cell: -cell.ms)
+        axis = figure.add_subplot(1, len(lengths), place)
+        spans = [(cell.ms - min(cell.rounds.values()), max(cell.rounds.values()) - cell.ms) for cell in own]
+        axis.barh([cell.method for cell in own], [cell.ms for cell in own], xerr=list(zip(*spans, strict=True)))
+        axis.set(title=f"{model}, {tokens} tokens", xlabel="ms (median of the rounds, and their span)")
+    figure.savefig(file)
+    return f"wrote {file}"

@@ -119,7 +119,7 @@ def _broker_url(args: argparse.Namespace) -> Iterator[str]:
         return
     with start_broker() as broker:  # also beside a closed site: a login is for one user, and the demo plays several
         if not args.json:
-            output.print_lines([f"broker: {broker.kind} ({broker.reason})"])
+            output.print_lines([f"broker: {broker.reason}"])
         yield broker.url
 
 

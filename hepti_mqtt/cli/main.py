@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, lab, output, site
+from hepti_mqtt.cli import bench, output, site
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     AgentOptions,
@@ -153,7 +153,7 @@ def _doctor(_sub: argparse.ArgumentParser) -> None:
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--kind", choices=("mosquitto", "unpacked", "amqtt"), help="insist on one kind of broker")
+    sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="insist on one kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
     sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
     sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")
@@ -177,8 +177,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
     ("health", "say by the exit code whether the planner or a device is online", _health),
     ("site", "make a closed site and let users in: certificate, passwords and access list", site.arguments),
-    ("bench", "run an experiment, or the kernels' benchmark", bench.arguments),
-    ("lab", "make hosts to measure on: emulated ones, boards, or this machine", lab.arguments),
+    ("bench", "measure what each method takes on your devices", bench.arguments),
     ("broker", "run a broker here until interrupted", _broker),
 )
 
@@ -199,7 +198,6 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "model": ("hepti_mqtt.cli.model", "model"),
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
-    "lab": ("hepti_mqtt.cli.lab", "lab"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),

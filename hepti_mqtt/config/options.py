@@ -228,7 +228,6 @@ _AGENT: Final = (
     ),
     _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
     _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
-    _Option("hold", "--hold", {"action": "store_true", "help": "print `compiled`, and measure after a line on stdin"}),
 )
 _MODEL: Final = _Option(
     "models",
@@ -387,7 +386,6 @@ class AgentOptions:
     mesh_tls: Path | None = None
     mesh: bool = True
     retry: bool = True
-    hold: bool = False
 
     @staticmethod
     def add(parser: argparse.ArgumentParser) -> None:

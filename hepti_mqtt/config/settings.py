@@ -78,10 +78,10 @@ def mapping(where: str, data: Any) -> Mapping[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The files that come with Hepti: experiments, labs, sites and units, in a checkout's `configs` or in the package.
+# The files that come with Hepti: sites and units, in a checkout's `configs` or in the package.
 
 
-Kind = Literal["experiments", "lab", "sites", "systemd"]
+Kind = Literal["sites", "systemd"]
 
 _CHECKOUT: Final = Path(__file__).parents[2] / "configs"
 CONFIG_DIR: Final = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "configs"

@@ -1,6 +1,5 @@
-"""A broker where none is given: a child process, on the loopback address unless told another."""
+"""A broker for sites that have none: a child process, on the loopback address by default."""
 
-from hepti_mqtt.embedded_broker.process import EmbeddedBroker
-from hepti_mqtt.embedded_broker.start import KINDS, start_broker
+from hepti_mqtt.embedded_broker.broker import KINDS, EmbeddedBroker, find_mosquitto, start_broker
 
-__all__ = ["KINDS", "EmbeddedBroker", "start_broker"]
+__all__ = ["KINDS", "EmbeddedBroker", "find_mosquitto", "start_broker"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from broker_kinds import needs_mosquitto
 from closed_broker import Someone
 from site_processes import PATIENCE_S, ROOT
 
@@ -92,6 +93,7 @@ def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_
     assert not list(tmp_path.iterdir())
 
 
+@needs_mosquitto
 def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_good_broker_without_a_site(broker, capsys):
     assert not found["machine"]["advice"]
 
 
+@needs_mosquitto
 def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
     with start_broker(max_packet_bytes=3_000_000) as small:
         code, found = doctor(capsys, "--broker", str(small.url))

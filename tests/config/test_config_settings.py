@@ -113,7 +113,7 @@ def test_any_text_is_data_or_a_config_error(tmp_path, text):
         load_yaml(path)
 
 
-WRONG = ("HEPTI_KERNELS_ISA", "HEPTI_KERNELS_DOT", "HEPTI_KERNELS_TILE", "HEPTI_DATA_LINK")
+WRONG = ("HEPTI_KERNELS_ISA", "HEPTI_KERNELS_DOT", "HEPTI_DATA_LINK")
 
 
 @pytest.fixture(autouse=True)

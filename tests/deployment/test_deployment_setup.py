@@ -17,8 +17,15 @@ ROOT = Path(__file__).parents[2]
 OLD = """#!/bin/sh
 case "$1" in --version) echo "Python 3.9.2";; *) exit 1;; esac
 """
-
-
+NARROW = """#!/bin/sh
+case "$2" in *maxsize*) exit 1;; esac
+"""
+WITHOUT_NETWORK = f"""#!/bin/sh
+case "$2" in
+venv) mkdir -p "$4/bin"; cd "$4/bin"; printf '#!/bin/sh\\necho no route to host; exit 1\\n' > python; chmod +x python;;
+*) exec "{sys.executable}" "$@";;
+esac
+"""
 WITHOUT_PIP = f"""#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$2" in
@@ -78,6 +85,23 @@ def test_a_python_that_is_not_there_is_named(setup):
     assert "there is no " in words
     assert "make PYTHON=" in words
     assert not venv.exists()
+
+
+def test_a_32_bit_python_is_refused_in_one_sentence(setup):
+    code, words, _, venv = setup(NARROW)
+    assert code == 1
+    assert "64-bit" in words
+    assert len(words.splitlines()) == 1
+    assert not venv.exists()
+
+
+def test_without_network_one_sentence_says_what_to_check(setup):
+    code, words, _, venv = setup(WITHOUT_NETWORK)
+    assert code == 1
+    assert "network" in words
+    assert "a.lock" in words
+    assert len(words.splitlines()) == 1
+    assert (venv / "pip.log").read_text() == "no route to host\n"
 
 
 def test_without_pip_anywhere_one_sentence_says_what_to_install(setup):

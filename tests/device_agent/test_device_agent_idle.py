@@ -21,7 +21,7 @@ MOST_MIB = 150
 NOT_IMPORTED = (
     *("PIL", "tokenizers", "safetensors", "cryptography", "asyncio", "amqtt", "sqlite3.dbapi2"),
     *("numpy.testing", "numpy.f2py", "numba.testing", "numba.tests", "numba.cuda", "unittest"),
-    *("hepti_mqtt.planner", "hepti_mqtt.service", "hepti_mqtt.bench", "hepti_mqtt.lab", "hepti_mqtt.checkpoint"),
+    *("hepti_mqtt.planner", "hepti_mqtt.service", "benchmarks", "hepti_mqtt.checkpoint"),
 )
 
 

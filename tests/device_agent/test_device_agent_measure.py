@@ -12,10 +12,9 @@ import pytest
 
 from device_agent import background
 from device_agent import measure as measuring
-from device_agent import measure as module
 from device_agent.background import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
-from device_agent.machine import UNKNOWN_BYTES, Allowed, last_level_bytes
-from device_agent.measure import busy, given, measure, never_falling, self_measurement, written
+from device_agent.machine import UNKNOWN_BYTES, last_level_bytes
+from device_agent.measure import measure, never_falling, self_measurement, written
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
@@ -255,14 +254,14 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
         now["cpu"] += 1.0
 
     monkeypatch.setattr(measuring, "time", Clocks)
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(cores, 0.1))
+    monkeypatch.setattr(measuring, "cores", lambda: cores)
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
 
 
 def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
     now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
+    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
 
     def act():
         now[0] += next(runs)
@@ -283,7 +282,7 @@ def test_an_op_that_fits_into_a_slice_of_a_hidden_quota_is_as_slow_as_the_quota_
         spent[0] += op_s
 
     monkeypatch.setattr(measuring.time, "perf_counter", wall)
-    monkeypatch.setattr(measuring, "allowed", lambda: Allowed(1.0, None))
+    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
     assert measuring._seconds(act) == pytest.approx(op_s / share, rel=0.1)
 
 
@@ -364,77 +363,6 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
     monkeypatch.setattr(background, "self_measurement", measured)
     meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
-    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), steady=False, log=log)
+    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
     after._measure(anew=True)
     assert told == [takes, "given back", True, "told"]
-
-
-# -- quotas -----------------------------------------------------------------------------------------------------------
-
-SHORT_S = 0.002
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Make `busy` say a figure; what it was asked is kept."""
-    given.cache_clear()
-    asked = []
-
-    def say(cores):
-        monkeypatch.setattr(module, "busy", lambda *question: asked.append(question) or cores)
-        return asked
-
-    yield say
-    given.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("allowed", "threads"),
-    [(Allowed(2.0, None), 1), (Allowed(2.0, None), 4), (Allowed(0.5, 0.1), 1), (Allowed(1.0, SHORT_S), 1)],
-)
-def test_without_a_quota_of_short_periods_nothing_is_tried(told, allowed, threads):
-    asked = told(0.1)
-    assert given(allowed, threads) == allowed.cores
-    assert not asked
-
-
-@pytest.mark.parametrize(("found", "cores"), [(0.45, 0.45), (0.6, 0.54)])
-def test_a_quota_of_short_periods_gives_what_is_found_and_no_more_than_it_says(told, found, cores):
-    asked = told(found)
-    assert given(Allowed(0.54, SHORT_S), 1) == cores
-    assert given(Allowed(0.54, SHORT_S), 1) == cores
-    assert asked == [(1, pytest.approx(module.PERIODS * SHORT_S))], "tried once"
-
-
-def test_a_measurement_that_is_made_again_tries_the_quota_again(told, monkeypatch):
-    def disturbed(*_):
-        raise ValueError
-
-    asked = told(0.45)
-    monkeypatch.setattr(measuring, "_Cold", disturbed)
-    given(Allowed(0.54, SHORT_S), 1)
-    with pytest.raises(HeptiError):
-        measuring.measure(Workers(1), 1 << 30)
-    given(Allowed(0.54, SHORT_S), 1)
-    assert len(asked) == 2
-
-
-def test_the_best_window_counts_since_others_take_of_the_machine_too(monkeypatch):
-    now = {"wall": 0.0, "cpu": 0.0}
-    shares = iter([0.2, 0.45, 0.3])
-
-    def spin(enough):
-        share = next(shares)
-        while not enough():
-            now["wall"] += 0.01
-            now["cpu"] += 0.01 * share
-
-    monkeypatch.setattr(module, "_spin", spin)
-    assert busy(1, 0.1, lambda: now["wall"], lambda: now["cpu"]) == pytest.approx(0.45, rel=0.02)
-
-
-def test_several_threads_are_all_kept_busy_and_ended(monkeypatch):
-    spun = []
-    monkeypatch.setattr(module, "_spin", spun.append)
-    busy(3, 0.0)
-    assert len(spun) == 2 + module.WINDOWS

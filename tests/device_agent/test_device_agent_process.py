@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from broker_kinds import broker_of
+from broker_kinds import broker_of, needs_mosquitto
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.__main__ import main
@@ -260,6 +260,7 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
         planner.infer(plan, 1)
 
 
+@needs_mosquitto
 def test_second_agent_of_one_name_on_another_machine_takes_over(planner, agents, tmp_path):
     first = agents.start("same2")
     boot = planner.online("same2")

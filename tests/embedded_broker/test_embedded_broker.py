@@ -5,31 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from broker_kinds import needs_mosquitto
 
-from hepti_mqtt.embedded_broker import KINDS, EmbeddedBroker, process, sources, start, start_broker
-from hepti_mqtt.embedded_broker.sources import Source, Unavailable
+from hepti_mqtt.embedded_broker import EmbeddedBroker, broker, find_mosquitto, start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError
 
 PATIENCE_S = 20.0
 ROOT = Path(__file__).parents[2]
-
-
-def unavailable(why):
-    def source():
-        raise Unavailable(why)
-
-    return source
 
 
 def wait_until(happened):
@@ -71,58 +62,71 @@ def test_it_answers_keeps_its_port_and_leaves_nothing():
 
 
 @pytest.mark.broker
-def test_the_reason_says_which_and_why_not_the_others(monkeypatch):
-    installed = start._SOURCES["mosquitto"]
-    monkeypatch.setitem(start._SOURCES, "mosquitto", unavailable("it is not installed"))
-    monkeypatch.setitem(start._SOURCES, "unpacked", lambda: replace(installed(), kind="unpacked"))  # without a fetch
+def test_amqtt_runs_where_mosquitto_is_hidden(monkeypatch):
+    monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
     with start_broker() as broker:
-        assert broker.kind in ("unpacked", "amqtt")
-        assert broker.reason.startswith(broker.kind)
-        assert "not mosquitto: it is not installed" in broker.reason
+        assert broker.kind == "amqtt"
+        assert answers(broker.port)
 
 
-def test_one_that_is_insisted_on_is_that_one_or_none(monkeypatch):
-    monkeypatch.setitem(start._SOURCES, "unpacked", unavailable("the network is down"))
-    for kind in ("mosquitto", "amqtt"):
-        monkeypatch.setitem(start._SOURCES, kind, lambda: pytest.fail("another one is tried"))
-    with pytest.raises(NetworkError, match="unpacked: the network is down"):
-        start_broker("unpacked")
+@needs_mosquitto
+@pytest.mark.broker
+def test_mosquitto_runs_where_it_is_installed():
+    with start_broker() as running:
+        assert running.kind == "mosquitto"
+        assert find_mosquitto() in running.reason
 
 
-def test_one_without_access_lists_is_no_broker_of_a_closed_site(tmp_path):
-    with pytest.raises(ConfigError, match=r"amqtt knows no access lists.*mosquitto, unpacked"):
+def test_mosquitto_off_path_is_not_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(broker, "SBIN", ())
+    assert find_mosquitto() is None
+
+
+@pytest.mark.parametrize("wanted", [{"only": "mosquitto"}, {"closed": Path("site")}])
+def test_amqtt_replaces_no_mosquitto_that_is_asked_for(monkeypatch, wanted):
+    monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
+    with pytest.raises(ConfigError, match="install"):
+        start_broker(**wanted)
+
+
+def test_without_any_broker_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
+    monkeypatch.setattr(broker.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"mosquitto.*hepti\[broker\].*HEPTI_BROKER"):
+        start_broker()
+
+
+def test_a_closed_site_takes_no_broker_without_access_lists(tmp_path):
+    with pytest.raises(ConfigError, match="access lists"):
         start_broker("amqtt", closed=tmp_path)
 
 
-def test_without_any_broker_every_reason_is_told(monkeypatch):
-    for kind in KINDS:
-        monkeypatch.setitem(start._SOURCES, kind, unavailable(f"no {kind} today"))
-    with pytest.raises(NetworkError, match=r"no mosquitto today.*no unpacked today.*no amqtt today.*HEPTI_BROKER"):
-        start_broker()
-
-
-def test_a_broker_that_nobody_knows_is_a_config_error():
-    with pytest.raises(ConfigError, match="mosquitto, unpacked, amqtt"):
+def test_an_unknown_broker_is_a_config_error():
+    with pytest.raises(ConfigError, match="mosquitto, amqtt"):
         start_broker("emqx")
 
 
-def test_a_program_that_does_not_start_is_told_with_its_last_words(monkeypatch):
-    wrong = Source("mosquitto", (sys.executable, "-c", "import sys; sys.exit('out of order')"))
-    monkeypatch.setitem(start._SOURCES, "mosquitto", lambda: wrong)
-    for kind in ("unpacked", "amqtt"):
-        monkeypatch.setitem(start._SOURCES, kind, unavailable("no"))
-    with pytest.raises(NetworkError, match="mosquitto does not start: out of order"):
+def test_a_broker_that_does_not_start_is_reported_with_its_last_words(monkeypatch, tmp_path):
+    program = tmp_path / "mosquitto"
+    program.write_text("#!/bin/sh\necho out of order\nexit 127\n")
+    program.chmod(0o755)
+    monkeypatch.delenv("HEPTI_NO_MOSQUITTO", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(NetworkError, match="out of order"):
         start_broker()
 
 
-def test_a_program_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr(process, "START_TIMEOUT_S", 0.2)
-    broker = EmbeddedBroker(Source("mosquitto", ("sleep", "60")), "", users=None, max_packet_bytes=None)
-    monkeypatch.setattr(EmbeddedBroker, "_command", lambda *_: ["sleep", "60"])
+def test_a_program_that_never_answers_is_given_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(broker, "START_TIMEOUT_S", 0.2)
+    program = tmp_path / "mosquitto"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    silent = EmbeddedBroker(str(program))
     with pytest.raises(NetworkError, match="does not answer"):
-        broker.start()
-    assert not broker.running
-    broker.close()
+        silent.start()
+    assert not silent.running
+    silent.close()
 
 
 @pytest.fixture
@@ -133,13 +137,11 @@ def written(tmp_path):
     def written():
         texts = []
         for closed in (None, tmp_path / "site"):
-            broker = EmbeddedBroker(
-                Source("mosquitto", ("mosquitto",)), "", users=None, max_packet_bytes=None, closed=closed
-            )
+            made = EmbeddedBroker("mosquitto", closed=closed)
             try:
-                texts.append(Path(broker._command(1883)[-1]).read_text())
+                texts.append(Path(made._command(1883)[-1]).read_text())
             finally:
-                broker.close()
+                made.close()
         return texts
 
     return written
@@ -167,18 +169,18 @@ def test_an_account_without_a_name_names_none(written, monkeypatch):
 def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
     (tmp_path / "state").write_text("no directory")
     with pytest.raises(ConfigError, match=r"cannot keep anything in .*state"):
-        start_broker("mosquitto", stored=tmp_path / "state")
+        EmbeddedBroker("mosquitto", stored=tmp_path / "state")
 
 
 @pytest.mark.broker
 def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free, ports = process._free_port, [taken.getsockname()[1]]
-        monkeypatch.setattr(process, "_free_port", lambda address: ports.pop() if ports else free(address))
-        monkeypatch.setattr(process, "_answers_connect", _patient(taken.getsockname()[1]))
-        with start_broker() as broker:
+        free, ports = broker._free_port, [taken.getsockname()[1]]
+        monkeypatch.setattr(broker, "_free_port", lambda address: ports.pop() if ports else free(address))
+        monkeypatch.setattr(broker, "_answers_connect", _patient(taken.getsockname()[1]))
+        with start_broker() as running:
             assert not ports
-            assert broker.port != taken.getsockname()[1]
+            assert running.port != taken.getsockname()[1]
 
 
 @pytest.mark.broker
@@ -189,7 +191,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error():
 
 def _patient(taken):
     # The server that has taken the port accepts but never answers; spare the test the second of waiting for it.
-    honest = process._answers_connect
+    honest = broker._answers_connect
     return lambda address, port, tls: port != taken and honest(address, port, tls)
 
 
@@ -252,7 +254,7 @@ os._exit(0)
 
 def test_a_process_forked_by_the_parent_does_not_keep_the_broker_alive():
     # The fork holds the pipe open; the keeper looks at its parent's number as well.
-    command = [sys.executable, "-c", FORKING, str(Path(sources.__file__).with_name("keeper.py"))]
+    command = [sys.executable, "-c", FORKING, str(Path(broker.__file__).with_name("child.py"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
         keeper, fork = map(int, run.stdout.readline().split())
     try:
@@ -267,97 +269,3 @@ def _alive(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def test_what_is_not_on_path_is_unavailable(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sources, "SBIN", ())
-    with pytest.raises(Unavailable, match="not installed"):
-        sources.mosquitto_on_path()
-    with pytest.raises(Unavailable, match="no apt-get"):
-        sources.unpacked_mosquitto(tmp_path / "cache")
-
-
-def test_a_mosquitto_that_does_not_run_is_unavailable(monkeypatch, tmp_path):
-    program = tmp_path / "mosquitto"
-    program.write_text("#!/bin/sh\necho error while loading shared libraries\nexit 127\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(Unavailable, match="shared libraries"):
-        sources.mosquitto_on_path()
-
-
-def test_a_cache_that_cannot_be_written_is_unavailable(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Unavailable, match="cannot be written"):
-        sources.unpacked_mosquitto(tmp_path / "file" / "cache")
-
-
-@pytest.mark.parametrize(
-    ("library", "package"),
-    [
-        ("libcjson.so.1", "libcjson1"),
-        ("libdlt.so.2", "libdlt2"),
-        ("libwebsockets.so.17", "libwebsockets17"),
-        ("libev.so.4", "libev4t64"),
-        ("libuv.so.1", "libuv1t64"),
-        ("libsqlite3.so.0", "libsqlite3-0"),
-    ],
-)
-def test_a_missing_library_names_its_debian_package(monkeypatch, library, package):
-    # `apt-cache search` of a system whose libraries of 2024 have names with t64.
-    known = {"libcjson1", "libdlt2", "libwebsockets17", "libev4t64", "libuv1t64", "libsqlite3-0"}
-
-    def search(_what, command, **_options):
-        name = command[-1].strip("^$").replace("\\", "")
-        return f"{name} - a library\n" if name in known else ""
-
-    monkeypatch.setattr(sources, "_run", search)
-    assert sources._package_of(library) == package
-
-
-def test_a_library_without_a_package_is_told(monkeypatch):
-    monkeypatch.setattr(sources, "_run", lambda *_, **__: "")
-    with pytest.raises(Unavailable, match=r"libnone\.so\.1"):
-        sources._package_of("libnone.so.1")
-
-
-def test_libraries_are_fetched_until_none_is_missing(monkeypatch, tmp_path):
-    fetched = []
-    missing = {1: ["libcjson.so.1", "libwebsockets.so.17"], 2: ["libuv.so.1"]}
-
-    def run(_what, command, **_options):
-        if command[:2] == ["apt-get", "download"]:
-            fetched.append(command[2:])
-            return ""
-        if command[0] == "ldd":
-            return "\n".join(f"\t{name} => not found" for name in missing.get(len(fetched), []))
-        return "found"
-
-    monkeypatch.setattr(sources, "_run", run)
-    sources._fetch_packages(tmp_path)
-    assert fetched == [["mosquitto"], ["libcjson1", "libwebsockets17"], ["libuv1"]]
-
-
-def test_amqtt_is_fetched_once_where_it_is_not_installed(monkeypatch, tmp_path):
-    calls = []
-
-    def run(what, command, **_options):
-        calls.append((what, command[-2:]))
-        (tmp_path / "amqtt" / "amqtt").mkdir(parents=True)
-        return ""
-
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda _name: None)
-    monkeypatch.setattr(sources, "_run", run)
-    for _ in range(2):
-        source = sources.amqtt_broker(tmp_path)
-        assert str(tmp_path / "amqtt") in source.environment["PYTHONPATH"].split(os.pathsep)
-    assert calls == [("pip", [str(tmp_path / "amqtt"), sources.AMQTT])]
-
-
-@pytest.mark.skipif(shutil.which("false") is None, reason="needs a program that fails")
-def test_a_command_that_fails_or_is_missing_is_unavailable():
-    with pytest.raises(Unavailable, match="failed with code 1"):
-        sources._run("it", ["false"])
-    with pytest.raises(Unavailable, match="it failed"):
-        sources._run("it", ["/no/such/program"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.embedded_broker.settings import SETTINGS, closed_configuration, configuration, password_lines
 from hepti_mqtt.errors import ConfigError
@@ -53,7 +53,7 @@ def test_passwords_are_salted_and_not_in_the_file():
 
 
 @pytest.mark.broker
-@pytest.mark.skipif(shutil.which("mosquitto_passwd") is None, reason="needs mosquitto_passwd")
+@needs_mosquitto
 def test_a_password_file_of_mosquitto_has_the_same_form(tmp_path):
     path = tmp_path / "passwd"
     subprocess.run(["mosquitto_passwd", "-c", "-b", path, "a", "b"], check=True, capture_output=True)

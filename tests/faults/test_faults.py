@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from broker_kinds import needs_mosquitto
 from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
 from faults_site import KINDS, Fault, kill_broker, mosquitto_of, schedule, wait_until_saved
@@ -19,17 +20,14 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import RequestError
 
+pytestmark = [pytest.mark.wide, pytest.mark.processes, pytest.mark.broker, needs_mosquitto]
+
 UNMET = "no broker answers"
 ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reliability.md
 
 
-@pytest.mark.wide
-@pytest.mark.processes
-@pytest.mark.broker
 def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
     with start_broker() as broker:
-        if broker.kind == "amqtt":
-            pytest.skip(broker.reason)
         site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
         try:
             site.planner()
@@ -57,9 +55,6 @@ def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_s
             site.close()
 
 
-@pytest.mark.wide
-@pytest.mark.processes
-@pytest.mark.broker
 def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path: Path) -> None:
     report = run(Run(75.0, seed=3, every_s=(9.0, 12.0)), tmp_path, model_directory(tmp_path, "tiny"))
     assert len(report.faults) >= len(KINDS)
@@ -69,13 +64,8 @@ def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path:
         assert set(tally.errors) <= {"overloaded"}, str(report)
 
 
-@pytest.mark.wide
-@pytest.mark.processes
-@pytest.mark.broker
 def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) -> None:
     with start_broker() as broker:
-        if broker.kind == "amqtt":
-            pytest.skip(broker.reason)
         site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
         try:
             site.planner()
@@ -96,14 +86,9 @@ def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) ->
             site.close()
 
 
-@pytest.mark.wide
-@pytest.mark.processes
-@pytest.mark.broker
 @pytest.mark.parametrize("away", ["ended", "silent", "never there"])
 def test_who_is_told_to_end_while_the_broker_is_away_ends(tmp_path: Path, away: str) -> None:
     with start_broker() as broker:
-        if broker.kind == "amqtt":
-            pytest.skip(broker.reason)
         site, stopped = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")}), None
         try:
             if away == "never there":

@@ -87,7 +87,6 @@ RUNS = [
     ("alice", "agent --id alice --cache CACHE --threads 1 --memory 100MiB", 6),
     ("a", "model inspect MODEL", 0),
     ("a", "simulate MODEL --devices-file SITES/four-pi4.yaml --tokens 8", 0),
-    ("a", "bench --list", 0),
 ]
 
 

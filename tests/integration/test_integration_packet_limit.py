@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from broker_kinds import needs_mosquitto
 from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import PacketLimitError
 
-pytestmark = [pytest.mark.processes, pytest.mark.broker]
+pytestmark = [pytest.mark.processes, pytest.mark.broker, needs_mosquitto]
 
 LIMIT = 40_000  # the tiles of `tiny` are below it, those of `wide` (256 KiB) above
 
@@ -25,10 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "wide": make_model("minilm", directory / "wide", layers=1),
     }
     try:
-        for running in running_site(directory, found, {"a": "300MiB", "b": "300MiB"}, max_packet_bytes=LIMIT):
-            if running.broker.kind == "amqtt":
-                pytest.skip("amqtt knows no limit")
-            yield running
+        yield from running_site(directory, found, {"a": "300MiB", "b": "300MiB"}, max_packet_bytes=LIMIT)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from sites import FAMILIES
 
-from hepti_mqtt.bench.experiment import spec_of
-from hepti_mqtt.bench.simulated import Point, cluster_of
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
@@ -251,9 +249,10 @@ MODEL = "bert-large"
 
 
 def mixed_question(rate: float, **pins) -> Question:
-    point = Point("mixed-four-roomy", rate, MODEL, 128, "", "f32", "f16", 4, "auto")
-    cluster = cluster_of(load_site(settings.find_bundled_config("sites", Path(point.site))), point)
-    spec = spec_of(MODEL)
+    site, each = load_site(settings.find_bundled_config("sites", Path("mixed-four-roomy"))), rate * 1e6 / 8
+    links = {n: replace(link, up_bytes_per_s=each, down_bytes_per_s=each) for n, link in site.links.items()}
+    cluster = replace(site, links=links, broker_bytes_per_s=each, peer_links={})
+    spec = spec_of_kind(MODEL)
     return Question(Naming("home", MODEL), spec, cluster, shape_for(spec, 128), Epoch(1, 1), wire="f16", **pins)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from broker_kinds import needs_mosquitto
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -296,6 +297,7 @@ def test_without_devices_requests_are_answered_with_the_reason(run, listen):
 
 
 @pytest.mark.broker
+@needs_mosquitto
 def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
     ear = listen("away")
     stop, outcome = run("away")
@@ -310,6 +312,7 @@ def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
 
 
 @pytest.mark.broker
+@needs_mosquitto
 def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
     """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
     ear = listen("deaf")

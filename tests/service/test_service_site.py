@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from broker_kinds import needs_mosquitto
 from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site
 from sites import METHODS
 
@@ -370,6 +371,7 @@ def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
     _check(site, asked)
 
 
+@needs_mosquitto
 def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, ready: Hepti, user: User) -> None:
     _, first = user.ask("tiny", {"ids": [1, 2, 3], "id": "before"})
     bodies = {f"under-way-{n}": [n + 1, n + 2, n + 3] for n in range(20)}

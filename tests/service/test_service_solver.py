@@ -49,7 +49,7 @@ def settled(*names: str) -> Site:
 NOT_AT_THE_START = (
     *("numba", "llvmlite", "hepti_mqtt.kernels", "PIL", "rich", "cryptography", "onnx", "asyncio", "psutil", "scipy"),
     *("numpy.testing", "numpy.f2py", "unittest", "device_agent", "hepti_mqtt.runtime.worker"),
-    *("hepti_mqtt.bench", "hepti_mqtt.lab", "hepti_mqtt.client", "hepti_mqtt.embedded_broker"),
+    *("benchmarks", "hepti_mqtt.client", "hepti_mqtt.embedded_broker"),
 )
 
 

@@ -19,24 +19,16 @@ from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, PahoTrans
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """Fetched brokers go to a directory of the test run, not to the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session", params=KINDS)
-def broker(request, cache):
-    """Every kind of broker that can be had here; a test may restart it."""
+def broker(request):
+    """Every kind of broker that is installed; a test may restart it."""
     with broker_of(request.param) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def mosquitto(cache):
-    """The best broker that can be had, for what does not depend on its kind."""
+def mosquitto():
+    """The broker that Hepti chooses, for what does not depend on its kind."""
     with start_broker() as running:
         yield running
 

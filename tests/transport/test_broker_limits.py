@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from broker_kinds import needs_mosquitto
 from limited_broker import mosquitto_with
 
 from hepti_mqtt.embedded_broker import start_broker
@@ -31,10 +32,9 @@ WANTED = 100
 
 @pytest.mark.broker
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_the_limit_of_a_broker_is_found(cache, protocol):
+@needs_mosquitto
+def test_the_limit_of_a_broker_is_found(protocol):
     with start_broker(max_packet_bytes=100_000) as limited:
-        if limited.kind == "amqtt":
-            pytest.skip("amqtt knows no limit")
         found = largest_packet(
             BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
         )

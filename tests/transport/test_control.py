@@ -11,6 +11,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
@@ -21,7 +22,7 @@ PATIENCE_S = 20.0
 pytestmark = pytest.mark.broker
 
 
-@pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])
+@pytest.fixture(params=[4, pytest.param(5, marks=needs_mosquitto)], ids=["3.1.1", "5"])
 def protocol(request):
     return request.param
 
@@ -221,6 +222,7 @@ def test_closing_while_the_broker_is_away_ends_at_once_and_counts_what_is_lost(p
 
 
 @pytest.mark.parametrize("topic", ["", "a/+", "a/#", "a\0b"])
+@needs_mosquitto
 def test_a_topic_that_cannot_be_published_to_is_refused(mosquitto, peers, topic):
     with pytest.raises(ValueError, match="cannot publish"):
         peers(mosquitto.url).transport.publish(topic, b"")
@@ -315,6 +317,7 @@ class Keeper:
         self.peer.transport.close()
 
 
+@needs_mosquitto
 def test_what_is_not_acknowledged_comes_again_and_nothing_else_does(mosquitto, protocol, topic, peers):
     first, sender = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url)
     for n in range(3):
@@ -335,6 +338,7 @@ def test_what_is_not_acknowledged_comes_again_and_nothing_else_does(mosquitto, p
     assert third.next().payload == b"last"
 
 
+@needs_mosquitto
 def test_what_waits_for_acknowledgement_outlives_a_restart_of_the_broker(mosquitto, protocol, topic, peers):
     keeper, sender = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url)
     sender.transport.publish(f"{topic}/a", b"a", 1)
@@ -352,12 +356,14 @@ def test_what_waits_for_acknowledgement_outlives_a_restart_of_the_broker(mosquit
     assert keeper.next().payload == b"b"
 
 
+@needs_mosquitto
 def test_a_message_of_qos_0_needs_no_acknowledgement(mosquitto, protocol, topic, peers):
     keeper, sender = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url)
     sender.transport.publish(f"{topic}/a", b"a", 0)
     assert keeper.next().receipt is None
 
 
+@needs_mosquitto
 def test_a_message_that_was_retained_before_says_so(mosquitto, protocol, topic, peers):
     sender = peers(mosquitto.url)
     sender.subscribe(f"{topic}/old")
@@ -371,6 +377,7 @@ def test_a_message_that_was_retained_before_says_so(mosquitto, protocol, topic, 
     assert [(d.payload, d.retained) for d in (old, new)] == [(b"old", True), (b"new", False)]
 
 
+@needs_mosquitto
 def test_hundreds_may_wait_and_other_connections_go_on(mosquitto, protocol, topic, peers):
     keeper, sender, other = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url), peers(mosquitto.url)
     token = other.transport.subscribe([(f"{topic}/200", 1)])
@@ -384,6 +391,7 @@ def test_hundreds_may_wait_and_other_connections_go_on(mosquitto, protocol, topi
         keeper.acknowledge(delivery)
 
 
+@needs_mosquitto
 def test_a_publish_tells_when_the_broker_has_it(mosquitto, protocol, topic, peers):
     sender, taken = peers(mosquitto.url, protocol=protocol), threading.Event()
     mosquitto.stop()
@@ -393,6 +401,7 @@ def test_a_publish_tells_when_the_broker_has_it(mosquitto, protocol, topic, peer
     assert taken.wait(PATIENCE_S)
 
 
+@needs_mosquitto
 def test_a_broker_of_mqtt_5_says_whether_anybody_was_subscribed(mosquitto, topic, peers):
     sender, ear, heard = peers(mosquitto.url, protocol=5), peers(mosquitto.url), queue.SimpleQueue()
     sender.transport.publish(topic, b"x", 1, taken=heard.put)

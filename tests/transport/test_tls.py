@@ -10,6 +10,7 @@ import subprocess
 import threading
 
 import pytest
+from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport
@@ -78,7 +79,9 @@ def tls_port(certificate, mosquitto):
 
 
 @pytest.mark.parametrize(
-    "options", [{"protocol": 4}, {"protocol": 5}, {"tensors": True}], ids=["3.1.1", "5", "tensors"]
+    "options",
+    [{"protocol": 4}, pytest.param({"protocol": 5}, marks=needs_mosquitto), {"tensors": True}],
+    ids=["3.1.1", "5", "tensors"],
 )
 def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers):
     peer = peers(f"mqtts://127.0.0.1:{tls_port}?ca={certificate[0]}", **options)

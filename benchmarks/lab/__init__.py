@@ -1,0 +1,1 @@
+"""Hosts to measure on: emulated in network namespaces, or this machine as it is."""

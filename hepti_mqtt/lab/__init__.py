@@ -1,1 +1,0 @@
-"""Hosts to measure on: emulated in network namespaces, boards by SSH, or this machine as it is."""
