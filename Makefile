@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-site test-all coverage kernels check lint types imports format pictures parity test-nets test-faults \
+.PHONY: demo test test-site test-all coverage kernels check lint types imports format cli-docs pictures parity test-nets test-faults \
 	test-soak test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -49,7 +49,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Kills, stops, restarts and cuts over real processes and a real Mosquitto: docs/reliability.md.
+# Kills, stops, restarts and cuts over real processes and a real Mosquitto: docs/reference/guarantees.md.
 MINUTES ?= 10
 SEED ?= 1
 FAULTS ?=
@@ -63,11 +63,15 @@ SOAK ?=
 test-soak: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
 
+# docs/reference/cli.md, from the commands' parsers; a test compares them.
+cli-docs: $(VENV)/.dev
+	$(BIN)/python docs/generate_cli.py
+
 # The layouts in docs/methods.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python docs/methods/draw.py
 
-# Nets of convolutions of full size, divided by every method on 1 to 5 devices, against one device: docs/convnets.md.
+# Nets of convolutions of full size, divided by every method on 1 to 5 devices, against one device: docs/guide/models.md.
 test-nets: $(VENV)/.dev
 	PYTHONPATH=.:tests $(BIN)/python tests/strategies/nets_agree.py $(NETS)
 
@@ -79,7 +83,7 @@ parity: $(VENV)/.dev
 test-outside:
 	.ci/outside.sh $(PYTHON)
 
-# Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reliability.md.
+# Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reference/guarantees.md.
 N ?= 20000
 test-hostile: $(VENV)/.dev
 	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)

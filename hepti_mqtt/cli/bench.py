@@ -39,7 +39,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
     sub.add_argument("--rounds", type=positive, default=5, help="turns of each method (default 5)")
     sub.add_argument("--repeat", type=positive, default=3, help="timed requests in a turn (default 3)")
-    sub.add_argument("--seed", type=natural, default=0, help="of the inputs and the order (default 0)")
+    sub.add_argument("--seed", type=natural, default=0, help="seed of the inputs and the order (default 0)")
     sub.add_argument("--timeout", type=seconds, default=300.0, help="seconds to wait for an answer (default 300)")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (needs matplotlib)")
 

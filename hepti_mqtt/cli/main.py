@@ -78,10 +78,10 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--tokens", type=positive, metavar="N", help="N seeded random token ids (or N random pictures)")
     sub.add_argument("--seed", type=natural, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
-    sub.add_argument("--repeat", type=positive, default=1, help="send the request so many times, one after the other")
     sub.add_argument(
-        "--plan-only", action="store_true", help="bring the plan up and say what it predicts; compute nothing"
+        "--repeat", type=positive, default=1, help="how many times to send the request, one after the other"
     )
+    sub.add_argument("--plan-only", action="store_true", help="load the plan and print its prediction; compute nothing")
     sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
     sub.add_argument("--model-dir", type=Path, help="the model's files for --check (default: the planner's)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
@@ -92,7 +92,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--max-new-tokens", type=positive, metavar="N", help="tokens that a decoder generates, shown as they come"
     )
-    sub.add_argument("--deadline-ms", type=positive, help="give up after so long")
+    sub.add_argument(
+        "--deadline-ms", type=positive, help="milliseconds until the request ends with the error `deadline`"
+    )
     sub.add_argument("--timeout", type=seconds, default=120.0, help="seconds to wait for an answer (default 120)")
     add_pins(sub)
 
@@ -102,7 +104,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--objective", choices=get_args(Objective), help="what --explain orders the candidates by (default latency)"
     )
-    sub.add_argument("--story", action="store_true", help="also print what became of the last plans, and why")
+    sub.add_argument("--story", action="store_true", help="also print the last plans' transitions and their causes")
     _drawing(sub)
 
 
@@ -131,7 +133,7 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
         "--requests",
         type=positive,
         metavar="N",
-        help="play so many requests (of replicas, for each of them), and tell each strategy's throughput",
+        help="simulate N requests at once (per replica), and print each method's throughput",
     )
     sub.add_argument(
         "--in-flight",
@@ -153,30 +155,30 @@ def _doctor(_sub: argparse.ArgumentParser) -> None:
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="insist on one kind of broker")
+    sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
     sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
-    sub.add_argument("--closed", type=Path, metavar="DIR", help="be the broker of a site that `hepti site` has made")
+    sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site made by `hepti site`")
 
 
 def _health(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("part", choices=("agent", "planner"), help="what must be online")
     sub.add_argument("--id", metavar="NAME", help="name of the device (default: its host's)")
-    sub.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for its word (default 5)")
+    sub.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for its status (default 5)")
 
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "let this device take part", AgentOptions.add),
-    ("planner", "plan and coordinate for one site", PlannerOptions.add),
+    ("agent", "run this device's agent", AgentOptions.add),
+    ("planner", "run a site's planner", PlannerOptions.add),
     ("infer", "send a request and print the answer", _infer),
-    ("plan", "show how a model is divided, and why", _plan),
+    ("plan", "show how a model is split, and why", _plan),
     ("devices", "list the site's devices", _devices),
     ("model", "make, inspect or verify a model directory", _model),
-    ("simulate", "price all strategies for devices described in a file", _simulate),
-    ("doctor", "look at this machine, the broker and the site, and say what to mend", _doctor),
-    ("health", "say by the exit code whether the planner or a device is online", _health),
-    ("site", "make a closed site and let users in: certificate, passwords and access list", site.arguments),
+    ("simulate", "predict every method's time on devices described in a file", _simulate),
+    ("doctor", "check this machine, the broker and the site, and suggest fixes", _doctor),
+    ("health", "exit with 0 if the planner or a device is online", _health),
+    ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
     ("bench", "measure what each method takes on your devices", bench.arguments),
     ("broker", "run a broker here until interrupted", _broker),
 )

@@ -32,20 +32,24 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the actions of `hepti site`."""
     actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke")
     init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
-    init.add_argument("directory", type=Path, metavar="DIR", help="a new directory; whoever reads it owns the site")
+    init.add_argument(
+        "directory", type=Path, metavar="DIR", help="a new directory; anyone who can read it owns the site"
+    )
     init.add_argument(
         "--host",
         action="append",
         metavar="NAME|ADDRESS",
-        help="the broker's name or address, as the devices know it; may be repeated, and the first stands in logins "
+        help="the broker's name or address as seen by the devices; may be repeated; logins name the first "
         "(default: this machine's)",
     )
     init.add_argument("--port", type=port, default=PORT, help=f"the broker's port (default {PORT})")
     init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
-    add = actions.add_parser("add", help="let a device, a client or a viewer in: writes its login file")
-    add.add_argument("role", choices=get_args(AddedRole), help="what it may do: work, ask, or only look")
+    add = actions.add_parser("add", help="add a device, a client or a viewer: writes its login file")
+    add.add_argument(
+        "role", choices=get_args(AddedRole), help="its role: to compute, to send requests, or only to look"
+    )
     add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
-    revoke = actions.add_parser("revoke", help="let a user in no longer; `planner` gets a new login")
+    revoke = actions.add_parser("revoke", help="revoke a user; `planner` gets a new login")
     revoke.add_argument("name", metavar="NAME", help="name of the user")
     for action in (add, revoke):
         action.add_argument(

@@ -182,7 +182,7 @@ _PINS: Final = (
         {
             "type": accuracy,
             "metavar": "ERROR",
-            "help": "let the planner choose that dtype: answers may differ from f32's by this part, e.g. 1e-3",
+            "help": "let the planner choose that dtype: the largest relative error of an answer, e.g. 1e-3",
         },
     ),
     _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
@@ -220,14 +220,14 @@ _AGENT: Final = (
             "help": "where peers reach this device directly (default: its own address on the way to the broker)",
         },
     ),
-    _Option("mesh_port", "--mesh-port", {"type": port, "help": "the port there (default: any that is free)"}),
+    _Option("mesh_port", "--mesh-port", {"type": port, "help": "the port there (default: a free one)"}),
     _Option(
         "mesh_tls",
         "--mesh-tls",
         {"type": Path, "metavar": "FILE", "help": "this device's own certificate and key (PEM), for peers by TLS"},
     ),
     _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
-    _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker is not there"}),
+    _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker cannot be reached"}),
 )
 _MODEL: Final = _Option(
     "models",
@@ -262,7 +262,7 @@ _PLANNER: Final = (
             "type": positive,
             "default": BATCH,
             "metavar": "N",
-            "help": f"requests that wait run together, at most N of them (default {BATCH}; 1: each by itself)",
+            "help": f"waiting requests run together, at most N of them (default {BATCH}; 1: each by itself)",
         },
     ),
     _Option(
@@ -272,7 +272,7 @@ _PLANNER: Final = (
             "type": delay_ms,
             "default": 0.0,
             "metavar": "MS",
-            "help": "milliseconds that a request waits for others to run with (default 0: only what waits anyway)",
+            "help": "milliseconds that a request waits for others to join its run (default 0)",
         },
     ),
     _Option(

@@ -422,7 +422,7 @@ def _words(options: Iterable[Options]) -> str:
 # Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
 TOGETHER: Final = 0.8
 # Of what a division takes more, at least so much stays on other devices with links as good; and so much when shares,
-# route and wire are refined. Measured over random sites, not proved: docs/design.md.
+# route and wire are refined. Measured over random sites, not proved: docs/decisions/0005-search.md.
 ELSEWHERE: Final = 0.6
 REFINED: Final = 0.5
 # The best price is not refined either, and with equal layers once, it may be a little less than that of the whole.

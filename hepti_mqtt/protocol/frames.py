@@ -41,7 +41,7 @@ def held_bytes(nbytes: int) -> int:
 # The header has a fixed size so that the simulator counts bytes exactly, and a multiple of 64 so that the array is
 # aligned when the payload is. All before the admission number is the same in every request of a shape: it is written
 # once, and read and checked once, which is most of what a small frame costs. Received bodies are views of the payload;
-# nothing is allocated before every size is checked. The normative text is docs/wire.md.
+# nothing is allocated before every size is checked. The normative text is docs/reference/wire.md.
 
 
 FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe"]

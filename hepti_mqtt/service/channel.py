@@ -360,7 +360,7 @@ class Post:
             if self._met and not state.resumed:
                 self._log.warning(
                     "the broker has forgotten what it keeps for the planner: requests that were sent since it is "
-                    "back, before the planner was, are lost; see persistence and autosave_interval in broker/README.md"
+                    "back, before the planner was, are lost; see persistence in docs/guide/broker.md"
                 )
             self._met, self._stands = True, state
         elif isinstance(state, Disconnected):

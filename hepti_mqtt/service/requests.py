@@ -52,7 +52,7 @@ def quoted(value: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # How much a request may bring: every bound is checked before the work that it bounds.
 #
-# docs/requests.md tells users, and what the worst allowed request costs.
+# docs/reference/requests.md tells users, and what the worst allowed request costs.
 
 
 MAX_REQUEST_BYTES: Final = 16_000_000

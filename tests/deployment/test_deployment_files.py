@@ -161,7 +161,7 @@ def test_no_example_has_a_password_among_its_arguments():
 UNITS = sorted((ROOT / "configs" / "systemd").glob("*.service"))
 
 
-GUIDE = (ROOT / "docs" / "install.md").read_text()
+GUIDE = (ROOT / "docs" / "guide" / "install.md").read_text()
 
 
 def unit(path):

@@ -146,7 +146,9 @@ def run(what: Run, directory: Path, model: Path, say: bool = True) -> Report:
             with Hepti.connect(broker.url, site=SITE) as hepti:
                 poll(lambda: _all_online(hepti), "all agents online", START_S)
                 hepti.wait_ready(MODEL, START_S)
-            wait_until_saved(broker)  # before that a killed broker forgets the planner, see docs/requests.md
+            wait_until_saved(
+                broker
+            )  # before that a killed broker forgets the planner, see docs/reference/guarantees.md
             return _under_faults(what, site, asked, say)
         finally:
             site.close()

@@ -23,7 +23,7 @@ from hepti_mqtt.errors import RequestError
 pytestmark = [pytest.mark.wide, pytest.mark.processes, pytest.mark.broker, needs_mosquitto]
 
 UNMET = "no broker answers"
-ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reliability.md
+ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reference/guarantees.md
 
 
 def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
