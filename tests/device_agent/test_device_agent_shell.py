@@ -95,6 +95,17 @@ def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeyp
     assert 0 < d.meter.slowdown(0.0) != 1.0
 
 
+def test_activations_leave_on_the_data_plane(device):
+    d = device()
+    d.ready(TWO)
+    d.run(request(plan=TWO)[2])
+    sent = d.planes["data"].published
+    assert sent
+    for topic, payload, qos, retain in sent:
+        parsed, frame = TOPICS.parse(topic), frames.decode(payload)
+        assert (parsed.source, parsed.layer, frame.source, qos, retain) == ("d0", frame.layer, "d0", 0, False)
+
+
 def test_an_op_that_fails_ends_its_request_only(device):
     d = device()
     d.ready()

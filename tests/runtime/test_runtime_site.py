@@ -25,6 +25,7 @@ from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.runtime.worker import session
+from hepti_mqtt.runtime.worker.runs import EARLY_BYTES
 from hepti_mqtt.runtime.worker.session import MeshRoutes
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -233,6 +234,16 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
         assert host.handle(session.FrameIn(frame), swarm.now) == []
     ask(swarm, "second")
     assert host.counters["bad_shape"] == 1, "the first one ends the run"
+
+
+def test_early_frames_are_bounded():
+    swarm = site(n=2)
+    host, body = swarm.hosts["d0"].session, np.zeros(1 << 20, np.float32)
+    for admission in range(100, 140):
+        host.handle(session.FrameIn(stranger(swarm, admission=admission, shape=body.shape, body=body)), swarm.now)
+        host.check()
+    assert 0 < host.runs.early_bytes <= EARLY_BYTES
+    assert host.counters["early_dropped"] > 0
 
 
 # -- requests that run together ---------------------------------------------------------------------------------------

@@ -186,11 +186,11 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, some in FORGERIES.items() for value in some])
-def test_a_field_out_of_range_is_a_wire_error(name, value):
+def test_a_field_out_of_range_is_a_wire_error():
     assert decode(forged()).shape == (2, 2), "the forgery itself is valid"
-    with pytest.raises(WireError):
-        decode(forged(**{name: value}))
+    for name, value in [(name, value) for name, some in FORGERIES.items() for value in some]:
+        with pytest.raises(WireError):
+            decode(forged(**{name: value}))
 
 
 @pytest.mark.parametrize("length", [0, 39, 41, 250, 251, 65_535])
@@ -221,19 +221,19 @@ def test_a_header_that_was_read_before_is_no_leave_for_another_body():
     np.testing.assert_array_equal(again.array(), GOLDEN.body)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"dtype": "f32", "shape": (2,), "body": body} for body in (np.zeros(3, "<f4"), np.zeros(2, "<f8"), bytes(9))),
-        *({"model": "M"}, {"model": ""}, {"admission": -1}, {"node": -1}, {"dtype": "f64"}, {"kind": "letter"}),
-        {"numbers": (2**32,)},
-    ],
-)
-def test_encode_refuses_what_decode_would(changes):
+WRONG = [
+    *({"dtype": "f32", "shape": (2,), "body": body} for body in (np.zeros(3, "<f4"), np.zeros(2, "<f8"), bytes(9))),
+    *({"model": "M"}, {"model": ""}, {"admission": -1}, {"node": -1}, {"dtype": "f64"}, {"kind": "letter"}),
+    {"numbers": (2**32,)},
+]
+
+
+def test_encode_refuses_what_decode_would():
     right = Frame("tensor", "m", Epoch(1, 1), 1, shape=(0,), body=b"")
     encode(right)
-    with pytest.raises(WireError):
-        encode(replace(right, **changes))
+    for changes in WRONG:
+        with pytest.raises(WireError):
+            encode(replace(right, **changes))
 
 
 def test_only_a_probe_may_name_no_model():
