@@ -110,16 +110,13 @@ def test_another_connection_brings_everything_again():
     assert told == ["spilled"], "two were there at once"
 
 
-@pytest.mark.parametrize(
-    ("state", "answers", "payload"),
-    [(None, True, None), ("offline", True, None), ("online", False, None), (None, False, b"not a status")],
-    ids=str,
-)
-def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch, state, answers, payload):
+def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
     monkeypatch.setattr(broker_checks, "ANSWER_S", 0.2)
-    one = rival(f"site-{state}-{answers}".lower(), answers)
-    if state is not None:
-        one.status(state)
-    if payload is not None:
-        one.transport.publish(one.topics.planner_status(), payload, 1, retain=True)
-    broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), one.topics.site)
+    cases = {"nobody": (None, True), "left": ("offline", True), "dead": ("online", False), "odd": (None, False)}
+    for name, (state, answers) in cases.items():
+        one = rival(name, answers)
+        if state is not None:
+            one.status(state)
+        if name == "odd":
+            one.transport.publish(one.topics.planner_status(), b"not a status", 1, retain=True)
+        broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), name)

@@ -518,3 +518,13 @@ def test_a_bad_model_a_bad_pin_and_an_absent_broker_end_it(checkpoints, tmp_path
     ):
         with pytest.raises(error):
             run_planner(PlannerConfig(NOWHERE, "s", models, pins, state_dir=tmp_path))
+
+
+def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
+    stood = []
+    monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)
+    plans = [(), ("one",), ("one",), ("one", "two")]
+    monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
+    for _ in range(4):
+        unconnected._handle(Tick())
+    assert stood == [("one",), ("one", "two")], "only what has changed"
